@@ -1,0 +1,252 @@
+"""Why did the attempt end, and what follows? Asked of the scheduler, decided once, written down first.
+
+Runs in node 0's agent only. The decision is written into the ledger before it is carried out, because
+carrying it out (`scontrol requeue`) is what gets this process killed; where it could not be carried out the
+batch side reads it there and does it (`agent/batch_side.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import ClusterError
+from hpctrain.ledger import events as ledger
+from hpctrain.plan.budget import allow
+from hpctrain.plan.decide import Outcome, decide
+from hpctrain.records import EndReason, Next, StopCause
+from hpctrain.rundir.fence import read_fence
+
+if TYPE_CHECKING:
+    from hpctrain.agent.node import RoundEnd
+    from hpctrain.agent.stopwatch import StopWatch
+    from hpctrain.records import FailureReport, JobContext, JobControl, JobFacts
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+OUTCOME = "outcome.json"
+"""Written by rank 0 into the attempt's directory when it leaves: {"outcome", "step", "cause"}."""
+
+
+def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
+    """What rank 0 left behind; empty for a program that does not use hpctrain."""
+    try:
+        found: dict[str, Any] = json.loads((run.attempt(attempt) / OUTCOME).read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+class Aftermath:
+    """The end of attempts, as node 0's agent sees to it."""
+
+    def __init__(self, run: RunDir, spec: Spec, context: JobContext, control: JobControl) -> None:
+        self._run = run
+        self._spec = spec
+        self._context = context
+        self._control = control
+
+    def ask(self) -> JobFacts:
+        """What the scheduler says of our job.
+
+        Raises:
+            ClusterUnreachable: it cannot be asked from here, or is silent.
+        """
+        return self._control.facts()
+
+    def stale_submission(self) -> str:
+        """Why this job must not run, or "": a job of an older submission would be a second writer."""
+        token = self._context.token
+        newest = ""
+        for event in ledger.read(self._run):
+            if event.kind in {"submit_intent", "submitted"}:
+                newest = str(event.data["token"])
+            if event.kind == "cancel_requested" and not event.data.get("save"):
+                newest = newest if event.data.get("job_id") != self._context.job_id else "cancelled"
+        if not token or not newest or token == newest:
+            return ""
+        if newest == "cancelled":
+            return f"job {self._context.job_id} was cancelled; it does not start again"
+        return f"job {self._context.job_id} belongs to an older submission of {self._run.name}; it leaves"
+
+    def bury_the_dead(self) -> None:
+        """Write down the end of an attempt that could not do so itself: a dead node, a kill without warning."""
+        fence = read_fence(self._run)
+        if fence is None:
+            return
+        events = ledger.read(self._run)
+        if any(e.kind == "attempt_ended" and e.attempt == fence.number for e in events):
+            return
+        same_job = fence.job_id == self._context.job_id
+        reason = EndReason.UNKNOWN
+        if same_job and self._context.restarts > fence.restarts:
+            reason = self._control.previous_end()
+        ledger.append(
+            self._run,
+            "attempt_ended",
+            attempt=fence.number,
+            reason=reason.value,
+            next=Next.LEAVE.value if same_job else Next.STOP.value,
+            step=last_step(events, fence.number),
+            detail="written by the next attempt: this one was killed without a word",
+            by="successor",
+        )
+
+    def after_crash(self, attempt: int, failure: FailureReport | None) -> bool:
+        """Write down a failed round; whether the ranks may start again in this allocation."""
+        events = ledger.read(self._run)
+        outcome = self._crash_kind(attempt, failure)
+        reason = EndReason.USER_ERROR if outcome == "user_error" else EndReason.CRASHED
+        restarts = sum(
+            1
+            for e in events
+            if e.kind == "attempt_started"
+            and e.data.get("by") == "restart"
+            and e.data.get("job_id") == self._context.job_id
+            and e.data.get("restarts") == self._context.restarts
+        )
+        may = (
+            reason is EndReason.CRASHED
+            and restarts < self._spec.settings.run.restarts_in_job
+            and allow(events, reason, self._spec.settings.budget).ok
+            and not self._cancelled(events)
+        )
+        if may:
+            self._record_failure(attempt, failure)
+            self._record_end(attempt, reason, Next.RESTART, None, failure.summary if failure else "")
+        return may
+
+    def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
+        """Decide, write down, carry out. Returns the exit code of the task."""
+        fence = read_fence(self._run)
+        if fence is None or fence.number != attempt:
+            ledger.append(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
+            return 0  # a zombie must not requeue the job that took over
+        left = read_outcome(self._run, attempt)
+        outcome = self._outcome(attempt, end, watch, left)
+        cause = StopCause(left["cause"]) if left.get("cause") else watch.cause
+        if end.ending == "killed" and cause is None:
+            cause = StopCause.CLOCK
+        facts = self._facts_now(outcome)
+        reason, following = decide(facts, self._context.restarts, cause, outcome)
+        if reason is EndReason.COMPLETED and left.get("outcome") != "done":
+            ledger.append(self._run, "done", attempt=attempt, step=left.get("step"))
+        if end.failure is not None and outcome in {"crashed", "user_error"}:
+            self._record_failure(attempt, end.failure)
+        return self._carry_out(attempt, reason, following, facts, end.why)
+
+    def _outcome(
+        self, attempt: int, end: RoundEnd, watch: StopWatch, left: dict[str, Any]
+    ) -> Outcome:
+        if left.get("outcome") == "done":
+            return "done"
+        if left.get("outcome") == "stopped":
+            return "stopped"
+        if end.ending == "left":
+            # A script that knows nothing of hpctrain and left after a signal may have saved and gone, in
+            # which case it must come back; one that was really done ends at once in its next attempt.
+            return "done" if watch.cause is None else "stopped"
+        if end.ending == "killed" or watch.cause is not None:
+            return "killed"
+        return self._crash_kind(attempt, end.failure)
+
+    def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
+        """An error that the program raised before its first step comes again however often it starts."""
+        if failure is None or failure.kind == "signal":
+            return "crashed"
+        moved = any(
+            e.kind in {"steps", "saved"} and e.attempt == attempt for e in ledger.read(self._run)
+        )
+        return "crashed" if moved else "user_error"
+
+    def _facts_now(self, outcome: Outcome) -> JobFacts | None:
+        if outcome == "done":
+            return None
+        try:
+            return self._control.facts()
+        except ClusterError:
+            return None
+
+    def _carry_out(
+        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts | None, why: str
+    ) -> int:
+        events = ledger.read(self._run)
+        if following is not Next.STOP and self._cancelled(events):
+            reason, following = EndReason.CANCELLED, Next.STOP
+        code = 1 if reason is EndReason.USER_ERROR else 0
+        if following is not Next.STOP:
+            verdict = allow(events, reason, self._spec.settings.budget)
+            if not verdict.ok:
+                self._record_end(attempt, reason, Next.STOP, facts, why)
+                self._stop_for_good(attempt, reason.value, verdict.exit_code, verdict.why)
+                return verdict.exit_code
+        self._record_end(attempt, reason, following, facts, why)
+        if reason is EndReason.USER_ERROR:
+            self._stop_for_good(attempt, reason.value, code, why)
+        if following is Next.REQUEUE:
+            self._requeue(attempt)
+        elif following is Next.LEAVE:
+            ledger.append(self._run, "requeued", attempt=attempt, by="scheduler")
+        return code
+
+    def _stop_for_good(self, attempt: int, reason: str, code: int, why: str) -> None:
+        ledger.append(
+            self._run, "run_stopped", attempt=attempt, reason=reason, exit_code=code, detail=why
+        )
+
+    def _requeue(self, attempt: int) -> None:
+        try:
+            self._control.requeue()
+        except ClusterError as error:
+            ledger.append(
+                self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error)
+            )
+            return
+        ledger.append(self._run, "requeued", attempt=attempt, by="agent")
+
+    def _cancelled(self, events: list[ledger.Event]) -> bool:
+        return any(
+            e.kind == "cancel_requested" and e.data.get("job_id") == self._context.job_id
+            for e in events
+        )
+
+    def _record_failure(self, attempt: int, failure: FailureReport | None) -> None:
+        if failure is None:
+            return
+        ledger.append(
+            self._run,
+            "failure",
+            attempt=attempt,
+            rank=failure.rank,
+            node=failure.node,
+            kind_of=failure.kind,
+            summary=failure.summary,
+            traceback=failure.traceback[-8000:],
+            others=failure.others,
+        )
+
+    def _record_end(
+        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts | None, why: str
+    ) -> None:
+        ledger.append(
+            self._run,
+            "attempt_ended",
+            attempt=attempt,
+            reason=reason.value,
+            next=following.value,
+            step=last_step(ledger.read(self._run), attempt),
+            detail=why,
+            facts={} if facts is None else facts.__dict__,
+            by="agent",
+        )
+
+
+def last_step(events: list[ledger.Event], attempt: int) -> int | None:
+    """The last step that an attempt is known to have done."""
+    steps = [
+        int(e.data["last"] if e.kind == "steps" else e.data["step"])
+        for e in events
+        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
+        and e.data.get("last" if e.kind == "steps" else "step") is not None
+    ]
+    return max(steps, default=None)

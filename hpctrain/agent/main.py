@@ -1,0 +1,170 @@
+"""The life of an agent: from the first signal handler to the decision what follows the attempt."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.agent import signals
+from hpctrain.agent.aftermath import Aftermath
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.fence import take_attempt
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from hpctrain.records import FailureReport, JobContext, JobControl
+    from hpctrain.rundir.fence import Attempt
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+RENDEZVOUS_S = 600
+PRELOAD = (
+    "torch._dynamo",  # the first optimizer step imports it: 1.1 s in every rank (research runtime.md 1.10)
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "hpctrain.runtime.run",
+)
+
+
+def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
+    """Run one node's agent until the job's part of the run is over.
+
+    Called once on every node of the allocation. Returns the exit code of the task: 0 on every node but the
+    first, whose code tells how the run stands (`errors.EXIT_CODES`).
+    """
+    signals.install()
+    spec = load_spec(run.spec)
+    first = context.node_rank == 0
+    aftermath = Aftermath(run, spec, context, control)
+    started = time.time()
+    if first:
+        aftermath.bury_the_dead()
+        stale = aftermath.stale_submission()
+        if stale:
+            ledger.append(run, "orphan_left", job_id=context.job_id, why=stale)
+            print(f"hpctrain: {stale}", flush=True)
+            return 0
+    _export(run, spec, context)
+    _preload()
+    return _run_rounds(run, spec, context, aftermath, started)
+
+
+def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
+    """The environment of the ranks: what the user has set in the job's environment wins over the spec."""
+    for name, value in spec.env.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; more fight for the node's cores
+    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
+    os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
+    os.environ["HPCTRAIN_JOB_ID"] = context.job_id
+    os.environ["HPCTRAIN_RESTARTS"] = str(context.restarts)
+    os.environ["HPCTRAIN_CLUSTER"] = spec.cluster
+    if context.end_time is not None:
+        os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # no stale rank assignments in a second round
+
+
+def _preload() -> None:
+    """Import once per node what every rank needs; forked ranks share it. CUDA is not initialised by it."""
+    from importlib import import_module
+
+    for name in PRELOAD:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # so that a collection in a rank does not copy the shared pages
+
+
+def _run_rounds(
+    run: RunDir, spec: Spec, context: JobContext, aftermath: Aftermath, started: float
+) -> int:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    from hpctrain.agent.node import NodeAgent, RoundHooks
+    from hpctrain.agent.ranks import run_rank
+    from hpctrain.agent.stopwatch import StopWatch
+
+    imported = time.time()
+    watch = StopWatch(
+        context,
+        arrivals=signals.arrivals,
+        ask=aftermath.ask,
+        stop_margin_s=spec.settings.run.stop_margin_s,
+    )
+
+    def begin(world_size: int) -> Attempt:
+        attempt = take_attempt(run, job_id=context.job_id, restarts=context.restarts)
+        again = agent.end is not None
+        ledger.append(
+            run,
+            "attempt_started",
+            attempt=attempt.number,
+            job_id=context.job_id,
+            restarts=context.restarts,
+            nodes=list(context.nodes),
+            world_size=world_size,
+            ranks_per_node=ranks_per_node(spec),
+            token=attempt.token,
+            by="restart" if again else "start",
+            **({} if again else {"agent_started": started, "imported": imported}),
+        )
+        return attempt
+
+    def may_restart(failure: FailureReport | None) -> bool:
+        return aftermath.after_crash(agent.attempt_number, failure)
+
+    handler = StaticTCPRendezvous(
+        context.master_addr,
+        context.port,
+        context.node_rank,
+        len(context.nodes),
+        f"{context.job_id}.{context.restarts}",
+        RENDEZVOUS_S,
+    )
+    workers = WorkerSpec(
+        role="rank",
+        local_world_size=ranks_per_node(spec),
+        entrypoint=run_rank,
+        args=(_task(spec),),
+        rdzv_handler=handler,
+        max_restarts=1_000_000,
+        monitor_interval=0.1,
+        master_addr=context.master_addr,
+        master_port=context.port,
+    )
+    hooks = RoundHooks(begin, watch, may_restart) if context.node_rank == 0 else None
+    agent = NodeAgent(
+        workers,
+        node=context.nodes[context.node_rank],
+        attempt_dir=run.attempt,
+        hooks=hooks,
+        start_method=spec.settings.run.start_method,
+    )
+    agent.run()
+    if hooks is None or agent.end is None:
+        return 0
+    return aftermath.conclude(agent.attempt_number, agent.end, watch)
+
+
+def ranks_per_node(spec: Spec) -> int:
+    """Ranks on each node: as set, else one per GPU, else one."""
+    slurm = spec.settings.slurm
+    return slurm.ranks_per_node or slurm.gpus_per_node or 1
+
+
+def _task(spec: Spec) -> object:
+    from hpctrain.agent.ranks import RankTask
+
+    recipe = spec.entry.kind == "recipe"
+    return RankTask(
+        module="hpctrain.recipes.lm.train" if recipe else "",
+        script="" if recipe else spec.entry.path,
+        args=list(spec.entry.args),
+        cwd=spec.entry.cwd,
+        python_path=list(spec.entry.python_path),
+    )

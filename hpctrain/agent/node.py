@@ -1,0 +1,279 @@
+"""The agent of one node, on torch's elastic agent: starts the ranks, and ends a round as all nodes agree.
+
+A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates: it takes
+the attempt's number, gathers what the nodes report, and publishes one verdict that all agents follow, since
+agents that each decided for themselves would wait for each other in the next rendezvous for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+from hpctrain.agent.failure import collect, first_causal
+from hpctrain.records import FailureReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+
+    from hpctrain.agent.stopwatch import StopWatch
+    from hpctrain.rundir.fence import Attempt
+
+POLL_S = 0.1
+SETTLE_S = 1.0
+"""After the first failure other nodes have this long to report theirs: one of them may be the cause."""
+GOODBYE_S = 5.0
+"""The store lives in node 0's agent: it stays this long at most for the others to read the verdict."""
+MANY = 1_000_000
+
+Ending = Literal["left", "failed", "killed"]
+
+
+@dataclass
+class RoundEnd:
+    """How a round of ranks ended, the same on every node.
+
+    Attributes:
+        ending: All ranks returned; one failed; or they were killed because a stop took too long.
+        restart: The agents start the ranks again in this allocation.
+        why: In words.
+        failure: The first causal failure.
+    """
+
+    ending: Ending
+    restart: bool = False
+    why: str = ""
+    failure: FailureReport | None = None
+
+
+@dataclass
+class RoundHooks:
+    """What node 0's agent does around a round; None on the other nodes.
+
+    Attributes:
+        begin: Takes the attempt's number; called before the ranks start, with host names and world size.
+        watch: The stop watch.
+        may_restart: Whether the ranks may start again here after this failure.
+    """
+
+    begin: Callable[[int], Attempt]
+    watch: StopWatch
+    may_restart: Callable[[FailureReport | None], bool]
+
+
+@dataclass
+class _Reports:
+    """What the nodes have said in this round; node 0 only."""
+
+    count: int = 0
+    failures: list[FailureReport] = field(default_factory=list)
+    nodes: set[int] = field(default_factory=set)
+    first_failure_at: float | None = None
+
+
+class NoRedirect(LogsSpecs):
+    """Ranks redirect their own output (`agent/ranks.py`): one file for each rank and attempt."""
+
+    def __init__(self, attempt_dir: Path) -> None:
+        super().__init__(log_dir=str(attempt_dir))
+        self._dir = attempt_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """No redirection; torch's own error files beside ours."""
+        empty = dict.fromkeys(envs, "")
+        errors = {rank: str(self._dir / f"torch-error-{env['RANK']}.json") for rank, env in envs.items()}
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+        return LogsDest(dict(empty), dict(empty), {}, {}, errors)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The attempt's directory."""
+        return str(self._dir)
+
+
+class NodeAgent(LocalElasticAgent):
+    """torch's elastic agent with one verdict for all nodes, and attempts that the run counts."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        node: str,
+        attempt_dir: Callable[[int], Path],
+        hooks: RoundHooks | None,
+        start_method: str,
+    ) -> None:
+        """Make the agent of this node; `run()` starts it.
+
+        Args:
+            spec: torch's worker specification; its rendezvous must be the static one.
+            node: This node's name.
+            attempt_dir: Directory of an attempt by number.
+            hooks: Node 0 only.
+            start_method: "fork" or "spawn".
+        """
+        super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
+        self.attempt_number = 0
+        self.end: RoundEnd | None = None
+        self._node = node
+        self._attempt_dir = attempt_dir
+        self._hooks = hooks
+        self._round = 0
+        self._remaining_restarts = MANY
+
+    # ---- torch's hooks ------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        del role
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            end = self._watch_round()
+            self._stop_workers(group)
+            self.end = end
+            if end.restart:
+                self._round += 1
+                self._remaining_restarts -= 1  # the ranks' store prefix: the same on every node
+                self._initialize_workers(group)
+                continue
+            group.state = WorkerState.SUCCEEDED if end.ending == "left" else WorkerState.FAILED
+            self._say_goodbye()
+            return RunResult(state=group.state)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        attempt = self._begin_attempt(worker_group)
+        self.attempt_number = int(attempt["number"])
+        directory = self._attempt_dir(self.attempt_number)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._logs_specs = NoRedirect(directory)
+        os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(attempt)
+        os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(directory)
+        pids = super()._start_workers(worker_group)
+        for process in self._processes():
+            # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
+            process.terminate = process.kill
+        return pids
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        del death_sig
+        super()._shutdown(signal.SIGKILL, timeout)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """The run's ledger records what happened; torch's own event handlers are not used."""
+
+    # ---- one round ----------------------------------------------------------------------------------
+
+    def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
+        key = f"attempt/{self._round}"
+        if self._hooks is not None:
+            attempt = self._hooks.begin(group.workers[0].world_size)
+            group.store.set(key, json.dumps(asdict(attempt)))
+        known: dict[str, Any] = json.loads(group.store.get(key))
+        return known
+
+    def _watch_round(self) -> RoundEnd:
+        reported = False
+        reports = _Reports()
+        while True:
+            multiprocessing.connection.wait(
+                [process.sentinel for process in self._processes()], timeout=POLL_S
+            )
+            if not reported:
+                reported = self._report_if_over()
+            verdict = self._read_verdict()
+            if verdict is None and self._hooks is not None:
+                verdict = self._coordinate(self._hooks, reports)
+                if verdict is not None:
+                    self._worker_group.store.set(self._key("verdict"), json.dumps(asdict(verdict)))
+            if verdict is not None:
+                return verdict
+            if reported:
+                time.sleep(POLL_S)  # sentinels of ended ranks are always ready: no busy loop
+
+    def _report_if_over(self) -> bool:
+        result = self._monitor_workers(self._worker_group)
+        if result.state is WorkerState.HEALTHY:
+            return False
+        failures = [] if result.state is WorkerState.SUCCEEDED else self._failures(result)
+        store = self._worker_group.store
+        text = json.dumps([asdict(failure) for failure in failures])
+        store.set(self._key(f"report/{self._worker_group.group_rank}"), text)
+        store.add(self._key("reports"), 1)
+        return True
+
+    def _failures(self, result: RunResult) -> list[FailureReport]:
+        directory = self._attempt_dir(self.attempt_number)
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        for worker in self._worker_group.workers:
+            if (directory / f"failure-{worker.global_rank:05d}.json").exists():
+                codes.setdefault(worker.global_rank, 1)
+        return collect(directory, codes, self._node)
+
+    def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
+        """Node 0: is the round over, and how? None while it goes on."""
+        self._gather(reports)
+        if len(reports.nodes) == self._worker_group.group_world_size and not reports.failures:
+            return RoundEnd("left")
+        if reports.first_failure_at is not None:
+            waited = time.monotonic() - reports.first_failure_at
+            if waited >= SETTLE_S or len(reports.nodes) == self._worker_group.group_world_size:
+                failure = first_causal(reports.failures)
+                restart = hooks.watch.cause is None and hooks.may_restart(failure)
+                why = failure.summary if failure else "a rank failed"
+                return RoundEnd("failed", restart=restart, why=why, failure=failure)
+        verdict = hooks.watch.look()
+        return RoundEnd("killed", why=verdict.why) if verdict.kill else None
+
+    def _gather(self, reports: _Reports) -> None:
+        store = self._worker_group.store
+        count = store.add(self._key("reports"), 0)
+        if count == reports.count:
+            return
+        reports.count = count
+        for node in set(range(self._worker_group.group_world_size)) - reports.nodes:
+            key = self._key(f"report/{node}")
+            if store.check([key]):
+                reports.nodes.add(node)
+                reports.failures += [FailureReport(**one) for one in json.loads(store.get(key))]
+        if reports.failures and reports.first_failure_at is None:
+            reports.first_failure_at = time.monotonic()
+
+    def _read_verdict(self) -> RoundEnd | None:
+        store = self._worker_group.store
+        if not store.check([self._key("verdict")]):
+            return None
+        raw = json.loads(store.get(self._key("verdict")))
+        raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
+        return RoundEnd(**raw)
+
+    def _say_goodbye(self) -> None:
+        store = self._worker_group.store
+        store.add(self._key("goodbye"), 1)
+        if self._hooks is None:
+            return
+        deadline = time.monotonic() + GOODBYE_S
+        while store.add(self._key("goodbye"), 0) < self._worker_group.group_world_size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S / 2)
+
+    def _key(self, name: str) -> str:
+        return f"round/{self._round}/{name}"
+
+    def _processes(self) -> list[Any]:
+        """The ranks' process objects; torch keeps them to itself, and their sentinels are what is awaited."""
+        context = getattr(self._pcontext, "_pc", None)
+        return [] if context is None else list(context.processes)

@@ -1,0 +1,149 @@
+"""What a rank does from its first instruction to its last: signals, output, the program, its failure.
+
+A rank is forked from an agent that has imported torch once (`docs/decisions.md`), or spawned where
+`run.start_method` says so. CUDA must not have been initialised in the agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.agent import signals
+from hpctrain.records import FailureReport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+PR_SET_PDEATHSIG = 1
+EXIT_HANG_S = 10.0
+"""A rank that raised must be gone by then: its peers wait in a collective until its sockets close."""
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What every rank of a node runs; picklable, for ranks that are spawned."""
+
+    module: str
+    """Module with a ``main()`` to call, or "" to run `script`."""
+    script: str = ""
+    args: list[str] = field(default_factory=list)
+    cwd: str = ""
+    python_path: list[str] = field(default_factory=list)
+
+
+def failure_path(attempt_dir: Path, rank: int) -> Path:
+    """Where a rank leaves the report of its own failure."""
+    return attempt_dir / f"failure-{rank:05d}.json"
+
+
+def run_rank(task: RankTask) -> None:
+    """Run the program as one rank. Called in the rank's own process; the environment is torchrun's."""
+    signals.ignore_all()
+    _die_with_agent()
+    rank = int(os.environ["RANK"])
+    attempt_dir = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+    _redirect_output(attempt_dir / f"rank-{rank:05d}.log")
+    try:
+        _run_program(task)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            _report(attempt_dir, rank, leaving)
+            raise
+    except BaseException as error:
+        _report(attempt_dir, rank, error)
+        _exit_even_if_stuck(1)
+        sys.exit(1)
+    finally:
+        _end_children()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _run_program(task: RankTask) -> None:
+    if task.cwd:
+        os.chdir(task.cwd)
+    sys.path[:0] = task.python_path
+    sys.argv = [task.script or task.module, *task.args]
+    if task.module:
+        from importlib import import_module
+
+        import_module(task.module).main()
+        return
+    sys.path.insert(0, str(Path(task.script).parent))
+    runpy.run_path(task.script, run_name="__main__")
+
+
+def _die_with_agent() -> None:
+    """Be killed when the agent dies: an orphaned rank would hold the GPU and go on writing."""
+    agent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:  # it died between the fork and the call above
+        os._exit(1)
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
+    frames = _own_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - into the rank's log, where people look first
+    summary = traceback.format_exception_only(error)[-1].strip()
+    code = error.code if isinstance(error, SystemExit) else 1
+    report = FailureReport(
+        rank=rank,
+        node=os.environ.get("HPCTRAIN_NODE", ""),
+        kind="exit" if isinstance(error, SystemExit) else "exception",
+        summary=summary,
+        traceback=text,
+        time=time.time(),
+        exit_code=code if isinstance(code, int) else 1,
+    )
+    path = failure_path(attempt_dir, rank)
+    staged = path.with_suffix(".new")
+    staged.write_text(json.dumps(asdict(report)))
+    staged.replace(path)
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this launcher: people look for their own lines."""
+    skip = {__file__, "<frozen runpy>", runpy.__file__}
+    while trace is not None and trace.tb_frame.f_code.co_filename in skip:
+        trace = trace.tb_next
+    return trace
+
+
+def _exit_even_if_stuck(code: int) -> None:
+    def leave() -> None:
+        os._exit(code)
+
+    timer = threading.Timer(EXIT_HANG_S, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_children() -> None:
+    """Kill worker processes that are left: they ignore SIGTERM, so Python's own exit would wait for ever."""
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -1,0 +1,133 @@
+"""How long may a stop take, and what does the scheduler say of it? One for each agent.
+
+Ranks stop by themselves (`runtime/stop.py`); this watches that they are gone before the scheduler kills
+the job, so that there is time left to requeue. A rank stuck in C code or in a collective cannot eat the
+whole grace time.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.errors import ClusterError
+from hpctrain.plan.decide import is_cancelled
+from hpctrain.records import StopCause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpctrain.agent.signals import Arrival
+    from hpctrain.records import JobContext, JobFacts
+
+LEAVE_S = 3.0
+"""Kept free between the end of the ranks and the scheduler's SIGKILL: enough to ask and to requeue."""
+ASK_AGAIN_S = 2.0
+
+
+class Clock(Protocol):
+    """Both clocks of the machine, so that a test can turn them."""
+
+    def time(self) -> float:
+        """Seconds since the epoch."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never jumps."""
+
+
+@dataclass
+class Verdict:
+    """What the stopwatch says at one moment."""
+
+    kill: bool = False
+    """The ranks must go now."""
+    why: str = ""
+
+
+class StopWatch:
+    """Follows the signals of one agent."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        *,
+        arrivals: Callable[[], Sequence[Arrival]],
+        ask: Callable[[], JobFacts] | None,
+        clock: Clock = time,
+        stop_margin_s: float = 10.0,
+    ) -> None:
+        """Watch the signals of this process.
+
+        Args:
+            context: The job; its end time is the first deadline.
+            arrivals: Signals noted so far.
+            ask: Asks the scheduler; None on every node but the first, which is told by the first.
+            clock: Time.
+            stop_margin_s: Seconds kept free at the job's end.
+        """
+        self.cause: StopCause | None = None
+        self.facts: JobFacts | None = None
+        self.end_time = context.end_time
+        self._context = context
+        self._arrivals = arrivals
+        self._ask = ask
+        self._clock = clock
+        self._margin_s = max(LEAVE_S, stop_margin_s / 2)
+        self._seen = 0
+        self._term_at: float | None = None
+        self._asked_at = float("-inf")
+
+    def look(self) -> Verdict:
+        """Take in new signals, ask the scheduler where it helps, and say whether the ranks must go."""
+        self._take_in()
+        if self.cause is not None and self._ask is not None:
+            self._ask_scheduler()
+            if self.facts is not None and is_cancelled(self.facts, self._context.restarts):
+                return Verdict(kill=True, why="cancelled")
+        left = self.seconds_left()
+        if left is not None and left <= 0:
+            return Verdict(kill=True, why="the ranks did not leave in time")
+        return Verdict()
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the ranks must be gone; None while no end is known."""
+        ends = []
+        if self.end_time is not None:
+            ends.append(self.end_time - self._clock.time() - self._margin_s)
+        if self._term_at is not None and not self._in_grace():
+            spent = self._clock.monotonic() - self._term_at
+            ends.append(self._context.kill_wait_s - spent - LEAVE_S)
+        return min(ends, default=None)
+
+    def _take_in(self) -> None:
+        arrivals = self._arrivals()
+        for arrival in arrivals[self._seen :]:
+            if arrival.signum == signal.SIGTERM:
+                self._term_at = self._term_at or arrival.at_monotonic_s
+                self.cause = StopCause.TERM
+            elif self.cause is None:
+                self.cause = StopCause.WARNING
+            self._asked_at = float("-inf")
+        self._seen = len(arrivals)
+
+    def _ask_scheduler(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._asked_at < ASK_AGAIN_S or self._ask is None:
+            return
+        self._asked_at = now
+        try:
+            self.facts = self._ask()
+        except ClusterError:
+            return  # asked again in a moment; until then the time limits known so far hold
+        if self.facts.end_time is not None and self.facts.state == "RUNNING":
+            self.end_time = self.facts.end_time
+
+    def _in_grace(self) -> bool:
+        """Preempted with a grace time: the kill comes at the moved end of the job, not after KillWait."""
+        return (
+            self.facts is not None
+            and self.facts.state == "RUNNING"
+            and self.facts.preempt_time is not None
+        )

@@ -1,0 +1,218 @@
+"""MANIFEST.json: the list that proves a checkpoint whole, written last, and proof of itself.
+
+The file holds its own digest, taken over the canonical JSON of everything else. Reading it back
+demands besides that every byte is as `dump` wrote it, so that a flipped bit in white space counts
+too. A key that this version does not know is ignored; one that a reader must know needs a higher
+FORMAT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint.digest import PREFIX, bytes_digest
+from hpctrain.errors import CheckpointError, TornCheckpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = 1
+MANIFEST_NAME = "MANIFEST.json"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint, as the rank that wrote it saw it."""
+
+    name: str
+    size: int
+    """Bytes."""
+    digest: str
+    """``xxh3_64:`` and 16 hexadecimal digits."""
+
+
+@dataclass(kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but the tensors.
+
+    Its dictionaries hold what JSON holds: keys are strings, tuples come back as lists.
+    """
+
+    format: int = FORMAT
+    run_id: str
+    name: str
+    """The run's name when this was written."""
+    step: int
+    """Optimizer updates applied."""
+    attempt: int = 0
+    """Filled in by `commit.publish`."""
+    attempt_token: str = ""
+    """Filled in by `commit.publish`."""
+    created: float = field(default_factory=time.time)
+    """Seconds since the epoch; for people, never for choosing."""
+    world_size: int
+    mesh: dict[str, Any]
+    """Axis name to size."""
+    engine: str
+    files: list[FileEntry] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the data stands: samples_consumed, seed, ..."""
+    rng: dict[str, Any] | None = None
+    versions: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    self_digest: str = ""
+    """Filled in by `dump`."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files that it names."""
+        return sum(entry.size for entry in self.files)
+
+
+def dump(manifest: Manifest, path: Path) -> None:
+    """Write a manifest where none is, flushed to disk; its own digest is filled in.
+
+    Raises:
+        CheckpointError: it holds something that would not come back from JSON as it is.
+        OSError: the file is there already, or cannot be written.
+    """
+    raw = _plain(manifest)
+    raw["self_digest"] = manifest.self_digest = _own_digest(raw)
+    with path.open("xb") as file:
+        file.write(_rendered(raw))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> Manifest:
+    """Read a manifest, every byte of which is as it was written.
+
+    Raises:
+        TornCheckpoint: missing, cut, damaged, or of a newer format; the message is the reason
+            alone.
+    """
+    return parse(_read(path))
+
+
+def parse(content: bytes) -> Manifest:
+    """The manifest that these bytes of its file hold.
+
+    Raises:
+        TornCheckpoint: see `load`.
+    """
+    raw = _parsed(content)
+    version = raw.get("format")
+    if not isinstance(version, int) or version < 1:
+        raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
+    if version > FORMAT:
+        raise TornCheckpoint(
+            f"manifest has format {version}, this hpctrain reads up to {FORMAT}; use a newer one"
+        )
+    if raw.get("self_digest") != _own_digest(raw):
+        raise TornCheckpoint("manifest's own digest does not match")
+    rendered = _rendered(raw)
+    if content != rendered:
+        if rendered.startswith(content):
+            raise TornCheckpoint(f"manifest is cut: it ends after {len(content):,} bytes")
+        raise TornCheckpoint("manifest's bytes are not as they were written")
+    return _built(raw)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise TornCheckpoint("manifest is missing") from None
+    except OSError as error:
+        raise TornCheckpoint(f"manifest cannot be read: {error}") from error
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(content.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        at_end = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        if at_end or not content.endswith(b"}\n"):
+            raise TornCheckpoint(
+                f"manifest is cut: it ends after {len(content):,} bytes, "
+                f"in line {content.count(10) + 1}"
+            ) from None
+        raise TornCheckpoint(f"manifest is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise TornCheckpoint(f"manifest is not JSON of ours: a {type(raw).__name__}, not an object")
+    return raw
+
+
+def _built(raw: dict[str, Any]) -> Manifest:
+    known = {f.name for f in fields(Manifest)}
+    values = {key: value for key, value in raw.items() if key in known}
+    try:
+        values["files"] = [
+            FileEntry(str(file["name"]), int(file["size"]), str(file["digest"]))
+            for file in raw["files"]
+        ]
+        manifest = Manifest(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TornCheckpoint(f"manifest lacks something: {error}") from error
+    problem = files_problem(manifest.files)
+    if problem:
+        raise TornCheckpoint(problem)
+    return manifest
+
+
+def files_problem(files: list[FileEntry]) -> str | None:
+    """What is wrong with a list of files as such, or None: names are plain, digests are known."""
+    if not files:
+        return "manifest names no files"
+    seen: set[str] = set()
+    for entry in files:
+        # A manifest must not be able to name a file outside of its own directory.
+        if entry.name in {"", ".", "..", MANIFEST_NAME} or "/" in entry.name or "\0" in entry.name:
+            return f"manifest names {entry.name!r}, which is no shard's name"
+        if entry.name in seen:
+            return f"manifest names {entry.name} twice"
+        if not entry.digest.startswith(PREFIX):
+            return f"manifest has digest {entry.digest!r} for {entry.name}, known is {PREFIX}"
+        seen.add(entry.name)
+    return None
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as JSON will give it back; refused where that would be something else."""
+    raw = asdict(manifest)
+    _require_string_keys(raw, "manifest")
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(raw))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"manifest of step {manifest.step} cannot be written as JSON: {error}"
+        ) from error
+    return plain
+
+
+def _require_string_keys(value: Any, where: str) -> None:
+    # JSON turns the key 30 into "30" without a word: a scheduler's milestones would be lost.
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, which JSON would make a string; "
+                    f"store it as a list of pairs"
+                )
+            _require_string_keys(inner, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _require_string_keys(inner, f"{where}[{index}]")
+
+
+def _own_digest(raw: dict[str, Any]) -> str:
+    rest = {key: value for key, value in raw.items() if key != "self_digest"}
+    return bytes_digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode("ascii"))
+
+
+def _rendered(raw: dict[str, Any]) -> bytes:
+    return (json.dumps(raw, indent=1) + "\n").encode("ascii")

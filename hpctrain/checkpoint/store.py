@@ -1,0 +1,217 @@
+"""The seam to the storage layer: tensors by name into a staged directory, and back at any world size.
+
+The only module of this room that imports torch. Underneath lie torch DCP's own file writer and reader;
+a later layer replaces them here (design section 8). One writer thread: with more, DCP can lose a thread's
+I/O error and still commit (pytorch#191391).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from hpctrain.checkpoint import commit, find, retention, verify
+from hpctrain.checkpoint.digest import file_digest
+from hpctrain.checkpoint.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.names import step_name
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.ledger import events as ledger
+from hpctrain.runtime.world import broadcast, gather
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hpctrain.rundir.fence import Attempt
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.runtime.world import World
+
+METADATA = ".metadata"
+
+
+@dataclass
+class Saved:
+    """A committed checkpoint, as rank 0 knows it."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class Chosen:
+    """The checkpoint that all ranks load."""
+
+    step: int
+    path: Path | None
+    manifest: Manifest | None
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save(
+    run: RunDir,
+    attempt: Attempt,
+    world: World,
+    tensors: dict[str, torch.Tensor],
+    manifest: Manifest,
+) -> Saved:
+    """Write and commit one checkpoint. Collective: every rank calls it with its own shards.
+
+    Either it is committed on return, or an error is raised on every rank and nothing is left that could be
+    loaded.
+
+    Args:
+        run: Where.
+        attempt: The right to write; an older attempt's save is refused.
+        world: The ranks.
+        tensors: Full names to plain tensors (replicated) or DTensors (sharded).
+        manifest: Everything but the files, which are filled in here.
+
+    Raises:
+        CheckpointError: some rank could not write; the message is the first one's.
+        Fenced: a newer attempt has taken the run over.
+    """
+    started = time.monotonic()
+    step = manifest.step
+    staged, problem = None, ""
+    if world.rank == 0:
+        try:
+            staged = commit.stage(run, step, attempt)
+        except (HpctrainError, OSError) as error:
+            problem = _line(error)
+    staged, problem = broadcast(world, (staged, problem))
+    if problem:
+        raise CheckpointError(f"step {step} could not be staged: {problem}")
+    entries, problem = _write(staged, world, tensors)
+    problems = [text for text in gather(world, problem) if text]
+    everything = [entry for part in gather(world, entries) for entry in part]
+    if world.rank == 0 and not problems:
+        try:
+            manifest.files = sorted(everything, key=lambda entry: entry.name)
+            commit.publish(run, staged, manifest, attempt)
+        except (HpctrainError, OSError) as error:
+            problems = [_line(error)]
+    problems = broadcast(world, problems)
+    if problems:
+        if world.rank == 0:
+            commit.discard(staged)
+        raise CheckpointError(f"step {step} was not committed: {problems[0]}")
+    size = sum(entry.size for entry in everything)
+    return Saved(step, step_name(step), size, time.monotonic() - started)
+
+
+def _write(
+    staged: Path, world: World, tensors: dict[str, torch.Tensor]
+) -> tuple[list[FileEntry], str]:
+    """This rank's shards; an error is returned, not raised, so that all ranks abort together."""
+    try:
+        writer = FileSystemWriter(staged, thread_count=1, sync_files=True, overwrite=False)
+        with _alone_is_fine():
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                process_group=world.control,
+                no_dist=not world.is_distributed,
+            )
+        mine = sorted(staged.glob(f"__{world.rank}_*.distcp"))
+        if world.rank == 0:
+            mine.append(staged / METADATA)
+        return [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in mine], ""
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
+        return [], f"rank {world.rank}: {_line(error)}"
+
+
+def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
+    """The newest checkpoint whose every byte is as its manifest says. Collective: every rank calls it.
+
+    Rank 0 looks and the choice is broadcast, since ranks can see a shared file system at different moments.
+    Each rank reads its share of the files; on damage all agree, rank 0 sets the checkpoint aside, and the
+    next older one is tried. No state is touched here.
+    """
+    damaged: list[dict[str, Any]] = []
+    while True:
+        found, skipped = None, []
+        if world.rank == 0:
+            _go_back(run, attempt)
+            choice = find.choose(run)
+            found = choice.found
+            skipped = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
+        found, skipped = broadcast(world, (found, skipped))
+        skipped = damaged + [s for s in skipped if s["reason"] not in {d["reason"] for d in damaged}]
+        if found is None or found.manifest is None:
+            return Chosen(0, None, None, skipped)
+        names = [entry.name for entry in found.manifest.files]
+        problems = verify.verify(found, verify.share(names, world.rank, world.world_size))
+        problems = [text for part in gather(world, problems) for text in part]
+        if not problems:
+            return Chosen(found.step, found.path, found.manifest, skipped)
+        damaged.append({"step": found.step, "name": found.path.name, "reason": problems[0]})
+        if world.rank == 0:
+            verify.set_aside(run, found, problems[0], attempt)
+            ledger.append(
+                run, "checkpoint_set_aside", attempt=attempt.number, **damaged[-1]
+            )
+
+
+def _go_back(run: RunDir, attempt: Attempt) -> None:
+    """Carry out `resume --from STEP`: newer checkpoints are set aside, so that their steps can be saved anew."""
+    step = None
+    for event in ledger.read(run):
+        if event.kind == "submitted":
+            step = event.data.get("from_step")
+        elif event.kind == "restored":
+            step = None  # carried out by an earlier attempt of the same submission
+    if step is None:
+        return
+    for found in find.candidates(run):
+        if found.step > int(step) and found.manifest is not None:
+            verify.set_aside(run, found, f"newer than `resume --from {step}`", attempt)
+
+
+def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None:
+    """Read a chosen checkpoint into these tensors, in place, whatever world size wrote it. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what this program asks for.
+    """
+    try:
+        with _alone_is_fine():
+            dcp.load(
+                tensors,
+                storage_reader=FileSystemReader(chosen.path),  # type: ignore[arg-type]
+                process_group=world.control,
+                no_dist=not world.is_distributed,
+            )
+    except Exception as error:
+        raise CheckpointError(
+            f"{chosen.path} is whole but does not fit this program: {_line(error)}"
+        ) from error
+
+
+def prune(run: RunDir, *, keep_last: int, keep_every: int) -> None:
+    """Delete what retention no longer keeps; rank 0 only, after a commit."""
+    retention.prune(run, keep_last=keep_last, keep_every=keep_every, protect=set())
+
+
+@contextlib.contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """DCP warns when there is no process group; a single process is a world like any other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line: torch wraps the cause of a rank's failure in a long report."""
+    inner = getattr(error, "failures", None)
+    if inner:
+        error = next(iter(inner.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]

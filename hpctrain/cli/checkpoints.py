@@ -1,0 +1,266 @@
+"""`hpctrain checkpoints`: what a run has saved, and whether its bytes are as written."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import math
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option, run_argument, runs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hpctrain.checkpoint.find import Found
+    from hpctrain.rundir.layout import RunDir
+
+EXIT_DAMAGED = 7
+READERS = 4
+KIB = 1024
+
+
+@click.group("checkpoints")
+@runs_option
+@click.pass_context
+def command(ctx: click.Context, runs: Path) -> None:
+    r"""List, show and verify a run's checkpoints.
+
+    \b
+    hpctrain checkpoints list gpt-a             what there is, and in which state
+    hpctrain checkpoints verify gpt-a           read every byte; exit code 7 on damage
+    """
+    ctx.obj = runs
+
+
+@command.command("list")
+@run_argument
+@json_option
+@click.pass_obj
+def list_command(runs: Path, run: str, *, as_json: bool) -> None:
+    """List checkpoints, newest first: sizes are compared, bytes are not read."""
+    from hpctrain.cli.output import echo_json, table
+
+    directory = _run(run, runs)
+    rows = _rows(directory)
+    if as_json:
+        echo_json({"run": directory.name, "checkpoints": rows})
+        return
+    if not rows:
+        click.echo(f"{directory.name} has no checkpoints")
+        return
+    cells = [
+        (
+            row["step"],
+            _when(row["created"]),
+            _human(row["size_bytes"]),
+            row["world_size"],
+            row["engine"],
+            _state(row),
+        )
+        for row in rows
+    ]
+    header = ("STEP", "WHEN", "SIZE", "RANKS", "ENGINE", "STATE")
+    click.echo(table(cells, header=header, right=(0, 2, 3)))
+
+
+@command.command("show")
+@click.argument("run")
+@click.argument("step", type=click.IntRange(min=0))
+@json_option
+@click.pass_obj
+def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
+    """Show what the manifest of one checkpoint says."""
+    from hpctrain.cli.output import echo_json, table
+
+    found = _one(_run(run, runs), step)
+    facts = _facts(found)
+    if as_json:
+        echo_json(facts)
+        return
+    files = facts.pop("files")
+    click.echo(table([(key, _inline(value)) for key, value in facts.items()]))
+    if files:
+        cells = [(file["name"], f"{file['size']:,}", file["digest"]) for file in files]
+        click.echo()
+        click.echo(table(cells, header=("FILE", "BYTES", "DIGEST"), right=(1,)))
+
+
+@command.command("verify")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0), required=False)
+@json_option
+@click.pass_context
+def verify_command(ctx: click.Context, run: str, step: int | None, *, as_json: bool) -> None:
+    """Read every byte of all committed checkpoints, or of one; exit code 7 if any is damaged.
+
+    Nothing is changed: a damaged checkpoint is set aside when a run comes upon it.
+    """
+    from hpctrain.checkpoint import find
+    from hpctrain.cli.output import echo_json
+
+    directory = _run(run, ctx.obj)
+    wanted = find.candidates(directory) if step is None else [_one(directory, step)]
+    verdicts = _verdicts(wanted, echo=not as_json)
+    damaged = sum(bool(verdict["problems"]) for verdict in verdicts)
+    if as_json:
+        echo_json({"run": directory.name, "damaged": damaged, "checkpoints": verdicts})
+    elif not wanted:
+        click.echo(f"{directory.name} has no checkpoints")
+    else:
+        click.echo(f"{len(wanted)} verified, {damaged} damaged")
+    if damaged:
+        ctx.exit(EXIT_DAMAGED)
+
+
+def _run(name: str, runs: Path) -> RunDir:
+    from hpctrain.rundir.find import find_run
+
+    return find_run(name, runs=runs)
+
+
+def _one(run: RunDir, step: int) -> Found:
+    from hpctrain.checkpoint import find
+    from hpctrain.errors import NotFound
+
+    there = find.steps(run)
+    if step not in there:
+        listed = ", ".join(map(str, there)) or "none"
+        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
+    return find.look(run, step)
+
+
+def _verdicts(wanted: list[Found], *, echo: bool) -> list[dict[str, Any]]:
+    """Read the checkpoints; all problems of each."""
+    from hpctrain.checkpoint import verify
+
+    threads = min(READERS, os.cpu_count() or 1)
+    verdicts: list[dict[str, Any]] = []
+    with _progress(sum(_size(found) or 0 for found in wanted)) as on_bytes:
+        for found in wanted:
+            problems = verify.verify(found, threads=threads, on_bytes=on_bytes)
+            if found.problem is not None and not problems:
+                problems = [found.problem]
+            verdicts.append({"step": found.step, "name": found.name, "problems": problems})
+    if echo:
+        for verdict in verdicts:
+            for problem in verdict["problems"] or ["ok"]:
+                click.echo(f"{verdict['name']}: {problem}")
+    return verdicts
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on stderr where that is a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty() or not total:
+        yield None
+        return
+    lock = threading.Lock()
+    with click.progressbar(length=total, label="reading", file=sys.stderr) as bar:
+
+        def advance(count: int) -> None:
+            with lock:
+                bar.update(count)
+
+        yield advance
+
+
+def _rows(run: RunDir) -> list[dict[str, Any]]:
+    from hpctrain.checkpoint import find
+
+    rows = [_row(found) for found in find.candidates(run)]
+    rows += [
+        _bare(one.step, one.path, "staged", f"by attempt {one.attempt}, not committed")
+        for one in find.staged(run)
+    ]
+    rows += [_bare(one.step, one.path, "set aside", one.reason) for one in find.set_aside(run)]
+    return sorted(rows, key=lambda row: (-row["step"], row["name"]))
+
+
+def _row(found: Found) -> dict[str, Any]:
+    row = _bare(found.step, found.path, "torn" if found.problem else "ok", found.problem)
+    if found.manifest is not None:
+        row["created"] = found.manifest.created
+        row["world_size"] = found.manifest.world_size
+        row["engine"] = found.manifest.engine
+    return row
+
+
+def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
+    from hpctrain.checkpoint import find
+
+    return {
+        "step": step,
+        "name": path.name,
+        "created": None,
+        "size_bytes": sum(size or 0 for size in find.file_sizes(path).values()),
+        "world_size": None,
+        "engine": None,
+        "state": state,
+        "why": why,
+    }
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    facts: dict[str, Any] = {
+        "name": found.name,
+        "path": str(found.path),
+        "state": "torn" if found.problem else "ok",
+        "why": found.problem,
+        "files": [],
+    }
+    if found.manifest is not None:
+        manifest = _finite(asdict(found.manifest))
+        manifest["run"] = manifest.pop("name")
+        facts |= manifest | {"size_bytes": found.manifest.size}
+    return facts
+
+
+def _finite(value: Any) -> Any:
+    """The same with infinities and NaN as text, which strict JSON has no other form for."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _size(found: Found) -> int | None:
+    return None if found.manifest is None else found.manifest.size
+
+
+def _state(row: dict[str, Any]) -> str:
+    return row["state"] if row["why"] is None else f"{row['state']}: {row['why']}"
+
+
+def _when(created: float | None) -> str | None:
+    if created is None:
+        return None
+    local = dt.datetime.fromtimestamp(created, tz=dt.UTC).astimezone()
+    return local.isoformat(sep=" ", timespec="seconds")
+
+
+def _human(size: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < KIB:
+            break
+        value, unit = value / KIB, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _inline(value: Any) -> str | None:
+    import json
+
+    return value if value is None or isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,85 @@
+"""`hpctrain local`: the embedded cluster of this machine, to see it and to rehearse what SLURM does."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  hpctrain local list
+  hpctrain local preempt demo --leave 2 --grace 30    an urgent job takes all nodes but two
+  hpctrain local fail-node demo --node 1              a node dies
+"""
+)
+def command() -> None:
+    """The embedded cluster: look at it, and rehearse a preemption or a dead node."""
+
+
+def _job_id(run: str, runs: str | None) -> str:
+    from hpctrain.errors import UsageError
+    from hpctrain.ledger import events as ledger
+    from hpctrain.rundir.find import find_run
+    from hpctrain.submit.launch import newest_submission
+
+    found = find_run(run, runs=runs)
+    _, job_id = newest_submission(ledger.read(found))
+    if job_id is None or not job_id.startswith("local-"):
+        raise UsageError(f"{found.name} has no job on the local cluster (its job is {job_id})")
+    return job_id
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_jobs(as_json: bool) -> None:
+    """The local jobs of this machine."""
+    from dataclasses import asdict
+
+    from hpctrain.cli.output import echo_json
+    from hpctrain.local import jobs
+
+    found = jobs.all_jobs()
+    if as_json:
+        echo_json([asdict(record) for record in found])
+        return
+    for record in found:
+        state = record.state if record.state in jobs.OVER or jobs.is_controlled(record) else "LOST"
+        click.echo(f"{record.job_id:10} {state:10} {len(record.nodes)} nodes  {record.run_dir}")
+
+
+@command.command()
+@click.argument("run")
+@click.option("--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start.")
+@click.option("--grace", "grace_s", type=float, default=0.0, help="Grace time in seconds.")
+@click.option("--runs", metavar="DIR", help="Folder of all runs.")
+def preempt(run: str, leave: int, grace_s: float, runs: str | None) -> None:
+    """A more important job takes nodes away from RUN."""
+    from hpctrain.local import jobs
+
+    job_id = _job_id(run, runs)
+    jobs.request(job_id, "preempt", leave=leave, grace_s=grace_s)
+    click.echo(f"{job_id} is preempted; {leave} nodes are left for its next start")
+
+
+@command.command("free")
+@click.argument("run")
+@click.option("--runs", metavar="DIR", help="Folder of all runs.")
+def free_nodes(run: str, runs: str | None) -> None:
+    """The nodes are free again from the next start on."""
+    from hpctrain.local import jobs
+
+    jobs.request(_job_id(run, runs), "free")
+
+
+@command.command("fail-node")
+@click.argument("run")
+@click.option("--node", type=int, default=0, help="Which node dies.")
+@click.option("--runs", metavar="DIR", help="Folder of all runs.")
+def fail_node(run: str, node: int, runs: str | None) -> None:
+    """A node dies without a word."""
+    from hpctrain.local import jobs
+
+    job_id = _job_id(run, runs)
+    jobs.request(job_id, "fail_node", node=node)
+    click.echo(f"node {node} of {job_id} is dead")

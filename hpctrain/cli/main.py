@@ -1,0 +1,144 @@
+"""`hpctrain`: finds the command, runs it, and turns errors into one line and an exit code.
+
+Commands live in modules of their own, imported only when they are called: the table below is all
+that `--help` and completion of command names need. tests/unit/test_cli_main.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain import __version__
+from hpctrain.errors import EXIT_CODES, HpctrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from click.shell_completion import CompletionItem
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "submit": ("hpctrain.cli.submit", "Start a run: check it, make its directory, submit its job."),
+    "resume": (
+        "hpctrain.cli.resume",
+        "Go on from the newest valid checkpoint, on any number of nodes.",
+    ),
+    "status": ("hpctrain.cli.status", "Where a run is, what became of its attempts, what it lost."),
+    "logs": ("hpctrain.cli.logs", "A run's output, across requeues."),
+    "cancel": ("hpctrain.cli.cancel", "Stop a run for good, with --save after saving."),
+    "checkpoints": ("hpctrain.cli.checkpoints", "List and verify a run's checkpoints."),
+    "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
+    "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
+    "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),
+}
+"""Name to (module with an attribute `command`, one line of help), in the order of a run's life."""
+
+HELP = """Keep a PyTorch training program training on a SLURM cluster until it is done.
+
+\b
+  hpctrain submit --nodes 4                  train the shipped recipe on 4 nodes
+  hpctrain submit --nodes 2-4 -- train.py    an own script, on 2 to 4 nodes
+  hpctrain status                            how the newest run is doing
+"""
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only to run that command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command, in the table's order."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, or None where this version has none of that name."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        try:
+            command: click.Command = import_module(module).command
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            return None
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table as it stands: importing every command just to list it would take its time."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Command names from the table, then the group's own options."""
+        from click.shell_completion import CompletionItem
+
+        names = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The exit codes, for scripts."""
+        del ctx
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), text) for code, text in EXIT_CODES.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="hpctrain")
+def cli() -> None:
+    """Do nothing by itself: each command does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    An error that the user can mend is one line on stderr; anything else is a bug, with a traceback.
+    """
+    color = False if os.environ.get("NO_COLOR") else None
+    try:
+        result = cli.main(
+            args=None if argv is None else list(argv),
+            prog_name="hpctrain",
+            standalone_mode=False,
+            color=color,
+        )
+    except HpctrainError as error:
+        return _fail(str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        return _fail(_one_line(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"hpctrain: error: {message}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: click.ClickException) -> str:
+    """Message of click's, with the help that fits it."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    return f"{message} See `{context.command_path} --help`." if context else message
+
+
+if __name__ == "__main__":
+    sys.exit(main())

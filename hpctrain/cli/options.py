@@ -1,0 +1,49 @@
+"""Options and arguments that several commands share, so that they are spelled and read alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+RUNS_VARIABLE = "HPCTRAIN_RUNS"
+
+
+def runs_option(function: _Function) -> _Function:
+    """`--runs DIR`: the folder of all runs, as an absolute path."""
+    return click.option(
+        "--runs",
+        default="runs",
+        envvar=RUNS_VARIABLE,
+        show_default=True,
+        metavar="DIR",
+        callback=lambda _ctx, _param, value: Path.cwd() / value,
+        help=f"Folder of all runs (or {RUNS_VARIABLE}).",
+    )(function)
+
+
+def json_option(function: _Function) -> _Function:
+    """`--json`: one JSON value on stdout, for programs."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON object, for programs."
+    )(function)
+
+
+def run_argument(function: _Function) -> _Function:
+    """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
+    return click.argument("run", default="-", metavar="[RUN]")(function)
+
+
+def runs_flag(runs: Path) -> str:
+    """` --runs DIR` where a later command would need it to find the run, else nothing."""
+    import os
+    import shlex
+
+    default = Path.cwd() / (os.environ.get(RUNS_VARIABLE) or "runs")
+    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"

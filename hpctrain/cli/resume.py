@@ -1,0 +1,71 @@
+"""`hpctrain resume`: go on from the newest whole checkpoint, on other nodes if need be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  hpctrain resume                        the latest run, as it was
+  hpctrain resume lm-3 --nodes 2         on two nodes; the checkpoint is resharded
+  hpctrain resume lm-3 --from 4000       go back to step 4000; newer ones are set aside
+  hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
+"""
+)
+@click.argument("run", default="-")
+@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes from now on.")
+@click.option("--gpus-per-node", type=int, help="GPUs per node from now on.")
+@click.option("--ranks-per-node", type=int, help="Ranks per node from now on.")
+@click.option("--time", help="Time limit of a job from now on.")
+@click.option("--partition", help="Partition from now on.")
+@click.option("--account", help="Account from now on.")
+@click.option("--qos", help="Quality of service from now on.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
+@click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--runs", metavar="DIR", help="Folder of all runs [HPCTRAIN_RUNS or ./runs].")
+def command(  # noqa: D417 - the options document themselves
+    run: str,
+    sets: tuple[str, ...],
+    from_step: int | None,
+    dry_run: bool,
+    as_json: bool,
+    runs: str | None,
+    **flags: Any,
+) -> None:
+    """Go on with a run that is not running.
+
+    RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest checkpoint that is
+    whole is taken, at any number of nodes; which ones were looked at and why one was not taken is shown.
+    """
+    from hpctrain.cli.output import echo_json
+    from hpctrain.plan.resume import as_text
+    from hpctrain.rundir.find import find_run
+    from hpctrain.settings.spec import load_spec
+    from hpctrain.submit.launch import launch
+    from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
+
+    found = find_run(run, runs=runs)
+    request = ResumeRequest(
+        {f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()},
+        sets,
+        from_step,
+    )
+    spec, notes = change_spec(load_spec(found.spec), request)
+    refuse_alive(found, spec)
+    plan = plan_resume(found, spec, from_step)
+    if not as_json:
+        click.echo(as_text(plan))
+        for note in notes:
+            click.echo(f"note         {note}")
+    job_id = None if dry_run else launch(found, spec, by="resume", from_step=from_step)
+    if as_json:
+        echo_json({"plan": asdict(plan), "job_id": job_id, "run_dir": str(found.root)})
+    elif job_id is not None:
+        click.echo(f"job          {job_id}\nnext         hpctrain logs {found.name} -f")

@@ -1,0 +1,231 @@
+"""`hpctrain submit`: from a command line to a run directory and a job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option, runs_flag, runs_option
+
+if TYPE_CHECKING:
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.submit.prepare import Prepared, SubmitRequest
+
+DRY_RUN_TOKEN = "dry-run"  # noqa: S105 - stands where a submission's own token will stand
+
+EXAMPLES = """\b
+Examples:
+  hpctrain submit --nodes 4
+  hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
+  hpctrain submit --nodes 4 --set train.steps=2000 --set engine.kind=fsdp2 --dry-run
+  hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
+"""
+
+
+class _Submit(click.Command):
+    """Says where a script's own options belong."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with a hint where an unknown option was probably meant for the script."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = "a script's own options go behind --, e.g. `-- train.py --lr 3e-4`."
+            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
+
+
+@click.command(name="submit", cls=_Submit, epilog=EXAMPLES)
+@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes; a range takes what there is.")
+@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
+@click.option(
+    "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."
+)
+@click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
+@click.option(
+    "--site", metavar="S", help="The cluster's settings: a name of `hpctrain sites list`."
+)
+@click.option(
+    "--cluster",
+    type=click.Choice(["slurm", "local"]),
+    help="Where to run; slurm if there is an sbatch, else local: processes on this machine.",
+)
+@click.option("--name", help="The run's name; the script's and a number by default.")
+@click.option("--partition", help="SLURM partition(s).")
+@click.option("--account", help="Account to charge.")
+@click.option("--qos", help="Quality of service.")
+@click.option(
+    "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
+)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Any setting, e.g. train.steps=500.",
+)
+@click.option(
+    "--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks; no secrets."
+)
+@click.option(
+    "--snapshot/--no-snapshot",
+    default=None,
+    help="Run a copy of the script's git-tracked files.  [default: yes, up to 64 MB]",
+)
+@runs_option
+@click.option("--no-submit", is_flag=True, help="Make the run directory only.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script; make and submit nothing.")
+@json_option
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGS...]")
+def command(
+    *,
+    script: tuple[str, ...],
+    config: str | None,
+    no_submit: bool,
+    dry_run: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Start a run: check it, make its directory, submit its job.
+
+    Trains SCRIPT under torchrun's environment, or the shipped recipe where there is none.
+    Settings come from the site, then ./hpctrain.toml, then flags; the later wins.
+    """
+    from hpctrain.submit.prepare import SubmitRequest, prepare
+
+    request = SubmitRequest(
+        cwd=Path.cwd(),
+        environ=os.environ,
+        command=script,
+        config=Path(config) if config else None,
+        cluster_needed=not dry_run and not no_submit,
+        **flags,
+    )
+    prepared = prepare(request)
+    if dry_run:
+        _show(prepared, request, as_json=as_json)
+    else:
+        _start(prepared, submit=not no_submit, as_json=as_json)
+
+
+def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
+    """Print what would be submitted."""
+    from hpctrain.cli.output import echo_json, echo_warning
+    from hpctrain.rundir.layout import RunDir
+
+    spec = prepared.spec
+    if request.snapshot:
+        from hpctrain.submit.snapshot import plan_snapshot
+
+        plan_snapshot(spec.entry, spec.settings.run.snapshot)
+    run = RunDir(prepared.runs / spec.name)
+    if spec.cluster == "slurm":
+        from hpctrain.slurm.script import render_script
+
+        text = render_script(spec, run, DRY_RUN_TOKEN)
+    else:
+        text = _local_command(prepared)
+    if as_json:
+        from dataclasses import asdict
+
+        value = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
+        echo_json({**value, "spec": asdict(spec)})
+        return
+    for note in prepared.notes:
+        echo_warning(note)
+    if spec.dropped_env:
+        echo_warning(f"not passed on to the job: {', '.join(spec.dropped_env)}")
+    click.echo(text, nl=not text.endswith("\n"))
+
+
+def _local_command(prepared: Prepared) -> str:
+    """What each rank of a local run executes, as one would type it."""
+    spec = prepared.spec
+    env = [f"{name}={value}" for name, value in spec.env.items()]
+    what = [spec.entry.path, *spec.entry.args] if spec.entry.path else ["-m", "hpctrain", "train"]
+    return (
+        f"# {spec.settings.slurm.nodes} node(s) as processes of this machine; each rank runs, "
+        "with torchrun's environment:\n"
+        f"cd {shlex.quote(spec.entry.cwd)} && {shlex.join(['env', *env, spec.python, *what])}\n"
+    )
+
+
+def _start(prepared: Prepared, *, submit: bool, as_json: bool) -> None:
+    """Make the run and submit its job; a run that SLURM refused is taken back."""
+    from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
+    from hpctrain.submit.prepare import discard_run, make_run
+    from hpctrain.submit.snapshot import plan_snapshot
+
+    spec = prepared.spec
+    plan = plan_snapshot(spec.entry, spec.settings.run.snapshot)
+    run = make_run(prepared, plan.checkout)
+    job_id = None
+    if submit:
+        from hpctrain.submit.launch import launch
+
+        try:
+            job_id = launch(run, spec, by="submit")
+        except ClusterUnreachable:
+            raise  # the job may have been accepted: its run must stay, `resume` finds it
+        except (ClusterError, UsageError):
+            discard_run(run, prepared.new_parent)
+            raise
+    _report(prepared, run, job_id, [*prepared.notes, *plan.notes], as_json=as_json)
+
+
+def _report(
+    prepared: Prepared, run: RunDir, job_id: str | None, notes: list[str], *, as_json: bool
+) -> None:
+    from hpctrain.cli.output import echo_json, echo_warning, table
+
+    spec = prepared.spec
+    runs = runs_flag(prepared.runs)
+    verbs = ("status", "logs -f", "cancel --save") if job_id else ("resume", "status")
+    following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
+    if as_json:
+        echo_json(_facts(prepared, run, job_id, notes, following))
+        return
+    for note in notes:
+        echo_warning(note)
+    rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
+    if spec.snapshot:
+        edits = " with uncommitted edits" if spec.snapshot.dirty else ""
+        commit = spec.snapshot.commit[:10] or "no commit yet"
+        rows.append(("code", f"a copy of {spec.snapshot.files} files, {commit}{edits}"))
+    if spec.dropped_env:
+        rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
+    click.echo(table(rows))
+    click.echo()
+    click.echo("\n".join(f"  {line}" for line in following))
+
+
+def _job_text(prepared: Prepared, job_id: str | None) -> str:
+    spec = prepared.spec
+    slurm = spec.settings.slurm
+    ranks = slurm.ranks_per_node or slurm.gpus_per_node or 1
+    site = f", site {spec.site}" if spec.site else ""
+    shape = f"nodes {slurm.nodes}, ranks per node {ranks}{site}"
+    return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"
+
+
+def _facts(
+    prepared: Prepared, run: RunDir, job_id: str | None, notes: list[str], following: list[str]
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    spec = prepared.spec
+    return {
+        "run": run.name,
+        "run_dir": str(run.root),
+        "job_id": job_id,
+        "cluster": spec.cluster,
+        "site": spec.site,
+        "nodes": spec.settings.slurm.nodes,
+        "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
+        "dropped_env": spec.dropped_env,
+        "notes": notes,
+        "next": following,
+    }

@@ -1,0 +1,52 @@
+"""Which scheduler is meant: the one place that knows all of them. Imported lazily, so nothing heavy comes with it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.records import Cluster, JobControl
+
+NAMES = ("slurm", "local")
+
+
+def default_cluster() -> str:
+    """ "slurm" where there is an sbatch, else the embedded local cluster."""
+    return "slurm" if shutil.which("sbatch") else "local"
+
+
+def get_cluster(name: str) -> Cluster:
+    """The login node's side of a scheduler.
+
+    Raises:
+        UsageError: no such scheduler.
+    """
+    if name == "slurm":
+        from hpctrain.slurm.client import SlurmCluster
+
+        return SlurmCluster()
+    if name == "local":
+        from hpctrain.local.client import LocalCluster
+
+        return LocalCluster()
+    raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(NAMES)}")
+
+
+def get_control(name: str, job_id: str) -> JobControl:
+    """A job's own view of its scheduler, from inside the job.
+
+    Raises:
+        UsageError: no such scheduler.
+    """
+    if name == "slurm":
+        from hpctrain.slurm.control import SlurmControl
+
+        return SlurmControl(job_id)
+    if name == "local":
+        from hpctrain.local.control import LocalControl
+
+        return LocalControl(job_id)
+    raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(NAMES)}")

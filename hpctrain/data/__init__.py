@@ -1,0 +1,1 @@
+"""Which sample is seen when, by whom: elastic and exactly once. No torch; numpy to read tokens."""

@@ -1,0 +1,188 @@
+"""Who takes which samples of a step, at any world size. Standard library only.
+
+A step takes the global positions [first, first + global_batch), whoever is there to take them. Two
+things are kept whatever the numbers are: every position is taken exactly once, and every rank runs
+the same number of forward and backward passes, since sharded engines communicate in each of them
+(a rank with one pass less would leave the others waiting for ever). The promises are tested in
+tests/unit/test_batches.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpctrain.data.order import SampleOrder
+
+
+def shares(global_batch: int, world_size: int) -> list[int]:
+    """How many samples of a step each rank takes: at most one more than any other, or none."""
+    if global_batch < 1 or world_size < 1:
+        raise ValueError(f"cannot share {global_batch} samples among {world_size} ranks")
+    base, extra = divmod(global_batch, world_size)
+    return [base + (rank < extra) for rank in range(world_size)]
+
+
+def rank_positions(first_position: int, global_batch: int, rank: int, world_size: int) -> range:
+    """The global positions that one rank takes of the step that begins at `first_position`."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size}")
+    sizes = shares(global_batch, world_size)
+    first = first_position + sum(sizes[:rank])
+    return range(first, first + sizes[rank])
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """How a step is cut into forward and backward passes; the same on every rank."""
+
+    micro_batches: int
+    """Passes per step of every rank."""
+    largest_piece: int
+    """Samples in the largest pass of any rank, for what memory must hold."""
+    empty_pieces: int
+    """Passes of a step, of all ranks together, that do no work: 0 where the shares are equal."""
+
+
+def plan_micro_batches(global_batch: int, world_size: int, micro_batch: int) -> MicroBatchPlan:
+    """The fewest passes in which no rank holds more than `micro_batch` samples (0: any number)."""
+    if micro_batch < 0:
+        raise ValueError(f"a micro batch cannot have {micro_batch} samples")
+    sizes = shares(global_batch, world_size)
+    count = -(-sizes[0] // micro_batch) if micro_batch else 1
+    return MicroBatchPlan(
+        micro_batches=count,
+        largest_piece=-(-sizes[0] // count),
+        empty_pieces=sum(max(0, count - size) for size in sizes),
+    )
+
+
+def pieces(positions: range, count: int) -> list[range]:
+    """The positions cut into exactly `count` adjoining ranges, the last ones empty if too few."""
+    cut: list[range] = []
+    first = positions.start
+    for size in shares(len(positions), count) if positions else [0] * count:
+        cut.append(range(first, first + size))
+        first += size
+    return cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The samples of one forward and backward pass of one rank; never empty."""
+
+    indices: list[int]
+    weights: list[float]
+    """1 for a sample that counts, 0 for one that only keeps this rank in step with the others."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank does in one step."""
+
+    first: int
+    last: int
+    """The step takes the global positions [first, last), over all ranks."""
+    pieces: list[Piece]
+    """One for each pass; equally many on every rank."""
+
+    @property
+    def consumed(self) -> list[int]:
+        """The samples that count, in the order of this rank: what an audit writes down."""
+        return [
+            index
+            for piece in self.pieces
+            for index, weight in zip(piece.indices, piece.weights, strict=True)
+            if weight
+        ]
+
+
+def cut_step(
+    positions: range, rank: int, world_size: int, micro_batch: int, *, index: Callable[[int], int]
+) -> StepBatch:
+    """One rank's part of the global positions of a step.
+
+    Args:
+        positions: The step's global positions, of all ranks together.
+        rank: Whose part.
+        world_size: How many ranks there are now.
+        micro_batch: Samples per pass of one rank at most; 0 for any number.
+        index: The sample at a global position, e.g. `SampleOrder.index`.
+    """
+    plan = plan_micro_batches(len(positions), world_size, micro_batch)
+    mine = rank_positions(positions.start, len(positions), rank, world_size)
+    spare = Piece([index(positions.start)], [0.0])
+    cut = [
+        Piece([index(position) for position in piece], [1.0] * len(piece)) if piece else spare
+        for piece in pieces(mine, plan.micro_batches)
+    ]
+    return StepBatch(positions.start, positions.stop, cut)
+
+
+class GlobalBatches:
+    """One rank's endless walk through the sample order, step by step.
+
+    Its state is the number of samples consumed by all ranks together. World size, micro batch and
+    global batch may be others after a restart: the walk goes on at exactly the next sample.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        *,
+        consumed: int = 0,
+    ) -> None:
+        self.order = order
+        self.global_batch = global_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.micro_batch = micro_batch
+        self.consumed = consumed
+
+    def next_step(self) -> StepBatch:
+        """This rank's part of the next step; from here on its samples count as consumed."""
+        positions = range(self.consumed, self.consumed + self.global_batch)
+        step = cut_step(
+            positions, self.rank, self.world_size, self.micro_batch, index=self.order.index
+        )
+        self.consumed = positions.stop
+        return step
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the walk stands: equal on all ranks. `global_batch` is for the reader only."""
+        return {
+            "samples_consumed": self.consumed,
+            "seed": self.order.seed,
+            "size": self.order.size,
+            "global_batch": self.global_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken, at whatever world size and batch size there is now.
+
+        Raises:
+            CheckpointError: the state is of another order: samples would be skipped or seen twice.
+        """
+        consumed = state.get("samples_consumed")
+        if type(consumed) is not int or consumed < 0:
+            raise CheckpointError(
+                f"data state has samples_consumed {consumed!r}, not a count of samples; "
+                "resume from another checkpoint"
+            )
+        for key, mine in (("seed", self.order.seed), ("size", self.order.size)):
+            if state.get(key) != mine:
+                raise CheckpointError(
+                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {mine}: "
+                    "samples would be skipped or seen twice; set seed and data back, "
+                    "or start a new run"
+                )
+        self.consumed = consumed

@@ -1,0 +1,104 @@
+"""Every error that a user can meet, and the exit code of each.
+
+    HpctrainError                 exit 1
+      UsageError                    2   a flag, a setting or a file of the user's is wrong
+      ChecksFailed                  3   something that can be checked beforehand does not hold
+      NotFound                      4   no such run, site, checkpoint, script
+      RunExists / RunAlive          5   would make two writers, or a second run of that name
+      ClusterError                  6   SLURM refused, or cannot be reached
+      CheckpointError               7   (TornCheckpoint, NoCheckpoint, Fenced)
+      NoProgress                   93   "do not requeue": attempts end without a new checkpoint
+
+A message is one line: what is wrong with its value, where it came from, what to do. Instances
+survive pickling, since ranks send them to each other. Standard library only: both halves import it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HpctrainError(Exception):
+    """Root of the tree; its message is meant for the user as it stands."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(HpctrainError):
+    """A flag, a setting or a file of the user's is wrong."""
+
+    exit_code = 2
+
+
+class ChecksFailed(HpctrainError):
+    """Something that could be checked before the run does not hold."""
+
+    exit_code = 3
+
+
+class NotFound(HpctrainError):
+    """The run, site, checkpoint or script that was named is not there."""
+
+    exit_code = 4
+
+
+class RunExists(HpctrainError):
+    """A run of that name is there already; going on with it is `resume`'s job."""
+
+    exit_code = 5
+
+
+class RunAlive(HpctrainError):
+    """The run has a job that may still write; a second writer is refused."""
+
+    exit_code = 5
+
+
+class ClusterError(HpctrainError):
+    """SLURM refused a request."""
+
+    exit_code = 6
+
+
+class ClusterUnreachable(ClusterError):
+    """SLURM gave no answer: its commands are missing or slurmctld is silent."""
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint could not be written or read."""
+
+    exit_code = 7
+
+
+class TornCheckpoint(CheckpointError):
+    """A checkpoint whose bytes are not what its manifest says."""
+
+
+class NoCheckpoint(CheckpointError):
+    """A checkpoint was asked for and there is no valid one."""
+
+
+class Fenced(CheckpointError):
+    """A newer attempt has taken the run over; this one must write nothing more."""
+
+
+class NoProgress(HpctrainError):
+    """Attempt after attempt ended without a new checkpoint."""
+
+    exit_code = 93
+
+
+EXIT_OK = 0
+EXIT_CODES: dict[int, str] = {
+    0: "done",
+    1: "the run or the command failed",
+    2: "wrong usage: a flag, a setting or a file",
+    3: "a check failed",
+    4: "not found",
+    5: "the run exists already, or is alive",
+    6: "SLURM refused or cannot be reached",
+    7: "a checkpoint cannot be written or read",
+    75: "try again later",
+    93: "stopped for good: no progress, or a budget is used up; do not requeue",
+    130: "interrupted",
+}

@@ -1,0 +1,188 @@
+"""The ledger: append-only facts of a run, one JSON object a line. Standard library only.
+
+    {"t": 1763700000.123, "kind": "saved", "attempt": 2, "step": 400, ...}
+
+Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened with
+O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic append (each
+client writes where it believes the end to be), so the file is also locked for the moment of the write;
+where locks are not supported, or a dead client's lock is not released in time, the fact is written all
+the same. Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
+fsync'ed: a node that loses its power may take the last seconds of facts with it, never a checkpoint.
+
+Readers take the lines that are whole and leave out the rest: a torn last line is data that was never
+written. tests/unit/test_events.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hpctrain.rundir.layout import RunDir
+
+LOCK_WAIT_S = 1.0
+"""Longest wait for another writer: a fact that is late for KillWait is worth less than a rare torn line."""
+_LOCK_POLL_S = 0.01
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One fact.
+
+    Attributes:
+        t: Seconds since the epoch, by the clock of the node that wrote it.
+        kind: What happened; `Event.data` has the fields of that kind.
+        attempt: Number of the attempt it belongs to; None for facts about the run.
+        data: All other fields.
+    """
+
+    t: float
+    kind: str
+    attempt: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> None:
+    """Add one fact, whole or not at all for every reader, also beside other writers.
+
+    Args:
+        run: The run; its directory exists.
+        kind: What happened.
+        attempt: The attempt it belongs to.
+        fields: JSON values, paths, enums and dataclasses; `t` replaces the time of writing.
+
+    Raises:
+        OSError: the fact could not be written, e.g. the disk is full.
+    """
+    fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
+    line = _dumps(fact).encode() + b"\n"
+    descriptor = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with _locked(descriptor):
+            text = line if _ends_whole(descriptor) else b"\n" + line
+            if os.write(descriptor, text) != len(text):
+                raise OSError(
+                    errno.ENOSPC, "event written in part; is the disk full?", str(run.events)
+                )
+    finally:
+        os.close(descriptor)
+
+
+def read(run: RunDir) -> list[Event]:
+    """All facts in the order they were written; empty for a run without a ledger."""
+    return Tail(run.events).new()
+
+
+class Tail:
+    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Event]:
+        """The facts since the last call; from the start again if the file was replaced by a shorter one."""
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        last = content.rfind(b"\n") + 1
+        found = [event for line in content[:last].split(b"\n") if (event := parse(line))]
+        rest = parse(content[last:])
+        if rest is not None:  # whole but for its newline, which the next writer adds
+            found.append(rest)
+            last = len(content)
+        self._offset += last
+        return found
+
+
+def parse(line: bytes) -> Event | None:
+    """One line as an event; None for what is no whole event."""
+    line = line.strip(
+        b"\0\r\n\t "
+    )  # NFS shows a gap of zeros while another client's bytes are under way
+    if not line.startswith(b"{"):
+        return None
+    try:
+        raw = json.loads(line)
+    except ValueError:  # torn, or not UTF-8
+        return None
+    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
+    if not isinstance(t, (int, float)) or not isinstance(kind, str):
+        return None
+    return Event(float(t), kind, attempt if isinstance(attempt, int) else None, raw)
+
+
+@contextlib.contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Hold the file's lock, or go on without it after a while or where there are no locks."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            break
+    try:
+        yield
+    finally:
+        # Explicit, because a rank forked meanwhile has a copy of the descriptor and would keep the lock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _ends_whole(descriptor: int) -> bool:
+    """Whether the file is empty or ends with a newline; else a writer was cut off in its line."""
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+def _dumps(fact: dict[str, Any]) -> str:
+    try:
+        return json.dumps(fact, default=_plain, allow_nan=False)
+    except (
+        ValueError
+    ):  # a loss that is not a number: JSON has no word for it, `float("nan")` reads this one
+        return json.dumps(_finite(json.loads(json.dumps(fact, default=_plain))), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"an event holds JSON values; {value!r} ({type(value).__name__}) is none")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

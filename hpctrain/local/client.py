@@ -1,0 +1,78 @@
+"""The login side of the embedded cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from hpctrain.local import jobs
+from hpctrain.records import JobInfo
+from hpctrain.settings.check import node_range, time_s
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from hpctrain.records import JobRequest
+
+
+class LocalCluster:
+    """Implements `records.Cluster`."""
+
+    name = "local"
+
+    def submit(self, request: JobRequest) -> str:
+        """Start the job's controller, detached from this terminal."""
+        spec = load_spec(request.run_dir / "spec.json")
+        low, high = node_range(spec.settings.slurm.nodes)
+        record = jobs.create(
+            jobs.LocalJobRecord(
+                job_id="",
+                token=request.token,
+                run_dir=str(request.run_dir),
+                min_nodes=low,
+                max_nodes=high,
+                time_s=time_s(spec.settings.slurm.time),
+                signal_lead_s=spec.settings.slurm.signal_lead_s,
+            )
+        )
+        output = (request.run_dir / "jobs" / f"{request.token}.out").open("ab")
+        with output:
+            subprocess.Popen(
+                [spec.python or sys.executable, "-m", "hpctrain.local.controller", record.job_id],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return record.job_id
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job of this submission."""
+        for record in reversed(jobs.all_jobs()):
+            if record.token == token:
+                return _info(record)
+        return None
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What is known of a job."""
+        record = jobs.read(job_id)
+        return None if record is None else _info(record)
+
+    def cancel(self, job_id: str) -> None:
+        """Ask the controller to end the job."""
+        jobs.request(job_id, "cancel")
+
+
+def _info(record: jobs.LocalJobRecord) -> JobInfo:
+    alive = record.state not in jobs.OVER and jobs.is_controlled(record)
+    lost = record.state not in jobs.OVER and not alive
+    return JobInfo(
+        job_id=record.job_id,
+        state="NODE_FAIL" if lost else record.state,
+        alive=alive,
+        reason=record.reason,
+        nodes=",".join(record.nodes),
+        restarts=record.restarts,
+        start_time=record.start_time,
+        end_time=record.end_time,
+    )

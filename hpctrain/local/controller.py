@@ -1,0 +1,202 @@
+"""Plays SLURM for one local job: starts the nodes, signals, enforces limits, starts again when asked.
+
+It keeps to what SLURM was seen to do (shared design `slurm-facts.md`), so that the agents meet the same
+order of events here as there. Run as ``python -m hpctrain.local.controller JOB_ID``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.agent.batch_side import conclude_job
+from hpctrain.local import jobs
+from hpctrain.local.control import LocalControl
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.spec import load_spec
+
+TICK_S = 0.05
+KILL_WAIT_S = 15.0
+
+
+class Controller:
+    """One local job."""
+
+    def __init__(self, job_id: str) -> None:
+        record = jobs.read(job_id)
+        if record is None:
+            raise SystemExit(f"there is no local job {job_id}")
+        self.record = record
+        self.run = RunDir(Path(record.run_dir))
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._requeue = False
+        self._kill_at: float | None = None
+        self._warned = False
+        self._available = record.max_nodes
+        self._own_restarts = 0
+
+    def serve(self) -> int:
+        """Start the job again and again until nobody asks for more. Returns the last exit code."""
+        self.record.controller_pid = os.getpid()
+        self.record.controller_started = jobs.process_start(os.getpid())
+        while True:
+            self._start()
+            code = self._supervise()
+            if self.record.state == "COMPLETING" and self.record.reason == "cancelled":
+                return self._over("CANCELLED", code)
+            conclude_job(
+                self.run,
+                LocalControl(self.record.job_id),
+                job_id=self.record.job_id,
+                restarts=self._own_restarts,
+                exit_code=code,
+            )
+            self._take_requests()
+            if not self._requeue:
+                return self._over("COMPLETED" if code == 0 else "FAILED", code)
+
+    def _start(self) -> None:
+        record = self.record
+        count = max(record.min_nodes, min(record.max_nodes, self._available))
+        record.nodes = [f"local{i}" for i in range(count)]
+        record.state, record.reason = "RUNNING", None
+        record.start_time = time.time()
+        record.end_time = record.start_time + record.time_s
+        record.preempt_time = None
+        self._own_restarts = record.restarts
+        self._requeue, self._kill_at, self._warned = False, None, False
+        jobs.write(record)
+        port = _free_port()
+        python = load_spec(self.run.spec).python or sys.executable
+        self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
+
+    def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+        record = self.record
+        context = {
+            "job_id": record.job_id,
+            "restarts": record.restarts,
+            "node_rank": rank,
+            "nodes": record.nodes,
+            "master_addr": "127.0.0.1",
+            "port": port,
+            "token": record.token,
+            "end_time": record.end_time,
+            "kill_wait_s": KILL_WAIT_S,
+        }
+        environment = {**os.environ, "HPCTRAIN_LOCAL_CONTEXT": json.dumps(context)}
+        command = [python, "-u", "-m", "hpctrain.local.node", str(self.run.root)]
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def _supervise(self) -> int:
+        """Until every node's agent has left; the worst of their exit codes."""
+        while any(node.poll() is None for node in self._nodes):
+            self._take_requests()
+            self._enforce_limits()
+            if any(node.returncode not in (None, 0) for node in self._nodes):
+                self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
+            time.sleep(TICK_S)
+        self._signal(signal.SIGKILL)  # what a dead agent left behind
+        return max((abs(node.returncode) for node in self._nodes), default=0)
+
+    def _take_requests(self) -> None:
+        for request in jobs.take_requests(self.record.job_id):
+            getattr(self, f"_on_{request.pop('operation')}")(**request)
+            jobs.write(self.record)
+
+    def _on_cancel(self) -> None:
+        self._end(reason="cancelled")
+
+    def _on_requeue(self) -> None:
+        if self._requeue:
+            return
+        self._requeue = True
+        self.record.restarts += 1
+        self._end(reason=None)
+
+    def _on_preempt(self, leave: int, grace_s: float) -> None:
+        """A more important job takes nodes: `leave` of them are left for the next start."""
+        self._available = leave
+        self.record.previous_end = "preempted"
+        if grace_s <= 0:
+            self._on_requeue()
+            return
+        self.record.preempt_time = time.time()
+        self.record.end_time = time.time() + grace_s
+        jobs.write(self.record)
+        self._signal(signal.SIGTERM)
+
+    def _on_free(self) -> None:
+        """The nodes are free again."""
+        self._available = self.record.max_nodes
+
+    def _on_fail_node(self, node: int) -> None:
+        """A node dies; SLURM would requeue by itself."""
+        self._available = max(self.record.min_nodes, len(self._nodes) - 1)
+        self.record.previous_end = "node_failed"
+        _kill_group(self._nodes[node], signal.SIGKILL)
+        if not self._requeue:
+            self._requeue = True
+            self.record.restarts += 1
+        self._signal(signal.SIGKILL)
+
+    def _enforce_limits(self) -> None:
+        now = time.time()
+        end = self.record.end_time or float("inf")
+        if not self._warned and now >= end - self.record.signal_lead_s:
+            self._warned = True
+            if self.record.preempt_time is None:
+                self._signal(signal.SIGUSR2)
+        if now >= end and self._kill_at is None:
+            self._end(reason="TimeLimit" if self.record.preempt_time is None else None)
+            if self.record.preempt_time is not None and not self._requeue:
+                self._requeue = True
+                self.record.restarts += 1
+            jobs.write(self.record)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def _end(self, *, reason: str | None) -> None:
+        self.record.state, self.record.reason = "COMPLETING", reason
+        jobs.write(self.record)  # before the signal: whoever gets it asks at once
+        self._kill_at = time.time() + KILL_WAIT_S
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for node in self._nodes:
+            _kill_group(node, signum)
+
+    def _over(self, state: str, code: int) -> int:
+        self.record.state, self.record.reason = state, None
+        jobs.write(self.record)
+        return code
+
+
+def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Signal every process of a node; the agent leads the group, its ranks are in it."""
+    try:
+        os.killpg(node.pid, signum)
+    except ProcessLookupError:
+        return  # all gone already
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def main(arguments: list[str]) -> Any:
+    """Serve one job."""
+    return Controller(arguments[0]).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

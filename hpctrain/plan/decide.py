@@ -1,0 +1,72 @@
+"""Why is the job being stopped, and what must follow? Decision table B of the research (`launch.md`).
+
+A job that exits 0 inside its grace time is COMPLETED and never comes back; a cancelled job that asks for a
+requeue rises from the dead. Only the scheduler knows which of the two it is, so it is asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.records import EndReason, Next, StopCause
+
+if TYPE_CHECKING:
+    from hpctrain.records import JobFacts
+
+Outcome = Literal["done", "stopped", "killed", "crashed", "user_error"]
+"""How the ranks ended: the program returned; saved and left after a stop request; killed because they did
+not leave in time; a rank died; the program raised before it had done a step."""
+
+ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
+
+
+def decide(
+    facts: JobFacts | None, own_restarts: int, cause: StopCause | None, outcome: Outcome
+) -> tuple[EndReason, Next]:
+    """Why the attempt ended and what follows.
+
+    Args:
+        facts: What the scheduler says of our job now; None when it could not be asked.
+        own_restarts: The restart count with which this attempt was started.
+        cause: What asked for the stop; None where nothing did (a crash, or a program that returned).
+        outcome: How the ranks ended.
+    """
+    if outcome == "done":
+        return EndReason.COMPLETED, Next.STOP
+    if cause is StopCause.USER:
+        return EndReason.STOPPED, Next.STOP
+    if facts is None:
+        return _guess(cause, outcome), Next.ASK_BATCH
+    if is_requeued(facts, own_restarts):
+        return EndReason.PREEMPTED, Next.LEAVE
+    if is_cancelled(facts, own_restarts):
+        return EndReason.CANCELLED, Next.STOP
+    if facts.preempt_time is not None:
+        return EndReason.PREEMPTED, Next.REQUEUE
+    if facts.reason == "TimeLimit":
+        return EndReason.TIMED_OUT, Next.REQUEUE
+    if cause is None and outcome == "user_error":
+        return EndReason.USER_ERROR, Next.STOP
+    return _guess(cause, outcome), Next.REQUEUE
+
+
+def is_requeued(facts: JobFacts, own_restarts: int) -> bool:
+    """Whether the scheduler has already decided to run this job again."""
+    return facts.restarts is not None and facts.restarts > own_restarts
+
+
+def is_cancelled(facts: JobFacts, own_restarts: int) -> bool:
+    """Whether somebody cancelled the job: it is ending, not requeued, and no time limit was met."""
+    if is_requeued(facts, own_restarts) or facts.preempt_time is not None:
+        return False
+    if facts.state in ENDED_FOR_GOOD:
+        return True
+    return facts.state == "COMPLETING" and facts.reason != "TimeLimit"
+
+
+def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:
+    if cause in {StopCause.CLOCK, StopCause.WARNING}:
+        return EndReason.TIMED_OUT
+    if cause in {StopCause.TERM, StopCause.INTERRUPT}:
+        return EndReason.PREEMPTED
+    return EndReason.USER_ERROR if outcome == "user_error" else EndReason.CRASHED

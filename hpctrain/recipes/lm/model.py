@@ -1,0 +1,180 @@
+"""A decoder-only language model, small enough to read in one sitting.
+
+Pre-norm residual blocks of causal attention with rotary positions and a gated MLP, as in Llama
+(arXiv 2302.13971). There are no buffers and no biases, and nothing depends on the rank or the
+world size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812, its usual name
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+
+ROTARY_BASE = 10_000.0
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """The shape of a model."""
+
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    seq_len: int = 128
+    vocab: int = 320
+    """257 byte tokens, padded to a multiple of 64 for the matrix units."""
+    dropout: float = 0.0
+    """Probability on the embedding and on what each attention and MLP adds."""
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.heads):
+            raise UsageError(
+                f"a model of width {self.dim} (train.dim) cannot have {self.heads} heads "
+                "(train.heads): each needs an even, whole number of channels; change one of the two"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP: 8/3 of the model's; three such matrices cost what two of 4x would."""
+        return 32 * math.ceil(8 * self.dim / 3 / 32)
+
+
+class Attention(nn.Module):
+    """Each position looks at itself and what came before."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.dim, bias=False)
+        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, dim] to the same shape."""
+        query, key, value = (
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class MLP(nn.Module):
+    """SwiGLU: one half of the hidden layer gates the other (arXiv 2002.05202)."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, dim] to the same shape."""
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Block(nn.Module):
+    """One layer: look around, then think; each adds to what is there."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, dim] to the same shape."""
+        looked: Tensor = x + self.dropout(self.attention(self.attention_norm(x)))
+        thought: Tensor = looked + self.dropout(self.mlp(self.mlp_norm(looked)))
+        return thought
+
+
+class LM(nn.Module):
+    """The model, on the CPU, with the same weights for the same seed wherever it is built."""
+
+    def __init__(self, config: LMConfig, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        # On "meta" nothing is drawn from torch's global generator, whose state is the run's own.
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(config.vocab, config.dim)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+            self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.to_empty(device="cpu")
+        self.init_weights(seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token: [batch, time] integers to [batch, time, vocab]."""
+        x = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw every weight from the seed alone; what adds to the residual stream begins small."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, weight in self.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.fill_(1.0)
+            else:
+                adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                weight.normal_(0.0, residual_std if adds else INIT_STD, generator=generator)
+
+
+MODEL_BLOCKS: tuple[type[nn.Module], ...] = (Block,)
+"""What an engine shards, gathers and recomputes as one unit."""
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of channels by angles that grow with the position (RoPE, arXiv 2104.09864).
+
+    Computed anew from [batch, heads, time, head_dim]: a table would be a buffer, to be broadcast
+    by DDP and rounded by a mixed-precision engine.
+    """
+    time, half = x.shape[-2], x.shape[-1] // 2
+    channels = torch.arange(half, device=x.device, dtype=torch.float32)
+    positions = torch.arange(time, device=x.device, dtype=torch.float32)
+    angles = positions[:, None] * ROTARY_BASE ** (-channels / half)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in fp32, summed over each sequence: [batch, time, vocab] to [batch]."""
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return losses.view_as(targets).sum(dim=1)
+
+
+def count_parameters(config: LMConfig) -> int:
+    """How many weights a model of this shape has."""
+    block = 4 * config.dim**2 + 3 * config.dim * config.hidden + 2 * config.dim
+    return config.layers * block + 2 * config.vocab * config.dim + config.dim
+
+
+def flops_per_token(config: LMConfig) -> int:
+    """Floating-point operations of training on one token, both ways (arXiv 2204.02311, B).
+
+    Six for each weight but the embedding's, which is looked up; the causal half of attention
+    counts in full, as is usual, and recomputed activations do not.
+    """
+    multiplied = count_parameters(config) - config.vocab * config.dim
+    return 6 * multiplied + 12 * config.layers * config.dim * config.seq_len

@@ -1,0 +1,173 @@
+"""The training program that we ship: reads like any user's own, and uses nothing that theirs could not.
+
+Every rank runs `main`. All that survives an interruption is in the engine, in `data`, and in the step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import hpctrain
+from hpctrain.data.batches import GlobalBatches, Piece, cut_step
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.tokens import TokenFile
+from hpctrain.engines.engine import global_sum
+from hpctrain.recipes.lm import corpus
+from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
+from hpctrain.recipes.lm.schedule import lr_at
+from hpctrain.runtime.world import broadcast
+
+if TYPE_CHECKING:
+    from hpctrain.data.batches import StepBatch
+    from hpctrain.engines.engine import Engine
+    from hpctrain.runtime.run import Run
+
+NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
+"""Where the token file goes when there is no run directory."""
+
+
+def main() -> None:
+    """Train until `train.steps` steps are done, or until the run is asked to stop."""
+    run = hpctrain.init()
+    train = run.settings.train
+    tokens = _tokens(run)
+    size, held_out = corpus.split(
+        tokens.len_sequences(train.seq_len), global_batch=train.global_batch
+    )
+    config = LMConfig(
+        layers=train.layers,
+        dim=train.dim,
+        heads=train.heads,
+        seq_len=train.seq_len,
+        dropout=train.dropout,
+    )
+    model = LM(config, seed=train.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay
+    )
+    engine = run.parallelize(model, optimizer)
+    data = GlobalBatches(
+        SampleOrder(size, train.seed),
+        train.global_batch,
+        run.world.rank,
+        run.world.world_size,
+        train.micro_batch,
+    )
+    run.track(data=data)
+    for step in run.steps(total=train.steps):
+        began = time.monotonic()
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
+        batch = data.next_step()
+        loss = _forward_backward(run, engine, tokens, batch)
+        norm = engine.step()
+        if train.audit:
+            _audit(step, batch)
+        if train.step_delay_s:
+            time.sleep(train.step_delay_s)
+        run.log(
+            loss=loss,
+            grad_norm=norm,
+            lr=optimizer.param_groups[0]["lr"],
+            step_s=time.monotonic() - began,
+        )
+        if _is_validation(step + 1, train.val_every, train.steps):
+            validation = _validate(run, engine, tokens, held_out)
+            if validation is not None:
+                run.log(val_loss=validation)
+                _say(run, f"step {step + 1}: loss {loss:.4f}, validation loss {validation:.4f}")
+        elif (step + 1) % 10 == 0:
+            _say(run, f"step {step + 1}: loss {loss:.4f}")
+
+
+def _tokens(run: Run) -> TokenFile:
+    """The text as tokens: made once, by rank 0, and mapped by all."""
+    train = run.settings.train
+    folder = run.dir.data if run.dir is not None else NO_RUN_DATA
+    path = None
+    if run.world.rank == 0:
+        path = corpus.build(train.data, train.data_glob, train.data_limit_mb, folder / "tokens.bin")
+    return TokenFile(broadcast(run.world, path))
+
+
+def _forward_backward(
+    run: Run, engine: Engine, tokens: TokenFile, batch: StepBatch
+) -> float:
+    """Gradients of the mean loss over the global batch; returns that mean, the same on every rank.
+
+    Each rank's sum is weighted by the number of ranks, because the engines average gradients over them.
+    """
+    train = run.settings.train
+    share = 1.0 / (train.global_batch * train.seq_len)
+    total = torch.zeros((), dtype=torch.float64)
+    for number, piece in enumerate(batch.pieces, start=1):
+        with engine.microbatch(last=number == len(batch.pieces)):
+            loss = _weighted_loss(run, engine, tokens, piece) * share
+            engine.backward(loss * run.world.world_size)
+        total += loss.detach().double().cpu()
+    return float(global_sum(run.world, total))
+
+
+def _weighted_loss(run: Run, engine: Engine, tokens: TokenFile, piece: Piece) -> torch.Tensor:
+    """Sum of the token losses of a piece's samples; a sample of weight 0 only keeps ranks in step."""
+    device = run.world.device
+    sequences = torch.from_numpy(tokens.batch(piece.indices, run.settings.train.seq_len)).to(device)
+    weights = torch.tensor(piece.weights, device=device)
+    logits = engine.model(sequences[:, :-1])
+    return (token_loss(logits, sequences[:, 1:]) * weights).sum()
+
+
+def _validate(
+    run: Run, engine: Engine, tokens: TokenFile, held_out: range
+) -> float | None:
+    """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
+    train = run.settings.train
+    count = min(len(held_out), train.val_batches * train.global_batch)
+    total = torch.zeros((), dtype=torch.float64)
+    engine.model.eval()
+    with torch.no_grad():
+        for first in range(0, count, train.global_batch):
+            if run.should_stop():
+                engine.model.train()
+                return None
+            positions = range(first, min(first + train.global_batch, count))
+            batch = cut_step(
+                positions,
+                run.world.rank,
+                run.world.world_size,
+                train.micro_batch,
+                index=held_out.__getitem__,
+            )
+            for piece in batch.pieces:
+                with engine.microbatch(last=True):
+                    total += _weighted_loss(run, engine, tokens, piece).double().cpu()
+    engine.model.train()
+    return float(global_sum(run.world, total)) / (count * train.seq_len)
+
+
+def _is_validation(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _audit(step: int, batch: StepBatch) -> None:
+    """One line for each step with the samples that this rank consumed, to prove exactly-once."""
+    folder = os.environ.get("HPCTRAIN_ATTEMPT_DIR")
+    if folder is None:
+        return
+    path = Path(folder) / f"samples-{int(os.environ['RANK']):05d}.txt"
+    with path.open("a") as file:
+        file.write(f"{step + 1} {' '.join(map(str, batch.consumed))}\n")
+
+
+def _say(run: Run, text: str) -> None:
+    if run.world.rank == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Facts that travel between the login node, the batch side and the ranks. Standard library only.
+
+Nothing here knows SLURM, torch or the disk. The tests are those of the rooms that use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+class EndReason(StrEnum):
+    """Why an attempt ended: a closed set."""
+
+    COMPLETED = "completed"
+    """The program returned; the run is done."""
+    PREEMPTED = "preempted"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    """scancel, or `hpctrain cancel`; never requeued."""
+    STOPPED = "stopped"
+    """`hpctrain cancel --save`: saved, left, never requeued."""
+    NODE_FAILED = "node_failed"
+    CRASHED = "crashed"
+    """A rank or an agent died, by a signal or by an error after progress."""
+    USER_ERROR = "user_error"
+    """The program raised before it had done a step: starting again cannot help."""
+    REQUEUED = "requeued"
+    """Requeued from outside (scontrol requeue), for a reason that SLURM does not tell."""
+    FENCED = "fenced"
+    """A newer attempt took the run over."""
+    UNKNOWN = "unknown"
+
+
+class Next(StrEnum):
+    """What follows an attempt."""
+
+    REQUEUE = "requeue"
+    """The job asks SLURM to run it again."""
+    LEAVE = "leave"
+    """SLURM requeues by itself: only leave."""
+    RESTART = "restart"
+    """The agents start the ranks again inside this allocation."""
+    STOP = "stop"
+    """Nothing follows."""
+    ASK_BATCH = "ask_batch"
+    """SLURM could not be asked from here; the batch side decides."""
+
+
+class StopCause(StrEnum):
+    """What asked for a stop."""
+
+    TERM = "sigterm"
+    WARNING = "sigusr2"
+    CLOCK = "clock"
+    USER = "user"
+    """`hpctrain cancel --save`."""
+    INTERRUPT = "sigint"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the scheduler says of our own job, asked from inside it.
+
+    Times are seconds since the epoch. None means "the scheduler did not say".
+    """
+
+    state: str
+    """SLURM's JobState in capitals: RUNNING, COMPLETING, PENDING, CANCELLED..."""
+    restarts: int | None = None
+    reason: str | None = None
+    """SLURM's Reason, None where it says "None"."""
+    preempt_time: float | None = None
+    end_time: float | None = None
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What the scheduler says of a job, asked from the login node."""
+
+    job_id: str
+    state: str
+    """SLURM's state in capitals."""
+    alive: bool
+    """True while the job may still write: pending, running, completing, requeued, suspended."""
+    reason: str | None = None
+    nodes: str = ""
+    restarts: int = 0
+    start_time: float | None = None
+    """Start, or the expected start of a pending job."""
+    end_time: float | None = None
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What a cluster needs to start a run's job."""
+
+    run_dir: Path
+    token: str
+    """Unique for this submission; also the stem of the script's file name, by which a job is found again."""
+    script_path: Path
+    """runs/<name>/jobs/<token>.sh, already written."""
+    script: str
+
+
+class Cluster(Protocol):
+    """The login node's side of a scheduler (`slurm/` and `local/` implement it)."""
+
+    name: str
+
+    def submit(self, request: JobRequest) -> str:
+        """Start the job and return its id.
+
+        Raises:
+            ClusterError: refused; nothing was started.
+            ClusterUnreachable: no answer in time; the job may or may not have been accepted.
+        """
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job that was submitted with this token, if the scheduler knows one.
+
+        Raises:
+            ClusterUnreachable: the scheduler gave no answer.
+        """
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What is known of a job; None when the scheduler has forgotten it.
+
+        Raises:
+            ClusterUnreachable: the scheduler gave no answer.
+        """
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a pending or running job.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
+
+class JobControl(Protocol):
+    """A job's view of its own scheduler, from inside the allocation."""
+
+    def facts(self) -> JobFacts:
+        """Ask about our own job.
+
+        Raises:
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """
+
+    def previous_end(self) -> EndReason:
+        """Why this job's previous start ended, where the scheduler remembers; UNKNOWN where it does not."""
+
+    def requeue(self) -> None:
+        """Ask for this job to be run again; being requeued already counts as success.
+
+        Raises:
+            ClusterError: refused.
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """Where this agent stands in its job: filled in by `slurm/` or `local/` from their environment."""
+
+    job_id: str
+    restarts: int
+    """How often the scheduler has restarted this job id; 0 in its first run."""
+    node_rank: int
+    nodes: Sequence[str]
+    """Host names in node_rank order."""
+    master_addr: str
+    port: int
+    token: str
+    """The submission's token; "" for a hand-written batch script."""
+    end_time: float | None = None
+    """When the scheduler will end the job, seconds since the epoch."""
+    kill_wait_s: float = 30.0
+    """Seconds from SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was looked at and not taken."""
+
+    step: int
+    name: str
+    reason: str
+
+
+@dataclass
+class FailureReport:
+    """The first causal failure of an attempt."""
+
+    rank: int
+    node: str
+    kind: str
+    """"exception", "signal" or "exit"."""
+    summary: str
+    """One line: the exception, or "killed by SIGKILL"."""
+    traceback: str = ""
+    time: float = 0.0
+    exit_code: int | None = None
+    others: list[int] = field(default_factory=list)
+    """Ranks that failed after it."""

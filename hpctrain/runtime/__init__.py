@@ -1,0 +1,1 @@
+"""What a training program uses: world, stop agreement, the step loop, RNG, logging."""

@@ -1,0 +1,111 @@
+"""All ranks stop at the same step, whoever heard of it first.
+
+Each rank contributes what it knows and a MAX over all ranks decides. While steps are short the exchange runs
+behind them and its result is used some ticks later: every rank reads the same result at the same tick,
+so the decision is the same everywhere, and a 20 ms step pays next to nothing for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.records import StopCause
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.world import World
+
+LATENCY_S = 0.25
+"""How late a wish to stop may be noticed because of batching; small against any KillWait."""
+SYNC_ABOVE_S = 0.1
+"""From this step time on the exchange is done at once: its cost no longer shows."""
+
+CODES = (
+    None,
+    StopCause.WARNING,  # "warned": rank 0 must find out what it means; not a stop in itself
+    StopCause.WARNING,
+    StopCause.TERM,
+    StopCause.CLOCK,
+    StopCause.USER,
+    StopCause.INTERRUPT,
+)
+WARNED, STOP_WARNED, STOP_TERM, STOP_CLOCK, STOP_USER, STOP_INTERRUPT = range(1, 7)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one rank knows, or all ranks together.
+
+    Attributes:
+        stop: One of the codes above; 0 for none.
+        save: A periodic save is due (rank 0's clock decides).
+    """
+
+    stop: int = 0
+    save: bool = False
+
+    @property
+    def cause(self) -> StopCause | None:
+        """What asks for a stop; None for none, or for a warning that rank 0 has yet to understand."""
+        return CODES[self.stop] if self.stop > WARNED else None
+
+
+class Agreement:
+    """Exchanges wishes. `tick` is collective: every rank calls it equally often."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._flight: tuple[dist.Work, torch.Tensor] | None = None
+        self._ticks_left = 0
+        self._gap = 1
+        self._last_tick = time.monotonic()
+        self._tick_s = 1.0
+
+    def tick(self, wish: Wish) -> Wish:
+        """Contribute this rank's wish, and learn what all ranks agreed on by now."""
+        self._measure()
+        if self._world.control is None:
+            return wish
+        self._ticks_left -= 1
+        if self._ticks_left > 0:
+            return Wish()
+        agreed = self._land()
+        self._launch(wish)
+        if self._gap == 1:
+            agreed = _both(agreed, self._land())
+        self._ticks_left = self._gap
+        return agreed
+
+    def _launch(self, wish: Wish) -> None:
+        gap = self._wanted_gap() if self._world.rank == 0 else 0
+        values = torch.tensor([wish.stop, int(wish.save), gap], dtype=torch.int32)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, self._world.control, async_op=True)
+        self._flight = (work, values)
+
+    def _land(self) -> Wish:
+        if self._flight is None:
+            return Wish()
+        work, values = self._flight
+        self._flight = None
+        work.wait()
+        stop, save, gap = values.tolist()
+        self._gap = max(1, gap)
+        return Wish(stop, bool(save))
+
+    def _wanted_gap(self) -> int:
+        if self._tick_s >= SYNC_ABOVE_S:
+            return 1
+        return max(2, min(1000, int(LATENCY_S / max(self._tick_s, 1e-6))))
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        self._tick_s += 0.3 * (now - self._last_tick - self._tick_s)
+        self._last_tick = now
+
+
+def _both(one: Wish, other: Wish) -> Wish:
+    return Wish(max(one.stop, other.stop), one.save or other.save)

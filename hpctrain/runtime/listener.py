@@ -1,0 +1,62 @@
+"""Hears stop signals in a rank, whatever its main thread is doing.
+
+The signals are blocked in every thread, and one thread waits for them: so they are heard while the main
+thread is inside a long C call (submitit's handler ran 21 s late there), and no Python code is interrupted.
+A blocked mask is inherited over fork and exec: DataLoader workers, forked or spawned, and a `scontrol`
+child live through SLURM's step-wide storm (submitit#1760, pytorch#154849).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+HEARD = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Listener:
+    """Notes SIGTERM and SIGUSR2 for the life of this process."""
+
+    def __init__(self) -> None:
+        self.term = False
+        self.warned = False
+        self.interrupted = False
+        self.heard = threading.Event()
+        """Set with the first signal, for whoever wants to wait."""
+
+    def start(self, *, interrupt: bool = False) -> None:
+        """Begin to listen. Call it on the main thread, before threads that could take the signals.
+
+        Args:
+            interrupt: Also take the first Ctrl-C as a wish to save and leave; the second interrupts.
+        """
+        for signum in HEARD:
+            # For threads that are older than the mask: then Python's own handler runs.
+            signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        if interrupt:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        threading.Thread(target=self._wait, name="hpctrain-signals", daemon=True).start()
+
+    def _wait(self) -> None:
+        while True:
+            self._note(signal.sigwait(HEARD))
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self._note(signum)
+
+    def _note(self, signum: int) -> None:
+        if signum == signal.SIGTERM:
+            self.term = True
+        else:
+            self.warned = True
+        self.heard.set()
+
+    def _on_interrupt(self, _signum: int, _frame: FrameType | None) -> None:
+        self.interrupted = True
+        self.heard.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,437 @@
+"""The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes by itself.
+
+Order of a step: exchange wishes, leave if all agreed to, hand the step to the program, count it, save when
+due. Decisions that ranks must share go through `agreement.py`; nothing collective runs in a handler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hpctrain.checkpoint import retention, store
+from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.clusters import get_control
+from hpctrain.engines import state as engine_state
+from hpctrain.errors import CheckpointError, Fenced, UsageError
+from hpctrain.ledger import events as ledger
+from hpctrain.runtime import rng, tracked
+from hpctrain.runtime.agreement import (
+    STOP_CLOCK,
+    STOP_INTERRUPT,
+    STOP_TERM,
+    WARNED,
+    Agreement,
+    Wish,
+)
+from hpctrain.runtime.board import Board
+from hpctrain.runtime.clock import JobClock
+from hpctrain.runtime.listener import Listener
+from hpctrain.runtime.marks import StepMarks
+from hpctrain.runtime.watcher import Watcher
+from hpctrain.runtime.world import World, broadcast, join_world
+from hpctrain.rundir.fence import Attempt, take_attempt
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.schema import Settings
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from hpctrain.engines.engine import Engine
+    from hpctrain.records import StopCause
+    from hpctrain.settings.spec import Spec
+
+
+class Stopped(SystemExit):
+    """The run was saved and this process must leave; passes through the program like a normal exit."""
+
+
+def init(settings: Settings | None = None) -> Run:
+    """Join the run that hpctrain started this process for. Collective: every rank calls it once, early.
+
+    Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
+    directory: nothing is saved, and a stop signal ends it after the step in hand.
+
+    Args:
+        settings: For programs that bring their own; otherwise the run's spec.json counts.
+    """
+    root = os.environ.get("HPCTRAIN_RUN_DIR")
+    run_dir = RunDir(Path(root)) if root else None
+    spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
+    listener = Listener()
+    listener.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
+    world = join_world()
+    attempt = _attempt(run_dir, world)
+    if settings is None:
+        settings = spec.settings if spec is not None else Settings()
+    return Run(world, settings, run_dir, attempt, listener, spec)
+
+
+def _attempt(run_dir: RunDir | None, world: World) -> Attempt | None:
+    """The attempt that the agent took; without an agent rank 0 takes one itself."""
+    if "HPCTRAIN_ATTEMPT" in os.environ:
+        return Attempt(**json.loads(os.environ["HPCTRAIN_ATTEMPT"]))
+    if run_dir is None:
+        return None
+    taken = None
+    if world.rank == 0:
+        taken = asdict(take_attempt(run_dir, job_id=f"pid-{os.getpid()}", restarts=0))
+        run_dir.attempt(taken["number"]).mkdir(parents=True, exist_ok=True)
+        ledger.append(
+            run_dir,
+            "attempt_started",
+            attempt=taken["number"],
+            job_id=taken["job_id"],
+            restarts=0,
+            nodes=[os.uname().nodename],
+            world_size=world.world_size,
+            ranks_per_node=world.world_size,
+            token=taken["token"],
+            by="start",
+        )
+    return Attempt(**broadcast(world, taken))
+
+
+class Run:
+    """One rank's side of a run.
+
+    Attributes:
+        world: This rank's place among the ranks.
+        settings: The run's settings.
+        step: Updates applied so far.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        run_dir: RunDir | None,
+        attempt: Attempt | None,
+        listener: Listener,
+        spec: Spec | None,
+    ) -> None:
+        """Use `init`."""
+        self.world = world
+        self.settings = settings
+        self.step = 0
+        self.dir = run_dir
+        self._attempt = attempt
+        self._spec = spec
+        self._listener = listener
+        self._agreement = Agreement(world)
+        self._engine: Engine | None = None
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._data: Any = None
+        self._tracked: dict[str, tracked.Stateful] = {}
+        end = os.environ.get("HPCTRAIN_JOB_END")
+        self._clock = JobClock(float(end) if end else None, settings.run.stop_margin_s)
+        self._watcher = self._start_watcher()
+        self._marks: StepMarks | None = None
+        self._board: Board | None = None
+        self._cause: StopCause | None = None
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+        self._first_step_at: float | None = None
+        self._event("phase", name="initialised")
+
+    # ---- what a program calls -----------------------------------------------------------------------
+
+    def parallelize(self, model: nn.Module, optimizer: Optimizer) -> Engine:
+        """Spread a model over the ranks as the settings say. Collective; call it before `track`.
+
+        Returns:
+            The engine: `engine.model` to call, `engine.microbatch`, `engine.backward`, `engine.step`.
+        """
+        from hpctrain.engines.engine import Engine
+
+        self._engine = Engine(model, optimizer, self.settings.engine, self.world)
+        self._model, self._optimizer = self._engine.model, optimizer
+        if self._engine.scaler.is_enabled():
+            self._tracked["scaler"] = self._engine.scaler
+        return self._engine
+
+    def track(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        data: Any = None,
+        **others: tracked.Stateful,
+    ) -> None:
+        """Name what a checkpoint holds.
+
+        Args:
+            model: The model, wrapped or not; not needed after `parallelize`.
+            optimizer: Its optimizer; not needed after `parallelize`.
+            data: The position in the data: anything with state_dict/load_state_dict; a key
+                ``samples_consumed`` in its state lets the ledger prove that each sample was used once.
+            others: Scheduler and the like, by name; state of tensors, numbers, strings, lists, dicts.
+        """
+        self._model = model if model is not None else self._model
+        self._optimizer = optimizer if optimizer is not None else self._optimizer
+        self._data = data if data is not None else self._data
+        self._tracked.update(others)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps that are left of `total`, from the restored one on; saves and leaves by itself.
+
+        Collective: every rank iterates. After a stop request all ranks save the same step and leave by
+        `Stopped` (a SystemExit with code 0), which is raised out of the loop.
+        """
+        self._restore()
+        while self.step < total:
+            self._obey(self._exchange())
+            started = time.monotonic()
+            before = self._consumed()
+            yield self.step
+            self.step += 1
+            self._count(time.monotonic() - started, before)
+        self._finish()
+
+    def should_stop(self) -> bool:
+        """Whether all ranks agreed to stop. Collective: call it in validation, warm-up and other long loops.
+
+        Every rank calls it equally often. After True, go back to the step loop: it saves and leaves.
+        """
+        agreed = self._exchange()
+        if agreed.cause is not None:
+            self._cause = agreed.cause
+        return self._cause is not None
+
+    def log(self, **values: float) -> None:
+        """Scalars of the step in hand, for TensorBoard and the ledger (`loss`). Rank 0's values count."""
+        if self.world.rank != 0:
+            return
+        if self._marks is not None and "loss" in values:
+            self._marks.loss = float(values["loss"])
+        if self._board is not None:
+            self._board.log(self.step + 1, {k: float(v) for k, v in values.items()})
+
+    def save(self) -> None:
+        """Commit a checkpoint of the current step, unless there is one or no step was done. Collective.
+
+        Raises:
+            CheckpointError: it was not committed; nothing is lost, the older ones stand.
+        """
+        if self.dir is None or self._attempt is None or self.step in {0, self._saved_step}:
+            return
+        if self._marks is not None:
+            self._marks.flush()
+        tensors, manifest = self._snapshot()
+        saved = store.save(self.dir, self._attempt, self.world, tensors, manifest)
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+        self._clock.saved(saved.seconds)
+        self._event(
+            "saved",
+            step=saved.step,
+            bytes=saved.bytes,
+            seconds=round(saved.seconds, 3),
+            checkpoint=saved.path,
+        )
+        if self.world.rank == 0:
+            keep = self.settings.checkpoint
+            store.prune(self.dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
+
+    # ---- the loop's parts ---------------------------------------------------------------------------
+
+    def _exchange(self) -> Wish:
+        agreed = self._agreement.tick(self._wish())
+        if agreed.stop == WARNED and self._watcher is not None:
+            self._watcher.warn()
+        return agreed
+
+    def _wish(self) -> Wish:
+        heard = self._listener
+        stop = 0
+        if heard.interrupted:
+            stop = STOP_INTERRUPT
+        elif heard.term:
+            stop = STOP_TERM
+        elif self._watcher is not None and self._watcher.stop:
+            stop = self._watcher.stop
+        elif self.world.rank == 0 and self._clock.is_due(time.time()):
+            stop = STOP_CLOCK
+        elif heard.warned:
+            heard.warned = False
+            stop = WARNED
+        return Wish(stop, self.world.rank == 0 and self._save_is_due())
+
+    def _save_is_due(self) -> bool:
+        if self.settings.checkpoint.interval_steps:
+            return False  # a matter of the step's number, which all ranks know
+        return time.monotonic() - self._saved_at >= self.settings.checkpoint.interval_s
+
+    def _obey(self, agreed: Wish) -> None:
+        cause = agreed.cause or self._cause
+        if cause is not None:
+            self._leave(cause)
+        interval = self.settings.checkpoint.interval_steps
+        if agreed.save or (interval and self.step and self.step % interval == 0):
+            self._save_or_go_on()
+
+    def _save_or_go_on(self) -> None:
+        """A periodic save that fails costs nothing but the save; training goes on."""
+        try:
+            self.save()
+        except Fenced:
+            raise
+        except CheckpointError as error:
+            self._saved_at = time.monotonic()
+            self._event("save_failed", step=self.step, why=str(error))
+            print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
+
+    def _leave(self, cause: StopCause) -> NoReturn:
+        self._event("stop_requested", cause=cause.value, rank=self.world.rank)
+        self._save_or_go_on()  # a save that fails now must not turn an orderly stop into a crash
+        self._event("stopped", step=self.step)
+        self._write_outcome("stopped", cause)
+        if self.world.rank == 0 and self.dir is not None:
+            print(f"hpctrain: leaving at step {self.step} ({cause.value})", flush=True)
+        raise Stopped(0)
+
+    def _finish(self) -> None:
+        self.save()
+        self._event("done", step=self.step)
+        self._write_outcome("done", None)
+
+    def _count(self, seconds: float, before: int | None) -> None:
+        self._clock.stepped(seconds)
+        if self._first_step_at is None:
+            self._first_step_at = time.time()
+            self._event("phase", name="first_step")
+        if self._marks is not None:
+            self._marks.add(self.step, (before, self._consumed()))
+
+    def _consumed(self) -> int | None:
+        if self._data is None or self._marks is None:
+            return None
+        count = self._data.state_dict().get("samples_consumed")
+        return None if count is None else int(count)
+
+    # ---- state --------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> tuple[dict[str, torch.Tensor], Manifest]:
+        tensors: dict[str, torch.Tensor] = {}
+        if self._model is not None:
+            tensors.update(engine_state.collect(self._model, self._optimizer))
+        extra = {
+            name: tracked.split(f"tracked.{name}", thing.state_dict(), tensors)
+            for name, thing in self._tracked.items()
+        }
+        tensors.update(rng.capture(self.world))
+        attempt = self._attempt
+        if attempt is None or self.dir is None:
+            raise UsageError("there is no run directory to save into")
+        manifest = Manifest(
+            run_id=self._spec.run_id if self._spec else "",
+            name=self.dir.name,
+            step=self.step,
+            attempt=attempt.number,
+            attempt_token=attempt.token,
+            created=time.time(),
+            world_size=self.world.world_size,
+            mesh={"dp": self.world.world_size},
+            engine=self._engine.kind if self._engine else "own",
+            files=[],
+            data=self._data.state_dict() if self._data is not None else {},
+            rng={"ranks": self.world.world_size},
+            versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
+            extra=extra,
+        )
+        return tensors, manifest
+
+    def _restore(self) -> None:
+        resumed = None
+        if self.dir is not None and self._attempt is not None:
+            started = time.monotonic()
+            if self.world.rank == 0:
+                retention.sweep(self.dir, self._attempt)
+            chosen = store.choose(self.dir, self._attempt, self.world)
+            if chosen.manifest is not None:
+                self._load(chosen, chosen.manifest)
+                resumed = chosen.manifest
+            self._event(
+                "restored",
+                step=self.step,
+                checkpoint=chosen.path.name if chosen.path else None,
+                from_world_size=resumed.world_size if resumed else None,
+                world_size=self.world.world_size,
+                seconds=round(time.monotonic() - started, 3),
+                skipped=chosen.skipped,
+            )
+            if self.world.rank == 0:
+                every_s = self.settings.run.log_every_s
+                self._marks = StepMarks(self.dir, self._attempt, every_s)
+                self._board = Board(self.dir.tensorboard, self.step + 1 if self.step else 0)
+        self._saved_at = time.monotonic()
+        if resumed is None or resumed.world_size != self.world.world_size:
+            rng.seed_anew(self.world, self.settings.train.seed, self.step)
+        if self._model is not None:
+            share = sum(p.numel() * p.element_size() for p in self._model.parameters())
+            self._clock.state_bytes = 3 * share  # weights and two moments
+
+    def _load(self, chosen: store.Chosen, manifest: Manifest) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        if self._model is not None:
+            tensors.update(engine_state.collect(self._model, self._optimizer))
+        names = set(tensors)
+        tracked.empty_tensors(manifest.extra, tensors)
+        same_world = manifest.world_size == self.world.world_size
+        if same_world:
+            tensors.update(rng.capture(self.world))
+        store.load(chosen, self.world, tensors)
+        if self._model is not None:
+            loaded = {name: tensors[name] for name in names}
+            engine_state.apply(self._model, self._optimizer, loaded)
+        for name, thing in self._tracked.items():
+            if name in manifest.extra:
+                thing.load_state_dict(tracked.join(manifest.extra[name], tensors))
+        if self._data is not None and manifest.data:
+            self._data.load_state_dict(manifest.data)
+        if same_world:
+            rng.apply(self.world, tensors)
+        self.step = self._saved_step = chosen.step
+
+    # ---- small things -------------------------------------------------------------------------------
+
+    def _start_watcher(self) -> Watcher | None:
+        if self.world.rank != 0 or self.dir is None or self._attempt is None:
+            return None
+        cluster = os.environ.get("HPCTRAIN_CLUSTER")
+        control = get_control(cluster, self._attempt.job_id) if cluster else None
+        watcher = Watcher(
+            request=self.dir.stop_request,
+            job_id=self._attempt.job_id,
+            clock=self._clock,
+            control=control,
+        )
+        watcher.start()
+        return watcher
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
+            ledger.append(self.dir, kind, attempt=self._attempt.number, **fields)
+
+    def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
+        if self._board is not None:
+            self._board.flush()
+        if self.world.rank != 0 or self.dir is None or self._attempt is None:
+            return
+        path = self.dir.attempt(self._attempt.number) / "outcome.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_suffix(".new")
+        text = {"outcome": outcome, "step": self.step, "cause": cause.value if cause else None}
+        staged.write_text(json.dumps(text))
+        staged.replace(path)

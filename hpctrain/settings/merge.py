@@ -1,0 +1,266 @@
+"""Settings from layers: defaults < site < hpctrain.toml < flags, each value with its origin.
+
+Pure: layers come in as data, and unknown or ill-typed values are refused with the place they came
+from. What values mean together is `check.py`'s. tests/unit/test_settings_merge.py has the promises.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import UsageError
+from hpctrain.settings.schema import Settings, sections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from hpctrain.settings.toml_lines import TomlFile
+
+DEFAULT = "default"
+ENV_SECTION = "env"
+
+_TYPES = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list[str]": "a list of texts",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values of one source."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Section name to its keys and values, as the source has them: not checked yet."""
+    where: Callable[[str, str], str]
+    """(section, key) to the origin that messages and spec.json show; key "" for the section."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A settings file taken apart."""
+
+    layer: Layer
+    env: dict[str, Any]
+    """Its [env] table, not checked yet."""
+    top: dict[str, str]
+    """Its keys outside any table, among those that were allowed."""
+
+
+def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> Source:
+    """Take a settings file apart.
+
+    Args:
+        file: The file.
+        name: The layer's name.
+        top: Text keys that it may have outside any table.
+        origin: How a place is told; `{}` stands for `file:line`.
+
+    Raises:
+        UsageError: a key outside any table is unknown, or is not text; [env] is not a table.
+    """
+
+    def where(section: str, key: str) -> str:
+        return origin.format(file.where(section, key) if key else file.where(section))
+
+    values = dict(file.values)
+    env = values.pop(ENV_SECTION, {})
+    if not isinstance(env, dict):
+        raise UsageError(f"{where(ENV_SECTION, '')}: env must be a table of NAME = value")
+    taken: dict[str, str] = {}
+    for key in [key for key, value in values.items() if not isinstance(value, dict)]:
+        value = values.pop(key)
+        if key in sections():
+            raise UsageError(f"{where(key, '')}: {key} must be one table, begun by [{key}]")
+        if key not in top:
+            raise UsageError(f"{where(key, '')}: {_unknown(key, '', top)}")
+        if not isinstance(value, str):
+            raise UsageError(f"{where(key, '')}: {key} is {value!r}; it takes text in quotes")
+        taken[key] = value
+    return Source(Layer(name, values, where), env, taken)
+
+
+def resolve(
+    layers: Iterable[Layer],
+    *,
+    base: Settings | None = None,
+    origins: Mapping[str, str] | None = None,
+) -> tuple[Settings, dict[str, str]]:
+    """Settings and the origin of each value; later layers win.
+
+    Args:
+        layers: Lowest first.
+        base: What they are laid upon; the defaults by default. Not changed.
+        origins: The base's origins, "default" where one is missing.
+
+    Raises:
+        UsageError: an unknown section or key (with the nearest one), or a value of the wrong type.
+    """
+    settings = deepcopy(base) if base else Settings()
+    known = {name: {f.name: f for f in fields(cls)} for name, cls in sections().items()}
+    merged = {f"{s}.{k}": DEFAULT for s, keys in known.items() for k in keys} | dict(origins or {})
+    for layer in layers:
+        for section, values in layer.values.items():
+            if section not in known:
+                raise UsageError(f"{layer.where(section, '')}: {_unknown(section, '', ())}")
+            for key, value in values.items():
+                where = layer.where(section, key)
+                if key not in known[section]:
+                    raise UsageError(f"{where}: {_unknown(key, section, ())}")
+                setting = known[section][key]
+                setattr(getattr(settings, section), key, convert(value, setting, section, where))
+                merged[f"{section}.{key}"] = where
+    return settings, merged
+
+
+def flag_layer(
+    flags: Mapping[str, tuple[str, object]], sets: Sequence[str] = (), *, name: str = "flags"
+) -> Layer:
+    """The command line as a layer.
+
+    Args:
+        flags: "slurm.nodes" to (the flag's own name, its value); a value of None was not given.
+        sets: What stood behind each `--set`: "section.key=value". Lists add up.
+        name: The layer's name.
+
+    Raises:
+        UsageError: a `--set` is not of that form, names no setting, or says the same thing twice.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    places: dict[str, str] = {}
+    for path, (flag, value) in flags.items():
+        if value is not None:
+            section, _, key = path.partition(".")
+            values.setdefault(section, {})[key] = value
+            places[path] = f"flag {flag}"
+    for text in sets:
+        section, key, value = parse_set(text)
+        path, place = f"{section}.{key}", f"flag --set {section}.{key}"
+        before = values.setdefault(section, {}).get(key)
+        if isinstance(before, list) and isinstance(value, list):
+            value = before + value
+        elif path in places:
+            raise UsageError(f"{path} is given twice: {places[path]} and --set {text}; keep one")
+        values[section][key] = value
+        places[path] = place
+    return Layer(name, values, lambda section, key: places[f"{section}.{key}"])
+
+
+def parse_set(text: str) -> tuple[str, str, Any]:
+    """Section, key and typed value of one `--set section.key=value`.
+
+    Text needs no quotes; a list is a TOML array, or one bare text for a list of one.
+
+    Raises:
+        UsageError: not of that form, no such setting, or a value of the wrong type.
+    """
+    path, equals, value = text.partition("=")
+    section, dot, key = path.strip().partition(".")
+    where = f"--set {text}"
+    if not equals or not dot or not key:
+        raise UsageError(f"{where}: not of the form section.key=value, e.g. --set train.steps=500")
+    known = {f.name: f for f in fields(sections()[section])} if section in sections() else None
+    if known is None or key not in known:
+        unknown = _unknown(section, "", ()) if known is None else _unknown(key, section, ())
+        raise UsageError(f"{where}: {unknown}")
+    return section, key, convert(_parse(value.strip(), known[key]), known[key], section, where)
+
+
+def _parse(text: str, setting: Field[Any]) -> Any:
+    """The value that a `--set` text stands for, left as text where it is no literal of its type."""
+    if text[:1] in {'"', "'", "["}:
+        import tomllib
+
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
+    if setting.type == "list[str]":
+        return [text]
+    if setting.type == "bool":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if setting.type in {"int", "float"}:
+        for number in (int, float):
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    return text
+
+
+def convert(value: Any, setting: Field[Any], section: str, where: str) -> Any:
+    """The value as its field's type.
+
+    Whole numbers pass as text (`nodes = 4`) and as numbers (`lr = 1`); so does TOML's unquoted
+    `01:30:00`, which its parser takes for a time of day.
+
+    Raises:
+        UsageError: the value is of another type, or not among the choices.
+    """
+    path = f"{section}.{setting.name}"
+    kind = str(setting.type)
+    converted = _as_kind(value, kind)
+    if converted is None:
+        shown = f'"{value}"' if isinstance(value, str) else _toml(value)
+        raise UsageError(f"{where}: {path} is {shown}; it takes {_TYPES[kind]}")
+    choices: tuple[str, ...] = setting.metadata.get("choices", ())
+    if choices and converted not in choices:
+        raise UsageError(f'{where}: {path} is "{converted}"; it takes one of {", ".join(choices)}')
+    return converted
+
+
+def _as_kind(value: Any, kind: str) -> Any:  # noqa: PLR0911 - one line per type reads best
+    """The value as that type, or None where it is of another."""
+    if kind == "list[str]":
+        return list(value) if _is_texts(value) else None
+    if isinstance(value, bool) or kind == "bool":
+        return value if isinstance(value, bool) and kind == "bool" else None
+    if kind == "int":
+        return value if isinstance(value, int) else None
+    if kind == "float":
+        finite = isinstance(value, int | float) and math.isfinite(value)
+        return float(value) if finite else None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return str(value)
+    return value.isoformat() if type(value).__name__ == "time" else None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _toml(value: Any) -> str:
+    """A value as its owner wrote it, near enough for a message."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _unknown(name: str, section: str, top: Sequence[str]) -> str:
+    """What to say of an unknown key (or, with section "", section or key outside any table)."""
+    paths = [f"{s}.{f.name}" for s, cls in sections().items() for f in fields(cls)]
+    elsewhere = [path for path in paths if path.endswith(f".{name}")]
+    if section:
+        keys = [f.name for f in fields(sections()[section])]
+        near = elsewhere or [f"{section}.{key}" for key in nearest(name, keys)]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"
+        return f"{section}.{name} is not a setting; {hint}"
+    near = nearest(name, [*sections(), ENV_SECTION, *top])
+    if elsewhere:
+        table, _, _ = elsewhere[0].partition(".")
+        return f"{name} stands outside its table; put it under [{table}]"
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections())}"
+    return f"{name} is not a section; {hint}"
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that a mistyped one most resembles, or nothing; a list of at most one."""
+    from difflib import get_close_matches
+
+    return get_close_matches(name, list(known), n=1, cutoff=0.6)

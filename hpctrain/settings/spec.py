@@ -1,0 +1,94 @@
+"""spec.json: a run's resolved settings, each with its origin. Written by submit, read by everything else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import NotFound
+from hpctrain.settings.schema import Settings, sections
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = 1
+
+
+@dataclass
+class Entry:
+    """What the ranks run."""
+
+    kind: str
+    """"recipe" or "script"."""
+    path: str = ""
+    """Absolute path of the script as submitted (inside the snapshot where there is one)."""
+    args: list[str] = field(default_factory=list)
+    cwd: str = ""
+    """Working directory of the ranks: where `submit` was called, so that relative data paths hold."""
+    python_path: list[str] = field(default_factory=list)
+    """Put in front of PYTHONPATH: the snapshot's counterparts of the checkout's entries."""
+
+
+@dataclass
+class Snapshot:
+    """The code that runs is the code that was submitted."""
+
+    commit: str
+    dirty: bool
+    files: int
+    size_bytes: int
+
+
+@dataclass
+class Spec:
+    """One run, fully resolved."""
+
+    name: str
+    run_id: str
+    """Random; stable over requeues and resumes (trackers use it)."""
+    created: float
+    cluster: str
+    """"slurm" or "local"."""
+    site: str
+    entry: Entry
+    settings: Settings = field(default_factory=Settings)
+    origins: dict[str, str] = field(default_factory=dict)
+    """"slurm.nodes" -> "flag --nodes", "hpctrain.toml:3", "site mysite (…/mysite.toml:7)", "default"."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of the ranks that the site and the user set. No secrets: see `submit`."""
+    env_origins: dict[str, str] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    dropped_env: list[str] = field(default_factory=list)
+    """SBATCH_*/SLURM_* variables of the submitting shell that were not passed on."""
+    python: str = ""
+    """The interpreter that the job uses."""
+    format: int = FORMAT
+
+    def dump(self, path: Path) -> None:
+        """Write spec.json, whole or not at all."""
+        staged = path.with_name(path.name + ".new")
+        staged.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        staged.replace(path)
+
+
+def load_spec(path: Path) -> Spec:
+    """Read spec.json.
+
+    Raises:
+        NotFound: there is none, or it is of a newer format than this version knows.
+    """
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None
+    if raw["format"] > FORMAT:
+        raise NotFound(
+            f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; use a newer hpctrain"
+        )
+    raw["entry"] = Entry(**raw["entry"])
+    raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
+    raw["settings"] = Settings(
+        **{name: cls(**raw["settings"].get(name, {})) for name, cls in sections().items()}
+    )
+    return Spec(**raw)

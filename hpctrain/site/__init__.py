@@ -1,0 +1,1 @@
+"""Sites: a cluster's settings in one file. Reads files, knows no scheduler."""

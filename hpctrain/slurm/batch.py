@@ -1,0 +1,105 @@
+"""The batch side: what the job's script asks before and after its one srun line.
+
+    python -m hpctrain.slurm.batch before RUN TOKEN      prints exports for the shell
+    python -m hpctrain.slurm.batch after RUN TOKEN --rc N --term 0|1
+    python -m hpctrain.slurm.batch body                  prints where body.sh lies
+
+`before` starts in a few hundredths of a second and does without scontrol where there is none, with
+fewer exports. `after` is the second line of defence: it requeues where no agent could, and its exit
+code is the job's.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterUnreachable, HpctrainError, UsageError
+from hpctrain.slurm.command import run as run_command
+from hpctrain.slurm.environment import free_port, own_job_id, own_restarts, resolves
+from hpctrain.slurm.parse import expand_nodes, parse_config_seconds, parse_records
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ASK_TIMEOUT_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of the three; the exit code is the batch script's."""
+    try:
+        match list(argv):
+            case ["before", _, _]:
+                for name, value in exports(os.environ).items():
+                    print(f"export {name}={shlex.quote(value)}")
+                return 0
+            case ["after", root, token, "--rc", rc, "--term", term]:
+                from hpctrain.slurm.after import after
+
+                return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
+            case ["body"]:
+                from hpctrain.slurm.script import body_path
+
+                print(body_path())
+                return 0
+            case _:
+                raise UsageError(f"hpctrain.slurm.batch: {' '.join(argv)!r}: see its docstring")
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def exports(env: Mapping[str, str]) -> dict[str, str]:
+    """What every agent of this start of the job is to know, as environment variables.
+
+    Raises:
+        ClusterError: no port is free on this node.
+    """
+    job_id, restarts = own_job_id(env), own_restarts(env)
+    nodes = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    found = {
+        "HPCTRAIN_PORT": str(free_port(job_id, restarts)),
+        "HPCTRAIN_RESTARTS": str(restarts),
+        "HPCTRAIN_NODES": ",".join(nodes),
+    }
+    try:
+        found |= _asked(job_id, nodes)
+    except ClusterUnreachable as error:
+        print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+    return found
+
+
+def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
+    """What only slurmctld knows: the job's end, how long a kill takes, where the first node is."""
+    found = {}
+    job = parse_records(_scontrol("show", "job", job_id))
+    if job and (end := job[0].get("EndTime", "")).isdigit():
+        found["HPCTRAIN_JOB_END"] = end
+    kill_wait = parse_config_seconds(_scontrol("show", "config"), "KillWait")
+    if kill_wait is not None:
+        found["HPCTRAIN_KILL_WAIT_S"] = f"{kill_wait:g}"
+    if nodes:
+        found["HPCTRAIN_MASTER_ADDR"] = _address(nodes[0])
+    return found
+
+
+def _address(node: str) -> str:
+    """The node's name where it is a host's name, else the address under which slurmctld reaches it.
+
+    Several nodes on one host, as in a test cluster, have names that mean nothing outside SLURM.
+    """
+    records = parse_records(_scontrol("show", "node", node))
+    record = records[0] if records else {}
+    if record.get("NodeHostName", node) == node and resolves(node):
+        return node
+    return record.get("NodeAddr", node)
+
+
+def _scontrol(*args: str) -> str:
+    return run_command(["scontrol", *args], timeout_s=ASK_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

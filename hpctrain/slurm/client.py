@@ -1,0 +1,112 @@
+"""The login node's side of SLURM: submit, find again, ask, cancel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
+from hpctrain.slurm.jobs import accounted_job, is_alive, job_info
+from hpctrain.slurm.parse import (
+    QUEUE_FORMAT,
+    SACCT_COMMAND,
+    parse_queue,
+    parse_records,
+    parse_sacct,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.records import JobInfo, JobRequest
+
+SUBMIT_TIMEOUT_S = 60.0
+FORGOTTEN = "invalid job id"
+
+
+class SlurmCluster:
+    """Implements `records.Cluster` with sbatch, squeue, scontrol, sacct and scancel.
+
+    Attributes:
+        name: "slurm".
+        submit_timeout_s: After this long sbatch counts as unanswered.
+        query_timeout_s: The same for every question.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        *,
+        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
+    ) -> None:
+        self.submit_timeout_s = submit_timeout_s
+        self.query_timeout_s = query_timeout_s
+
+    def submit(self, request: JobRequest) -> str:
+        """Submit the script that is written already, and return the job's id."""
+        if shutil.which("sbatch") is None:
+            raise CommandMissing(
+                "sbatch is not on PATH here: submit from a login node, or use --cluster local"
+            )
+        from hpctrain.slurm.executor import submit_agent  # submitit: 0.1 s that only a submit pays
+
+        folder = request.script_path.with_suffix("")
+        try:
+            return submit_agent(folder, request.run_dir, request.script_path, self.submit_timeout_s)
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            raise self._with_choices(error) from None
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job whose script has this token's name; one that is alive before one that is not."""
+        text = self._run(
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--user={os.getuid()}",
+            f"--format={QUEUE_FORMAT}",
+        )
+        rows = [r for r in parse_queue(text) if PurePath(r.command).name == f"{token}.sh"]
+        rows.sort(key=lambda row: is_alive(row.state))
+        return self.job(rows[-1].job_id) if rows else None
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
+        try:
+            records = parse_records(self._run("scontrol", "show", "job", job_id))
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            if FORGOTTEN not in str(error).lower():
+                raise
+            records = []
+        return job_info(records[0]) if records else self._accounted(job_id)
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job; one that has ended already is left as it is."""
+        self._run("scancel", job_id)
+
+    def _accounted(self, job_id: str) -> JobInfo | None:
+        """The job's last state in accounting; None without an entry, and without accounting."""
+        try:
+            rows = parse_sacct(self._run(*SACCT_COMMAND, "--jobs", job_id))
+        except ClusterError:  # many sites have no accounting; then the job is simply forgotten
+            return None
+        return accounted_job(rows)
+
+    def _with_choices(self, error: ClusterError) -> ClusterError:
+        """The refusal of a partition, with those that there are."""
+        if "partition" not in str(error).lower():
+            return error
+        try:
+            names = sorted(set(self._run("sinfo", "--noheader", "--format=%R").split()))
+        except ClusterError:  # the refusal itself is what the user needs to see
+            return error
+        return ClusterError(f"{error}; partitions here: {', '.join(names)}")
+
+    def _run(self, *args: str) -> str:
+        return run(args, timeout_s=self.query_timeout_s)

@@ -1,0 +1,121 @@
+"""Where this agent stands in its job, read from its environment; no command is run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError
+from hpctrain.slurm.parse import expand_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.records import JobContext
+
+PORT_BASE = 20000
+PORT_BLOCKS = 1500
+PORTS = 8
+"""Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
+outgoing connection may take a port at any moment (enroot#243)."""
+KILL_WAIT_S = 30.0
+"""SLURM's default, where it could not be asked."""
+
+
+def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
+    """This node's place in the job.
+
+    Raises:
+        ClusterError: this process was not started by srun inside a job.
+    """
+    from hpctrain.records import JobContext  # the batch side uses this module without it
+
+    env = os.environ if environ is None else environ
+    for name in ("SLURM_JOB_ID", "SLURM_NODEID"):
+        if name not in env:
+            raise ClusterError(f"{name} is not set: an agent is started by srun inside a SLURM job")
+    job_id, restarts = own_job_id(env), own_restarts(env)
+    nodes = expand_nodes(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
+    return JobContext(
+        job_id=job_id,
+        restarts=restarts,
+        node_rank=int(env["SLURM_NODEID"]),
+        nodes=nodes,
+        master_addr=master_addr(env, nodes),
+        port=int(env.get("HPCTRAIN_PORT") or first_port(job_id, restarts)),
+        token=env.get("HPCTRAIN_TOKEN", ""),
+        end_time=float(end) if end else None,
+        kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
+    )
+
+
+def own_job_id(env: Mapping[str, str]) -> str:
+    """The id that means this job only: ``A_t`` in an array, since a raw id may mean all of it."""
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env["SLURM_JOB_ID"]
+
+
+def own_restarts(env: Mapping[str, str]) -> int:
+    """How often SLURM has restarted this job; the variable is not there in the first run."""
+    return int(env.get("SLURM_RESTART_COUNT") or 0)
+
+
+def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:
+    """An address of the first node that every node of the job can connect to.
+
+    The batch side exports what it has found out (`batch.py`). Where it could not ask, the node's
+    name does if it resolves, else the address from which srun was launched: that is the first node.
+    """
+    if exported := env.get("HPCTRAIN_MASTER_ADDR"):
+        return exported
+    first = nodes[0] if nodes else "localhost"
+    if resolves(first):
+        return first
+    return env.get("SLURM_LAUNCH_NODE_IPADDR") or first
+
+
+def resolves(name: str) -> bool:
+    """Whether this host can turn the name into an address."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def first_port(job_id: str, restarts: int, turn: int = 0) -> int:
+    """The first of PORTS ports for this start of this job; the same on every node.
+
+    The restart count takes part, since a port is not free at once after a requeue (TIME_WAIT).
+    """
+    block = zlib.crc32(f"{job_id}/{restarts}".encode()) + turn
+    return PORT_BASE + PORTS * (block % PORT_BLOCKS)
+
+
+def free_port(job_id: str, restarts: int) -> int:
+    """The first port of a block that is free on this node, starting from the job's own.
+
+    Raises:
+        ClusterError: none of the blocks is free.
+    """
+    for turn in range(PORT_BLOCKS):
+        port = first_port(job_id, restarts, turn)
+        if all(_is_free(port + n) for n in range(PORTS)):
+            return port
+    raise ClusterError(
+        f"no {PORTS} free ports in a row between {PORT_BASE} and {PORT_BASE + PORTS * PORT_BLOCKS} "
+        f"on {socket.gethostname()}: see what listens there with `ss -ltn`"
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,123 @@
+"""submitit, with our own submission: our script, our sbatch call, no task layout, the pickle first.
+
+What is kept of submitit: the executor and job classes, the pickled callable (`DelayedSubmission`)
+and its checkpointable form. What is not used is `submitit.core._submit`: its rules (timed out at 10
+minutes or less, checkpoint on rank 0 only, result pickles, `.save_tmp`) must not decide over a run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import submitit
+from submitit.core.utils import DelayedSubmission
+from submitit.helpers import Checkpointable
+from submitit.slurm.slurm import SlurmJob
+
+from hpctrain.errors import ClusterError
+from hpctrain.rundir.layout import RunDir
+from hpctrain.slurm.command import run
+from hpctrain.slurm.control import SlurmControl
+from hpctrain.slurm.environment import job_context
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUBMIT_TIMEOUT_S = 60.0
+PICKLE = "submitted.pkl"
+
+
+class AgentTask(Checkpointable):
+    """What every node of the job calls: its agent.
+
+    Checkpointable in submitit's sense too: all state is in the run directory, so the task that
+    continues an interrupted one is the same task.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = str(run_dir)
+
+    def __call__(self) -> int:
+        """Run this node's agent; returns the exit code of the task."""
+        from hpctrain.agent.main import run_agent
+
+        context = job_context()
+        control = SlurmControl(context.job_id, restarts=context.restarts)
+        return run_agent(RunDir(Path(self.run_dir)), context, control)
+
+
+class HpctrainExecutor(submitit.SlurmExecutor):
+    """Submits one script that is already written.
+
+    Attributes:
+        script_path: The script; its name is how a job is found again after a submission that gave
+            no answer.
+        timeout_s: After this long sbatch is killed, and the job may or may not be in the queue.
+    """
+
+    def __init__(
+        self, folder: Path, script_path: Path, timeout_s: float = SUBMIT_TIMEOUT_S
+    ) -> None:
+        super().__init__(folder=folder)
+        self.script_path = script_path
+        self.timeout_s = timeout_s
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Usable where there is an sbatch: a login node may have no srun."""
+        return -1 if shutil.which("sbatch") is None else 2
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        """Pickle into a folder that is known beforehand, then submit: the job may start at once."""
+        (delayed,) = delayed_submissions
+        self.folder.mkdir(parents=True, exist_ok=True)
+        staged = self.folder / f"{PICKLE}.{os.getpid()}"
+        delayed.dump(staged)
+        staged.replace(self.folder / PICKLE)
+        return [self._submit_command(self._submitit_command_str)]
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
+        """The script as it is; submitit's own has the task layout in its header."""
+        return self.script_path.read_text()
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["sbatch", "--parsable", "--export=ALL", str(submission_file_path)]
+
+    def _submit_command(self, command: str) -> submitit.Job[Any]:  # noqa: ARG002
+        output = run(
+            self._make_submission_command(self.script_path), timeout_s=self.timeout_s, query=False
+        )
+        job_id = self._get_job_id_from_submission_command(output)
+        return SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        """The id that `sbatch --parsable` prints, ``id`` or ``id;cluster``, after any greeting."""
+        text = string.decode() if isinstance(string, bytes) else string
+        lines = text.split()
+        job_id = lines[-1].partition(";")[0] if lines else ""
+        if not job_id.isdigit():
+            raise ClusterError(f"sbatch printed no job id: {text.strip()[:80]!r}")
+        return job_id
+
+
+def submit_agent(folder: Path, run_dir: Path, script_path: Path, timeout_s: float) -> str:
+    """Submit the run's agent task and return the job's id.
+
+    Raises:
+        ClusterError: refused; nothing was started.
+        ClusterUnreachable: no answer in time; the job may or may not have been accepted.
+    """
+    executor = HpctrainExecutor(folder, script_path, timeout_s)
+    return str(executor.submit(AgentTask(run_dir)).job_id)
+
+
+def load_task(folder: Path) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """The callable that was submitted, with its arguments."""
+    delayed = DelayedSubmission.load(folder / PICKLE)
+    return delayed.function, delayed.args, delayed.kwargs

@@ -1,0 +1,90 @@
+"""SLURM's answers as the records that the rest of hpctrain knows. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.records import JobFacts, JobInfo
+from hpctrain.slurm.parse import NOTHING, AccountRow, parse_state, parse_time
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FINISHED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States in which no process of the job is left. Every other one, also one that is not invented
+yet, counts as alive: a second writer is worse than a wait."""
+
+
+def is_alive(state: str) -> bool:
+    """Whether a job in this state may still write."""
+    return state not in FINISHED
+
+
+def job_id_of(record: Mapping[str, str]) -> str:
+    """The id under which only this job is meant: `A_t` in an array, since `A` is all of it."""
+    if "ArrayJobId" in record and "ArrayTaskId" in record:
+        return f"{record['ArrayJobId']}_{record['ArrayTaskId']}"
+    return record["JobId"]
+
+
+def job_info(record: Mapping[str, str]) -> JobInfo:
+    """The login node's view of one `scontrol show job` record."""
+    state = parse_state(record.get("JobState", ""))
+    return JobInfo(
+        job_id=job_id_of(record),
+        state=state,
+        alive=is_alive(state),
+        reason=_or_none(record.get("Reason", "")),
+        nodes=_or_none(record.get("NodeList", "")) or "",
+        restarts=int(record.get("Restarts", "0")),
+        start_time=parse_time(record.get("StartTime", "")),
+        end_time=parse_time(record.get("EndTime", "")),
+    )
+
+
+def job_facts(record: Mapping[str, str]) -> JobFacts:
+    """The job's own view of one `scontrol show job` record."""
+    restarts = record.get("Restarts", "")
+    return JobFacts(
+        state=parse_state(record.get("JobState", "")),
+        restarts=int(restarts) if restarts.isdigit() else None,
+        reason=_or_none(record.get("Reason", "")),
+        preempt_time=parse_time(record.get("PreemptTime", "")),
+        end_time=parse_time(record.get("EndTime", "")),
+    )
+
+
+def _or_none(value: str) -> str | None:
+    return None if value in NOTHING else value
+
+
+def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
+    """The newest incarnation of a job that only accounting knows; None without rows.
+
+    It does not count as alive: sacct goes on saying RUNNING of a job that slurmctld has lost.
+    """
+    if not rows:
+        return None
+    newest = rows[-1]
+    return JobInfo(
+        job_id=newest.job_id,
+        state=newest.state,
+        alive=False,
+        nodes=newest.nodes,
+        restarts=len(rows) - 1,
+        start_time=newest.start,
+        end_time=newest.end,
+    )

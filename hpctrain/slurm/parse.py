@@ -1,0 +1,185 @@
+"""What SLURM's commands print, as data. Pure: no command is run here, no clock is read.
+
+`scontrol show job` is read in its many-line form: there a value with spaces and '=' (a job name, a
+path) ends at its line's end, while in the one-line form it could pass itself off as the job's
+state.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import NamedTuple
+
+_PAIR = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=")
+_WHOLE_LINE = frozenset(
+    {
+        "AdminComment",
+        "Command",
+        "Comment",
+        "Extra",
+        "StdErr",
+        "StdIn",
+        "StdOut",
+        "SystemComment",
+        "WorkDir",
+    }
+)
+NOTHING = frozenset({"", "(null)", "N/A", "None", "NONE", "Unknown", "UNLIMITED"})
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """The records that `scontrol show job` (or `node`) printed, one dict of fields each."""
+    records: list[dict[str, str]] = []
+    for line in text.splitlines():
+        if line.startswith(("JobId=", "NodeName=")):
+            records.append({})
+        if records and line.strip():
+            records[-1].update(_fields(line.strip()))
+    return records
+
+
+def _fields(line: str) -> dict[str, str]:
+    """The fields of one line; one that may hold anything takes the rest of its line."""
+    found = list(_PAIR.finditer(line))
+    fields = {}
+    for position, match in enumerate(found):
+        name = match[1]
+        if name == "JobName" or name in _WHOLE_LINE:
+            fields[name] = line[match.end() :]
+            break
+        end = found[position + 1].start() if position + 1 < len(found) else len(line)
+        fields[name] = line[match.end() : end].strip()
+    return fields
+
+
+def parse_time(value: str) -> float | None:
+    """Seconds since the epoch of one of SLURM's times; None where SLURM has none.
+
+    Both forms are read: the epoch (what `command.run` asks for) and local `2026-01-14T10:20:30`.
+    """
+    if value in NOTHING:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        pass
+    try:
+        return time.mktime(time.strptime(value, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def parse_state(value: str) -> str:
+    """The state in capitals, without what sacct adds ("CANCELLED by 1000", "CANCELLED+")."""
+    match = re.match(r"[A-Z_]+", value.strip().upper())
+    return match[0] if match else "UNKNOWN"
+
+
+class QueueRow(NamedTuple):
+    """One row of `squeue --format=QUEUE_FORMAT`."""
+
+    job_id: str
+    state: str
+    command: str
+
+
+QUEUE_FORMAT = "%i|%T|%o"
+
+
+def parse_queue(text: str) -> list[QueueRow]:
+    """Rows of squeue in QUEUE_FORMAT; the command may hold any character, so it comes last."""
+    rows = []
+    for line in text.splitlines():
+        job_id, _, rest = line.partition("|")
+        state, bar, command = rest.partition("|")
+        if bar:
+            rows.append(QueueRow(job_id.strip(), parse_state(state), command.strip()))
+    return rows
+
+
+SACCT_FIELDS = ("JobID", "State", "Start", "End", "NodeList")
+SACCT_COMMAND = (
+    "sacct",
+    "--allocations",
+    "--duplicates",
+    "--noheader",
+    "--parsable2",
+    f"--format={','.join(SACCT_FIELDS)}",
+)
+
+
+class AccountRow(NamedTuple):
+    """One incarnation of a job in accounting."""
+
+    job_id: str
+    state: str
+    start: float | None
+    end: float | None
+    nodes: str
+
+
+def parse_sacct(text: str) -> list[AccountRow]:
+    """Every incarnation of a job, oldest first: a requeue leaves a row."""
+    rows = [line.split("|") for line in text.splitlines()]
+    return [
+        AccountRow(
+            job_id=row[0],
+            state=parse_state(row[1]),
+            start=parse_time(row[2]),
+            end=parse_time(row[3]),
+            nodes="" if row[4] == "None assigned" else row[4],
+        )
+        for row in rows
+        if len(row) == len(SACCT_FIELDS)
+    ]
+
+
+def expand_nodes(nodelist: str) -> list[str]:
+    """Host names of a node list such as ``n[1-3,07],gpu01``, in SLURM's order.
+
+    Raises:
+        ValueError: brackets that do not match.
+    """
+    names: list[str] = []
+    for group in _split_groups(nodelist):
+        expanded = [""]
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", group):
+            parts = _expand_ranges(ranges) if ranges else [literal]
+            expanded = [head + part for head in expanded for part in parts]
+        names += expanded
+    return names
+
+
+def _split_groups(nodelist: str) -> list[str]:
+    """The parts between commas that stand outside of brackets."""
+    groups, depth, start = [], 0, 0
+    for position, char in enumerate(nodelist):
+        depth += (char == "[") - (char == "]")
+        if depth not in {0, 1}:
+            break
+        if char == "," and depth == 0:
+            groups.append(nodelist[start:position])
+            start = position + 1
+    if depth != 0:
+        raise ValueError(f"node list {nodelist!r} has brackets that do not match")
+    groups.append(nodelist[start:])
+    return [group for group in groups if group]
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    """``1-3,07`` as ``1 2 3 07``; leading zeros are kept."""
+    numbers = []
+    for part in ranges.split(","):
+        low, dash, high = part.partition("-")
+        if dash:
+            numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
+        else:
+            numbers.append(low)
+    return numbers
+
+
+def parse_config_seconds(text: str, name: str) -> float | None:
+    """A time of `scontrol show config`, such as ``KillWait = 30 sec``; None where there is none."""
+    match = re.search(rf"^{re.escape(name)}\s*=\s*(\d+) sec", text, re.MULTILINE)
+    return float(match[1]) if match else None

@@ -1,0 +1,72 @@
+"""A run's batch script as text: header, exports, and sbatch/body.sh word for word."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from hpctrain.site.paths import data_dir
+from hpctrain.slurm.header import header_lines, ranks_per_node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.schema import SlurmSettings
+    from hpctrain.settings.spec import Spec
+
+BODY = "body.sh"
+
+
+def render_script(spec: Spec, run: RunDir, token: str) -> str:
+    """The batch script of one submission.
+
+    Args:
+        spec: The resolved run.
+        run: Where it lies; an absolute path that every node sees.
+        token: Unique for this submission; the script is to be saved as ``run.script(token)``.
+
+    Raises:
+        UsageError: a setting that a batch script cannot hold.
+    """
+    settings = spec.settings.slurm
+    exports = {
+        "HPCTRAIN_RUN_DIR": str(run.root),
+        "HPCTRAIN_TOKEN": token,
+        "HPCTRAIN_PYTHON": spec.python,
+    }
+    lines = [
+        "#!/bin/bash",
+        *header_lines(settings, spec.name, run, token),
+        "",
+        "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
+        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
+        f"hpctrain_srun_args=({_join(srun_options(settings))})",
+        *_setup(settings.setup),
+        "",
+        body_path().read_text().rstrip("\n"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def body_path() -> Path:
+    """Where the common part of all batch scripts lies, for `source` in a hand-written one."""
+    return data_dir("sbatch") / BODY
+
+
+def srun_options(settings: SlurmSettings) -> list[str]:
+    """What the run adds to the srun line: CPUs for all ranks of a node, then the user's own."""
+    cpus = settings.cpus_per_rank * ranks_per_node(settings)
+    return [*([f"--cpus-per-task={cpus}"] if cpus else []), *settings.srun_args]
+
+
+def _setup(lines: Sequence[str]) -> list[str]:
+    """The user's own shell lines, as a function: the body calls it once its traps stand."""
+    if not lines:
+        return []
+    return ["hpctrain_setup() {", *lines, "}"]
+
+
+def _join(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)

@@ -1,0 +1,155 @@
+"""Hand a prepared run to its cluster: never two writers, never an orphan job.
+
+The intent is written down before the scheduler is asked, with a token by which the job can be found again.
+If `sbatch` times out after it was accepted, or this process dies in between, the next command finds the job
+by its token and adopts it instead of starting a second one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.clusters import get_cluster
+from hpctrain.errors import ClusterError, ClusterUnreachable, RunAlive
+from hpctrain.ledger import events as ledger
+from hpctrain.records import JobRequest
+from hpctrain.rundir.fence import run_lock
+
+if TYPE_CHECKING:
+    from hpctrain.records import Cluster, JobInfo
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+ADOPT_WAIT_S = 20.0
+"""After an sbatch without an answer: how long to look for a job that was accepted all the same."""
+LOOK_AGAIN_S = 0.5
+
+
+def launch(run: RunDir, spec: Spec, *, by: str, from_step: int | None = None) -> str:
+    """Start the run's job, unless one of its jobs may still write.
+
+    Two callers at once: the run's lock lets one through, the other finds its job and is refused.
+
+    Args:
+        run: The run directory, with spec.json written.
+        spec: What to run.
+        by: "submit" or "resume".
+        from_step: Take this checkpoint and set newer ones aside.
+
+    Returns:
+        The job id.
+
+    Raises:
+        RunAlive: a job of this run is pending or running.
+        ClusterError: the scheduler refused; nothing runs.
+        ClusterUnreachable: no answer, and no such job was found afterwards.
+    """
+    cluster = get_cluster(spec.cluster)
+    with run_lock(run):
+        alive = live_job(run, cluster)
+        if alive is not None:
+            raise RunAlive(
+                f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
+                f"`hpctrain cancel {run.name}` it first, or let it go on"
+            )
+        return _submit(run, spec, cluster, by=by, from_step=from_step)
+
+
+def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
+    """The run's job that is pending or running; adopts one whose submission was never confirmed.
+
+    Raises:
+        ClusterUnreachable: the scheduler gave no answer, so nobody can say.
+    """
+    token, job_id = newest_submission(ledger.read(run))
+    if job_id is not None:
+        info = cluster.job(job_id)
+        return info if info is not None and info.alive else None
+    if token is None:
+        return None
+    found = cluster.find_job(token)
+    if found is None or not found.alive:
+        return None
+    ledger.append(run, "submit_adopted", token=token, job_id=found.job_id)
+    return found
+
+
+def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | None]:
+    """Token and job id of the newest submission; the job id is None while it is not known."""
+    token, job_id = None, None
+    for event in events:
+        if event.kind == "submit_intent":
+            token, job_id = str(event.data["token"]), None
+        elif event.kind in {"submitted", "submit_adopted"} and event.data.get("token") == token:
+            job_id = str(event.data["job_id"])
+        elif event.kind == "submit_failed" and event.data.get("token") == token:
+            token = None
+        elif event.kind == "attempt_started" and token is None:
+            job_id = str(event.data["job_id"])  # a hand-written batch script
+    return token, job_id
+
+
+def _submit(
+    run: RunDir, spec: Spec, cluster: Cluster, *, by: str, from_step: int | None
+) -> str:
+    spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
+    token = new_token(run)
+    script = _script(run, spec, token)
+    run.jobs.mkdir(parents=True, exist_ok=True)
+    run.script(token).write_text(script)
+    run.script(token).chmod(0o755)
+    run.stop_request.unlink(missing_ok=True)
+    ledger.append(run, "submit_intent", token=token, script=str(run.script(token)))
+    request = JobRequest(run.root, token, run.script(token), script)
+    try:
+        job_id = cluster.submit(request)
+    except ClusterUnreachable as error:
+        job_id = _adopt(cluster, token, error)
+    except ClusterError as error:
+        ledger.append(run, "submit_failed", token=token, why=str(error))
+        raise
+    ledger.append(
+        run,
+        "submitted",
+        token=token,
+        job_id=job_id,
+        cluster=spec.cluster,
+        nodes=spec.settings.slurm.nodes,
+        by=by,
+        from_step=from_step,
+        total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
+    )
+    return job_id
+
+
+def new_token(run: RunDir) -> str:
+    """A name for one submission that no other run or submission has."""
+    return f"{run.name}-{secrets.token_hex(4)}"
+
+
+def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
+    """The job that was accepted although the scheduler's answer never came."""
+    deadline = time.monotonic() + ADOPT_WAIT_S
+    while True:
+        try:
+            found = cluster.find_job(token)
+        except ClusterUnreachable:
+            found = None  # still silent; asked again until the deadline
+        if found is not None:
+            return found.job_id
+        if time.monotonic() > deadline:
+            raise ClusterUnreachable(
+                f"{error}; no job with token {token} was found. Try again: if it was accepted after all, "
+                "it will be found by its token and not started twice"
+            ) from error
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _script(run: RunDir, spec: Spec, token: str) -> str:
+    if spec.cluster == "slurm":
+        from hpctrain.slurm.script import render_script
+
+        return render_script(spec, run, token)
+    return f"#!/bin/sh\n# local cluster: {spec.python} -m hpctrain.local.controller JOB_ID\n"

@@ -1,0 +1,398 @@
+"""From what was asked to a checked spec, and from the spec to a run directory.
+
+`prepare` reads and decides, `create_run` writes. Nothing is left behind when a check fails. The job
+is `submit/launch.py`'s. tests/unit/test_prepare.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.check import check
+from hpctrain.settings.environ import from_flag, from_table
+from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
+from hpctrain.settings.spec import Entry, Spec
+from hpctrain.settings.toml_lines import read_toml
+from hpctrain.slurm.leak import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.site.load import Site
+    from hpctrain.submit.snapshot import Checkout
+
+CONFIG_NAME = "hpctrain.toml"
+CLUSTERS = ("slurm", "local")
+SITE_VARIABLE = "HPCTRAIN_SITE"
+RECIPE_NAME = "lm"
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NAME_LENGTH = 100
+_NAME_TRIES = 100
+
+# Flags that only a scheduler can honour.
+_SLURM_ONLY = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
+               "network", "extra", "srun_args")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """What `hpctrain submit` was asked; None and empty stand for "not given"."""
+
+    cwd: Path
+    environ: Mapping[str, str]
+    """The submitting shell's environment: read for PATH and HPCTRAIN_*, never stored."""
+    runs: Path
+    """Folder of all runs, relative to cwd."""
+    command: Sequence[str] = ()
+    """SCRIPT ARGS..., empty for the shipped recipe."""
+    nodes: str | None = None
+    gpus_per_node: int | None = None
+    ranks_per_node: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    site: str | None = None
+    cluster: str | None = None
+    name: str | None = None
+    config: Path | None = None
+    sets: Sequence[str] = ()
+    env: Sequence[str] = ()
+    snapshot: bool | None = None
+    cluster_needed: bool = True
+    """False for a dry run: a script can be shown where there is no sbatch."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could be made."""
+
+    spec: Spec
+    runs: Path
+    """Absolute."""
+    auto_name: bool
+    """The name was not chosen by the user, so another free one will do."""
+    new_parent: Path | None
+    """The topmost folder that making the run would add, above the run's own."""
+    notes: list[str] = field(default_factory=list)
+    """What was adapted or has no effect, for the user to read."""
+
+
+def prepare(request: SubmitRequest) -> Prepared:
+    """Merge the settings and check everything that can be checked. Writes nothing.
+
+    Raises:
+        UsageError: a flag, a setting or a file is wrong.
+        NotFound: there is no such script, site or settings file.
+        ClusterError: SLURM was asked for and there is no sbatch.
+        RunExists: there is a run of that name.
+        ChecksFailed: the run directory could not be written.
+    """
+    config = _read_config(request)
+    cluster = _choose_cluster(request, config)
+    site = _choose_site(request, config, cluster)
+    flags = flag_layer(_flags(request), request.sets)
+    settings, origins = resolve(
+        [*([site.layer] if site else []), *([config.layer] if config else []), flags]
+    )
+    notes = check(settings, origins)
+    entry = _entry(request)
+    notes += _without_effect(origins, cluster, entry)
+    env, env_origins = _environment(request, site, config)
+    runs = Path(os.path.normpath(request.cwd / request.runs))
+    new_parent = _check_writable(runs)
+    stem = RECIPE_NAME if entry.kind == "recipe" else _legal(Path(entry.path).stem)
+    name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
+    _refuse_existing(runs / name)
+    spec = Spec(
+        name=name,
+        run_id=os.urandom(8).hex(),
+        created=time.time(),
+        cluster=cluster,
+        site=site.name if site else "",
+        entry=entry,
+        settings=settings,
+        origins=origins,
+        env=env,
+        env_origins=env_origins,
+        dropped_env=clean(request.environ).dropped,
+        python=sys.executable,
+    )
+    return Prepared(spec, runs, request.name is None, new_parent, notes)
+
+
+def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
+    """Make the run's directory with its spec.json; of two at once exactly one does.
+
+    Args:
+        spec: The run.
+        runs: Folder of all runs; made where it is missing.
+        auto_name: Where the name is taken by now, count on and change `spec.name`.
+
+    Raises:
+        RunExists: there is a run of that name.
+        ChecksFailed: the directory cannot be written; nothing is left of it.
+    """
+    for _ in range(_NAME_TRIES):
+        root = runs / spec.name
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            root.mkdir()
+            break
+        except FileExistsError:
+            if not auto_name or not root.exists():
+                _refuse_existing(root)
+                raise _cannot_write(root, "another file is in its place") from None
+            spec.name = free_name(runs, spec.name.rpartition("-")[0])
+        except OSError as error:
+            raise _cannot_write(root, error.strerror) from None
+    else:
+        raise RunExists(f"{_NAME_TRIES} names were taken while trying; choose one with --name")
+    run = RunDir(root)
+    try:
+        spec.dump(run.spec)
+    except BaseException as error:
+        discard_run(run)
+        if isinstance(error, OSError):
+            raise _cannot_write(root, error.strerror) from None
+        raise
+    return run
+
+
+def make_run(prepared: Prepared, checkout: Checkout | None) -> RunDir:
+    """Make the run's directory with its spec and the copy of its code, or nothing at all.
+
+    Raises:
+        RunExists: there is a run of that name.
+        ChecksFailed: something cannot be written.
+    """
+    try:
+        run = create_run(prepared.spec, prepared.runs, auto_name=prepared.auto_name)
+    except BaseException:
+        _remove_empty(prepared.runs, prepared.new_parent)
+        raise
+    try:
+        if checkout is not None:
+            from hpctrain.submit.snapshot import take_snapshot
+
+            take_snapshot(run, prepared.spec, checkout)
+            prepared.spec.dump(run.spec)
+    except BaseException:
+        discard_run(run, prepared.new_parent)
+        raise
+    return run
+
+
+def discard_run(run: RunDir, new_parent: Path | None = None) -> None:
+    """Take back a run that was never submitted, and the empty folders that were made for it.
+
+    Args:
+        run: A run that this process has made.
+        new_parent: The topmost folder above it that was made for it; it stays if it has other runs.
+    """
+    import shutil
+
+    shutil.rmtree(run.root)
+    _remove_empty(run.root.parent, new_parent)
+
+
+def _remove_empty(folder: Path, new_parent: Path | None) -> None:
+    """Remove the folder and those above it up to the topmost new one, as far as they are empty."""
+    if new_parent is None:
+        return
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):  # never made, or somebody else has put a run there
+            place.rmdir()
+        if place == new_parent:
+            return
+
+
+def free_name(runs: Path, stem: str) -> str:
+    """The stem with the next number that no run of that stem has had."""
+    numbered = re.compile(re.escape(stem) + r"-(\d+)")
+    try:
+        names = [path.name for path in runs.iterdir()]
+    except FileNotFoundError:
+        names = []
+    taken = [int(match[1]) for match in map(numbered.fullmatch, names) if match]
+    return f"{stem}-{max(taken, default=0) + 1}"
+
+
+def default_cluster(environ: Mapping[str, str]) -> str:
+    """SLURM where there is an sbatch on PATH, else this machine."""
+    return "slurm" if _has_sbatch(environ) else "local"
+
+
+def _has_sbatch(environ: Mapping[str, str]) -> bool:
+    import shutil
+
+    return shutil.which("sbatch", path=environ.get("PATH", "")) is not None
+
+
+def _read_config(request: SubmitRequest) -> Source | None:
+    path = request.cwd / (request.config or CONFIG_NAME)
+    if request.config is None and not path.exists():
+        return None
+    file = read_toml(path, shown=str(request.config or CONFIG_NAME))
+    return from_toml(file, name=file.shown, top=("cluster", "site"))
+
+
+def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
+    given = config.top.get("cluster") if config else None
+    cluster = request.cluster or given or default_cluster(request.environ)
+    where = config.layer.where("cluster", "") if config and not request.cluster else "--cluster"
+    if cluster not in CLUSTERS:
+        raise UsageError(f'{where}: there is no cluster "{cluster}"; it takes slurm or local')
+    if cluster == "slurm" and request.cluster_needed and not _has_sbatch(request.environ):
+        raise ClusterError(
+            f"{where}: slurm was asked for and there is no sbatch on PATH; "
+            "go to a login node of the cluster, or use --cluster local"
+        )
+    return cluster
+
+
+def _choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
+    given = config.top.get("site") if config else None
+    name = request.site or given or request.environ.get(SITE_VARIABLE)
+    if not name and cluster == "slurm":
+        return None
+    from hpctrain.site.load import load_site
+    from hpctrain.site.paths import site_search
+
+    return load_site(name or "local", search=site_search(request.environ))
+
+
+def _flags(request: SubmitRequest) -> dict[str, tuple[str, object]]:
+    snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
+    return {
+        "slurm.nodes": ("--nodes", request.nodes),
+        "slurm.gpus_per_node": ("--gpus-per-node", request.gpus_per_node),
+        "slurm.ranks_per_node": ("--ranks-per-node", request.ranks_per_node),
+        "slurm.time": ("--time", request.time),
+        "slurm.partition": ("--partition", request.partition),
+        "slurm.account": ("--account", request.account),
+        "slurm.qos": ("--qos", request.qos),
+        "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
+    }
+
+
+def _without_effect(origins: Mapping[str, str], cluster: str, entry: Entry) -> list[str]:
+    """Flags that will change nothing, so that none is ignored in silence."""
+    notes: list[str] = []
+    for path, origin in origins.items():
+        section, _, key = path.partition(".")
+        if not origin.startswith("flag "):
+            continue
+        if cluster == "local" and section == "slurm" and key in _SLURM_ONLY:
+            notes.append(f"{origin[5:]} has no effect with --cluster local")
+        if entry.kind == "script" and section == "train":
+            script = Path(entry.path).name
+            notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")
+    return notes
+
+
+def _entry(request: SubmitRequest) -> Entry:
+    """What the ranks run.
+
+    Raises:
+        NotFound: the script is not there.
+        UsageError: it is not a file, or no script at all.
+    """
+    if not request.command:
+        return Entry(kind="recipe", cwd=str(request.cwd))
+    script, *args = request.command
+    path = Path(os.path.normpath(request.cwd / script))
+    if path.is_dir():
+        raise UsageError(
+            f"{script} is a folder; name the script behind --, e.g. -- {script}/train.py"
+        )
+    if not path.exists():
+        if script == "-m" or re.fullmatch(r"python[0-9.]*|torchrun|srun|accelerate", script):
+            raise UsageError(
+                f'-- {script}: hpctrain starts the ranks; name the script first: "-- train.py"'
+            )
+        folder = path.parent
+        near = nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else []
+        hint = f"did you mean {near[0]}?" if near else f"looked in {folder}"
+        raise NotFound(f"script {script} is not there; {hint}")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"script {script} cannot be read; check its permissions")
+    return Entry(kind="script", path=str(path), args=args, cwd=str(request.cwd))
+
+
+def _environment(
+    request: SubmitRequest, site: Site | None, config: Source | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment of the ranks and where each variable came from: site < hpctrain.toml < flags."""
+    env: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    if site:
+        env |= site.env
+        origins |= {name: site.where(ENV_SECTION, name) for name in site.env}
+    if config:
+        where = config.layer.where
+        own = from_table(config.env, lambda name: where(ENV_SECTION, name))
+        env |= own
+        origins |= {name: where(ENV_SECTION, name) for name in own}
+    for text in request.env:
+        name, value = from_flag(text)
+        env[name] = value
+        origins[name] = "flag --env"
+    return env, origins
+
+
+def _check_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None or len(name) > _NAME_LENGTH:
+        raise UsageError(
+            f"--name {name!r} cannot name a run; it takes letters, digits, . _ and - "
+            f"({_NAME_LENGTH} at most), not beginning with . or -"
+        )
+    if name.isdigit():
+        raise UsageError(f"--name {name} could be taken for a job id; add a letter")
+    return name
+
+
+def _legal(stem: str) -> str:
+    """A script's stem as the beginning of a run's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[: _NAME_LENGTH - 10].strip("-.") or "run"
+
+
+def _refuse_existing(root: Path) -> None:
+    if not root.is_dir():
+        return
+    if RunDir(root).spec.exists():
+        raise RunExists(
+            f"{root} exists: resume it with `hpctrain resume {root.name}`, or choose another --name"
+        )
+    raise RunExists(
+        f"{root} exists and has no spec.json: another submit is at it, or was interrupted; "
+        "delete it or choose another --name"
+    )
+
+
+def _check_writable(runs: Path) -> Path | None:
+    """Refuse a folder that could not be made or written; the topmost part of it that is missing."""
+    place, missing = runs, None
+    while not os.path.exists(place):  # noqa: PTH110 - Path's raises below a folder we may not read
+        place, missing = place.parent, place
+    if not place.is_dir():
+        raise _cannot_write(runs, f"{place} is not a folder")
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        raise _cannot_write(runs, f"{place} is on a file system that is mounted read-only")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _cannot_write(runs, f"no permission to write in {place}")
+    return missing
+
+
+def _cannot_write(path: Path, why: str | None) -> ChecksFailed:
+    return ChecksFailed(f"{path} cannot be written: {why}; choose another folder with --runs")

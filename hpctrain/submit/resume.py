@@ -1,0 +1,95 @@
+"""Go on with a run that is not running: choose, show, submit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hpctrain.checkpoint import find
+from hpctrain.errors import RunAlive, UsageError
+from hpctrain.ledger import events as ledger
+from hpctrain.plan.resume import ResumePlan, batching, looked_at
+from hpctrain.settings.check import check
+from hpctrain.settings.merge import flag_layer, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What `hpctrain resume` was asked; None stands for "as before"."""
+
+    flags: Mapping[str, tuple[str, object]]
+    sets: Sequence[str] = ()
+    from_step: int | None = None
+
+
+def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
+    """The run's settings with what was asked laid over them; and what the user should know.
+
+    Raises:
+        UsageError: an unknown or ill-typed setting, or one that would make it another run.
+    """
+    layer = flag_layer(request.flags, request.sets)
+    settings, origins = resolve([layer], base=spec.settings, origins=spec.origins)
+    notes = check(settings, origins)
+    for name in ("seed", "seq_len", "layers", "dim", "heads", "data", "data_limit_mb"):
+        before, now = getattr(spec.settings.train, name), getattr(settings.train, name)
+        if before != now:
+            raise UsageError(
+                f"train.{name} was {before!r} and cannot become {now!r} on the way "
+                f"({origins[f'train.{name}']}): weights or sample order would not fit; start a new run"
+            )
+    return replace(spec, settings=settings, origins=origins), notes
+
+
+def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
+    """What the next attempt will find, without reading the shards' bytes (the ranks do, at load).
+
+    Raises:
+        NoCheckpoint: the step that was asked for has no whole checkpoint.
+        UsageError: the run is done.
+    """
+    if any(event.kind == "done" for event in ledger.read(run)) and from_step is None:
+        steps = [e.data["step"] for e in ledger.read(run) if e.kind == "done"]
+        if spec.entry.kind == "script" or int(steps[-1] or 0) >= spec.settings.train.steps:
+            raise UsageError(
+                f"{run.name} is done (step {steps[-1]}); to train on, raise --set train.steps=N, "
+                "or go back with --from STEP"
+            )
+    choice = find.choose(run, at_step=from_step)
+    found = choice.found
+    manifest = found.manifest if found is not None else None
+    slurm = spec.settings.slurm
+    ranks = slurm.ranks_per_node or slurm.gpus_per_node or 1
+    return ResumePlan(
+        run=run.name,
+        step=found.step if found else 0,
+        checkpoint=found.path.name if found else None,
+        saved_world_size=manifest.world_size if manifest else None,
+        saved_engine=manifest.engine if manifest else None,
+        engine=spec.settings.engine.kind,
+        looked_at=looked_at((found.step, found.path.name) if found else None, choice.skipped),
+        batching=batching(spec.settings, ranks) if spec.entry.kind == "recipe" else [],
+    )
+
+
+def refuse_alive(run: RunDir, spec: Spec) -> None:
+    """Refuse while a job of the run may still write.
+
+    Raises:
+        RunAlive: with the job and what to do.
+    """
+    from hpctrain.clusters import get_cluster
+    from hpctrain.submit.launch import live_job
+
+    alive = live_job(run, get_cluster(spec.cluster))
+    if alive is not None:
+        raise RunAlive(
+            f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
+            f"`hpctrain cancel {run.name}` it first, or let it go on"
+        )

@@ -1,0 +1,47 @@
+"""Fixtures for all tests, and what to do where a test's surroundings are missing.
+
+A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
+there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.slurm_boot import FOREIGN, missing
+from tests.support.slurm_cluster import SlurmCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REQUIRE = "HPCTRAIN_REQUIRE"
+INSTALL = "run tests/support/install_slurm.sh"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slurm") is None:
+        return
+    if lacking := missing():
+        reason = f"no SLURM cluster here, missing: {', '.join(lacking)}; {INSTALL}"
+        required = "slurm" in os.environ.get(REQUIRE, "").replace(",", " ").split()
+        (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """A SLURM cluster of four nodes, started once; use `slurm` unless tests share jobs."""
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+    """The cluster with no job and all nodes up; SLURM commands of this process go to it too."""
+    for name in [n for n in os.environ if n.startswith(FOREIGN)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.at.slurm_conf))
+    slurm_cluster.reset()
+    return slurm_cluster

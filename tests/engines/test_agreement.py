@@ -1,0 +1,73 @@
+"""All ranks stop at the same step, whoever heard of it first: trap 7, on real gloo groups."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.support.gloo import launch
+
+
+def _rounds(count: int, signum: int, step_s: float) -> list[int]:
+    """`count` times: one rank is signalled at a random moment; the step at which this rank stops."""
+    from hpctrain.runtime.agreement import STOP_TERM, Agreement, Wish
+    from hpctrain.runtime.listener import Listener
+    from hpctrain.runtime.world import join_world
+
+    listener = Listener()
+    listener.start()
+    world = join_world()
+    rng = random.Random(world.rank)
+    plan = random.Random(7)
+    stopped = []
+    for _ in range(count):
+        agreement = Agreement(world)
+        listener.term = listener.warned = False
+        victim, at = plan.randrange(world.world_size), plan.randrange(3, 9)
+        for step in range(1000):
+            if world.rank == victim and step == at:
+                os.kill(os.getpid(), signum)
+            time.sleep(rng.random() * step_s)
+            heard = listener.term or listener.warned
+            if agreement.tick(Wish(STOP_TERM if heard else 0)).cause is not None:
+                stopped.append(step)
+                break
+    return stopped
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.12], ids=["behind the steps", "at once"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+def test_one_signalled_rank_stops_all_at_the_same_step(step_s, signum):
+    count = 50 if step_s < 0.01 else 5
+
+    ranks = launch(_rounds, 4, count=count, signum=signum, step_s=step_s)
+
+    assert len(ranks[0]) == count
+    assert all(steps == ranks[0] for steps in ranks)
+    assert all(step >= 3 for step in ranks[0])
+
+
+def _saves(save_from: int) -> list[int]:
+    from hpctrain.runtime.agreement import Agreement, Wish
+    from hpctrain.runtime.world import join_world
+
+    world = join_world()
+    agreement = Agreement(world)
+    saved = []
+    for step in range(60):
+        time.sleep(0.001 * (world.rank + 1))
+        if agreement.tick(Wish(0, world.rank == 0 and step >= save_from)).save:
+            saved.append(step)
+    return saved
+
+
+def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step():
+    ranks = launch(_saves, 3, save_from=10)
+
+    assert ranks[0]
+    assert all(saved == ranks[0] for saved in ranks)
+    assert min(ranks[0]) >= 10

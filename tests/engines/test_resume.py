@@ -1,0 +1,152 @@
+"""Promises 1 and 4 on real process groups: bit-equal at the same world size, any engine to any other."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import pytest
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.fence import take_attempt
+from tests.support.gloo import launch
+from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
+
+STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size"), [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3)]
+)
+def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, engine, world_size):
+    quiet = make_run(tmp_path / "quiet", engine__kind=engine)
+    disturbed = make_run(tmp_path / "disturbed", engine__kind=engine)
+
+    train(quiet, world_size)
+    train(disturbed, world_size, stop_at=3, victim=world_size - 1)
+    train(disturbed, world_size, stop_at=7, victim=0)
+    train(disturbed, world_size)
+
+    restored = [e.data["step"] for e in ledger.read(disturbed) if e.kind == "restored"]
+    assert restored[0] == 0
+    assert 3 < restored[1] < restored[2] < STEPS  # it did stop, twice, and lost nothing
+    assert_same_bits(full_state(quiet, STEPS), full_state(disturbed, STEPS))
+    assert consumed(disturbed) == consumed(quiet)
+
+
+CHANGES = [("ddp", 4, "fsdp2", 2), ("fsdp2", 4, "ddp", 3), ("fsdp2", 3, "fsdp2", 4)]
+
+
+@pytest.mark.parametrize(("engine", "world_size", "to_engine", "to_world_size"), CHANGES)
+def test_another_engine_and_world_size_restores_the_same_bits(
+    tmp_path, engine, world_size, to_engine, to_world_size
+):
+    run = make_run(tmp_path / "run", engine__kind=engine, train__steps=4)
+    train(run, world_size)
+    saved = full_state(run, 4)
+    _change(run, engine__kind=to_engine)
+
+    restored = _restored_state(run, to_world_size)
+
+    assert_same_bits(saved, restored)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_every_sample_is_used_once_at_changing_world_sizes(tmp_path, engine):
+    run = make_run(tmp_path / "run", engine__kind=engine, train__global_batch=10)
+    for world_size, stop_at in [(4, 2), (3, 5), (1, 8), (2, None)]:
+        train(run, world_size, stop_at=stop_at)
+
+    manifest = ledger.read(run)
+    size = _order_size(run)
+    order = SampleOrder(size, 1234)
+    expected = [order.index(position) for position in range(10 * STEPS)]
+    done = consumed(run)
+    assert manifest[-1].kind == "done"
+    for step in range(STEPS):
+        one = slice(10 * step, 10 * step + 10)
+        assert sorted(done[one]) == sorted(expected[one])
+    assert len(done) == len(expected)
+
+
+def test_a_reshaped_run_stays_within_tolerance_of_the_undisturbed_one(tmp_path):
+    import torch
+
+    quiet = make_run(tmp_path / "quiet", train__dropout=0.0)
+    moved = make_run(tmp_path / "moved", train__dropout=0.0)
+    train(quiet, 4)
+    for world_size, stop_at in [(4, 3), (3, 7), (2, None)]:
+        train(moved, world_size, stop_at=stop_at)
+
+    ours, theirs = full_state(moved, STEPS), full_state(quiet, STEPS)
+
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_mixed_precision_resumes_bit_equal(tmp_path, engine, precision):
+    options = {
+        "engine__kind": engine,
+        "engine__precision": precision,
+        "engine__activation_checkpointing": True,
+        "train__micro_batch": 3,
+    }
+    quiet = make_run(tmp_path / "quiet", **options)
+    disturbed = make_run(tmp_path / "disturbed", **options)
+
+    train(quiet, 2)
+    train(disturbed, 2, stop_at=5, victim=1)
+    train(disturbed, 2)
+
+    assert_same_bits(full_state(quiet, STEPS), full_state(disturbed, STEPS))
+
+
+def _change(run, **changes):
+    from hpctrain.settings.spec import load_spec
+
+    spec = load_spec(run.spec)
+    for name, value in changes.items():
+        section, key = name.split("__")
+        setattr(getattr(spec.settings, section), key, value)
+    spec.dump(run.spec)
+
+
+def _order_size(run):
+    from hpctrain.checkpoint.manifest import load
+
+    return load(run.checkpoints / f"step-{STEPS:010d}" / "MANIFEST.json").data["size"]
+
+
+def _restored_state(run, world_size):
+    """What every rank holds after the restore, before any step, as full tensors."""
+    attempt = take_attempt(run, job_id="test", restarts=0)
+    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
+    os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(asdict(attempt))
+    try:
+        ranks = launch(_restore_rank, world_size)
+    finally:
+        del os.environ["HPCTRAIN_RUN_DIR"], os.environ["HPCTRAIN_ATTEMPT"]
+    for other in ranks[1:]:
+        assert_same_bits(ranks[0], other)
+    return ranks[0]
+
+
+def _restore_rank():
+    import torch
+
+    import hpctrain
+    from hpctrain.engines import state
+    from hpctrain.recipes.lm.model import LM, LMConfig
+
+    run = hpctrain.init()
+    config = LMConfig(layers=2, dim=16, heads=2, seq_len=16)
+    model = LM(config, seed=99)  # other weights than those that were saved
+    engine = run.parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    assert list(run.steps(total=4)) == []  # all four are done: it only restores
+    assert run.step == 4
+    live = state.collect(engine.model, engine.optimizer)
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in live.items()}

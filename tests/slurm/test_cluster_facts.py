@@ -1,0 +1,315 @@
+"""What SLURM does, as hpctrain relies on it: each fact is a real run, so that a new version tells.
+
+All jobs of a module start together and are then preempted, requeued, cancelled and timed out side
+by side (SLURM looks at time limits and grace times only every 30 s). The tests read their diaries.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support import signal_watch
+from tests.support.slurm_cluster import Record, SlurmCluster, parse_record
+from tests.support.slurm_config import GRACE_S, KILL_WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+
+LOOP_S = 30
+"""slurmctld looks at time limits and grace times once in so many seconds."""
+SLACK_S = 15
+"""A loaded machine may be this late."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A job whose batch script and tasks write a diary of their signals."""
+
+    cluster: SlurmCluster
+    name: str
+    job_id: str
+
+    @classmethod
+    def submit(
+        cls, cluster: SlurmCluster, name: str, *sbatch: str, on: str = "", srun: str = ""
+    ) -> Watched:
+        watch = shlex.join([sys.executable, signal_watch.__file__, str(cluster.at.work)])
+        reaction = f"--on {on}" if on else ""
+        job_id = cluster.sbatch(
+            *(f"--job-name={name}", f"--output={name}.out", "--open-mode=append"),
+            *("--signal=USR2@30", *sbatch),
+            f"--wrap=exec {watch} {name}-batch -- srun {srun} {watch} {name} {reaction}",
+        )
+        return cls(cluster, name, job_id)
+
+    def diaries(self, who: str = "", attempt: str = "unset") -> dict[str, list[dict[str, Any]]]:
+        """Events by node: of the tasks, or of the batch script with `who="-batch"`."""
+        found = {}
+        for path in self.cluster.at.work.glob(f"{self.name}{who}.*.{attempt}.jsonl"):
+            lines = path.read_text().split("\n")[:-1]
+            found[path.name.split(".")[1]] = [json.loads(line) for line in lines]
+        return found
+
+    def signals(self, node: str, who: str = "") -> list[str]:
+        events = [event["event"] for event in self.diaries(who)[node]]
+        return [event for event in events if event.startswith("SIG")]
+
+    def event(self, name: str, timeout: float = 30, attempt: str = "unset") -> dict[str, Any]:
+        """The first event of that name in a task's diary."""
+
+        def happened() -> dict[str, Any] | None:
+            every = [e for events in self.diaries("", attempt).values() for e in events]
+            return next((event for event in every if event["event"] == name), None)
+
+        def told() -> str:
+            out = self.cluster.at.work / f"{self.name}.out"
+            said = out.read_text() if out.exists() else "nothing"
+            return f"{name} in {self.name}: {self.cluster.job(self.job_id)}\nsaid {said}"
+
+        found = self.cluster.wait_for(happened, timeout, told)
+        assert found is not None
+        return found
+
+    def started(self, nodes: int = 1, attempt: str = "unset") -> None:
+        def all_there() -> bool:
+            return len(self.diaries("", attempt)) == nodes
+
+        self.cluster.wait_for(all_there, 30, f"{self.name} on {nodes} nodes")
+
+    def record(self, timeout: float = 30) -> Record:
+        """What SLURM said of the job at its first signal."""
+        return parse_record(self.event("record", timeout)["record"])
+
+    def seconds_left_after(self, signal: str) -> float:
+        """From a signal to the task's last sign of life."""
+        events = next(iter(self.diaries().values()))
+        return float(events[-1]["t"] - self.event(signal)["t"])
+
+    def wait(self, *states: str, timeout: float = 30) -> Record:
+        return self.cluster.wait_job(self.job_id, states, timeout)
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm_cluster: SlurmCluster) -> Iterator[dict[str, Watched]]:
+    """Start every job of the stories below and do to each what its name says."""
+    c = slurm_cluster
+    c.reset()
+    on_n1 = ("--partition=grace", "--nodelist=n1")
+    on_n3 = ("--nodelist=n3",)
+    plan: dict[str, tuple[tuple[str, ...], str]] = {
+        "limited": (("--nodelist=n4", "--time=10"), ""),
+        "preempted": (("--nodelist=n1,n2", "--nodes=2"), ""),
+        "graced": (on_n1, ""),
+        "graced_exits": (on_n1, "SIGTERM=exit"),
+        "graced_requeues": (on_n1, "SIGTERM=requeue"),
+        "requeued": (("--nodelist=n2",), ""),
+        "cancelled": (("--nodelist=n2",), ""),
+        "warned_preempted": (on_n3, ""),
+        "warned_graced": (("--partition=grace", *on_n3), ""),
+    }
+    found = {name: Watched.submit(c, name, *argv, on=on) for name, (argv, on) in plan.items()}
+    for name, job in found.items():
+        job.started(2 if name == "preempted" else 1)
+    c.end_in(found["limited"].job_id, 32)
+    c.submit_urgent(["n1"])
+    c.run("scontrol", "requeue", found["requeued"].job_id, check=True)
+    c.cancel(found["cancelled"].job_id)
+    for name in ("preempted", "graced", "graced_exits", "graced_requeues"):
+        found[name].event("SIGTERM")
+    with c.user_signal():
+        c.submit_urgent(["n3"])
+        found["warned_preempted"].event("SIGTERM")
+        found["warned_graced"].event("SIGUSR2")
+    yield found
+    c.reset()
+
+
+def test_preemption_without_grace_sends_term_and_no_user_signal(jobs: dict[str, Watched]) -> None:
+    job = jobs["preempted"]
+    job.wait("PENDING")
+
+    for node in ("n1", "n2"):
+        assert set(job.signals(node)) == {"SIGTERM", "SIGCONT"}
+    assert set(job.signals("n1", "-batch")) == {"SIGTERM", "SIGCONT"}
+
+
+def test_preemption_without_grace_is_seen_as_a_requeue_under_way(jobs: dict[str, Watched]) -> None:
+    job = jobs["preempted"]
+
+    seen = job.record()
+
+    assert seen["JobState"] == "COMPLETING"
+    assert seen["Restarts"] == "1"
+    assert "PreemptTime" not in seen
+    assert seen["Reason"] == "None"
+    after = job.wait("PENDING")
+    assert after["Restarts"] == "1"
+    assert KILL_WAIT_S - 2 < job.seconds_left_after("SIGTERM") < KILL_WAIT_S + SLACK_S
+
+
+def test_preemption_with_grace_sends_term_and_leaves_the_job_running(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["graced"]
+
+    seen = job.record()
+
+    assert seen["JobState"] == "RUNNING"
+    assert seen["Restarts"] == "0"
+    assert seen["PreemptTime"] not in {"None", "Unknown"}
+    assert seen["Reason"] == "None"
+    assert set(job.signals("n1")) == {"SIGTERM", "SIGCONT"}
+
+
+def test_a_job_that_exits_0_in_its_grace_is_completed_and_does_not_come_back(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["graced_exits"]
+
+    after = job.wait("COMPLETED")
+
+    assert job.record()["JobState"] == "RUNNING"
+    assert after["Restarts"] == "0"
+
+
+def test_a_job_that_requeues_itself_in_its_grace_comes_back(jobs: dict[str, Watched]) -> None:
+    job = jobs["graced_requeues"]
+
+    asked = job.event("requeue")
+
+    assert asked["status"] == 0
+    after = job.wait("PENDING")
+    assert after["Restarts"] == "1"
+
+
+def test_user_signal_at_preemption_comes_with_term_when_there_is_no_grace(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["warned_preempted"]
+
+    signals = job.signals("n3")
+
+    assert {"SIGUSR2", "SIGTERM"} <= set(signals)
+    assert parse_record(job.event("record")["record"])["JobState"] == "COMPLETING"
+
+
+def test_user_signal_at_preemption_replaces_term_when_there_is_grace(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["warned_graced"]
+
+    seen = job.record()
+
+    assert job.event("record")["at"] == "SIGUSR2"
+    assert seen["JobState"] == "RUNNING"
+    assert seen["PreemptTime"] not in {"None", "Unknown"}
+    before_end = [event["event"] for event in job.diaries()["n3"]]
+    first = before_end.index("SIGUSR2")
+    assert "SIGTERM" not in before_end[: first + GRACE_S]
+
+
+def test_a_requeue_from_outside_looks_like_preemption_without_grace(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["requeued"]
+
+    seen = job.record()
+
+    assert seen["JobState"] == "COMPLETING"
+    assert seen["Restarts"] == "1"
+    assert seen["Reason"] == "None"
+
+
+def test_a_second_requeue_is_refused_and_changes_nothing(jobs: dict[str, Watched]) -> None:
+    job = jobs["requeued"]
+    job.event("SIGTERM")
+
+    again = job.cluster.run("scontrol", "requeue", job.job_id)
+
+    assert again.returncode == 1
+    assert "pending execution" in again.stderr
+    job.wait("PENDING")
+    job.cluster.start_now(job.job_id)
+    job.started(attempt="1")
+    assert job.cluster.job(job.job_id)["Restarts"] == "1"
+
+
+def test_a_requeued_job_keeps_its_id_and_counts_restarts_in_its_environment(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["graced_requeues"]
+    assert job.diaries(attempt="unset")
+    job.wait("PENDING")
+    job.cluster.run("scontrol", "update", f"jobid={job.job_id}", "ReqNodeList=n4", check=True)
+    job.cluster.start_now(job.job_id)
+
+    job.started(attempt="1")
+
+    assert job.cluster.job(job.job_id)["JobState"] == "RUNNING"
+
+
+def test_a_cancelled_job_sees_itself_completing_with_its_own_restart_count(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["cancelled"]
+
+    seen = job.record()
+
+    assert seen["JobState"] == "COMPLETING"
+    assert seen["Restarts"] == "0"
+    assert seen["Reason"] == "None"
+    after = job.wait("CANCELLED")
+    assert after["Restarts"] == "0"
+    assert set(job.signals("n2")) == {"SIGTERM", "SIGCONT"}
+
+
+def test_the_warning_before_the_time_limit_reaches_tasks_only(jobs: dict[str, Watched]) -> None:
+    job = jobs["limited"]
+
+    seen = job.record(timeout=LOOP_S + SLACK_S)
+
+    assert job.event("record")["at"] == "SIGUSR2"
+    assert seen["JobState"] == "RUNNING"
+    assert seen["Restarts"] == "0"
+    assert seen["PreemptTime"] == "None"
+    assert "SIGUSR2" not in job.signals("n4", "-batch")
+
+
+def test_a_node_failure_requeues_onto_the_nodes_left_when_no_task_count_is_given(
+    jobs: dict[str, Watched],
+) -> None:
+    c = jobs["limited"].cluster
+    job = Watched.submit(c, "elastic", "--nodes=2-3", srun="--ntasks-per-node=1")
+    job.started(3)
+    assert c.job(job.job_id)["NumNodes"] == "3"
+
+
+def test_the_time_limit_is_told_as_the_reason(jobs: dict[str, Watched]) -> None:
+    job = jobs["limited"]
+
+    job.event("SIGTERM", timeout=2 * LOOP_S + SLACK_S)
+    after = job.wait("TIMEOUT", timeout=KILL_WAIT_S + SLACK_S)
+
+    records = [e for e in job.diaries()["n4"] if e["event"] == "record"]
+    seen = parse_record(records[-1]["record"])
+    assert records[-1]["at"] == "SIGTERM"
+    assert (seen["JobState"], seen["Reason"]) == ("COMPLETING", "TimeLimit")
+    assert after["Restarts"] == "0"
+
+
+def test_the_end_of_a_grace_time_is_a_requeue(jobs: dict[str, Watched]) -> None:
+    job = jobs["graced"]
+
+    after = job.wait("PENDING", timeout=GRACE_S + LOOP_S + KILL_WAIT_S + SLACK_S)
+
+    assert after["Restarts"] == "1"
+    assert job.seconds_left_after("SIGTERM") >= GRACE_S

@@ -1,0 +1,80 @@
+"""Real gloo process groups in forked ranks: `launch(fn, world_size)` returns every rank's value."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+TIMEOUT_S = 120
+
+
+def preload() -> None:
+    """Import once in the parent what every rank would import for itself (seconds each)."""
+    import torch._dynamo
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+
+    torch.set_num_threads(1)
+
+
+def launch(fn: Callable[..., Any], world_size: int, **kwargs: Any) -> list[Any]:
+    """Run ``fn(**kwargs)`` in `world_size` forked ranks with torchrun's environment set.
+
+    Raises:
+        AssertionError: a rank failed or hung; with its traceback.
+    """
+    preload()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        ranks = [
+            context.Process(target=_rank, args=(fn, rank, world_size, port, out, kwargs))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(TIMEOUT_S)
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for process in ranks:
+            process.kill()
+        errors = "\n".join(path.read_text() for path in sorted(out.glob("*.error")))
+        assert not errors, errors
+        assert not hung, f"ranks {hung} hung"
+        codes = [process.exitcode for process in ranks]
+        assert codes == [0] * world_size, f"exit codes {codes}"
+        return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(
+    fn: Callable[..., Any], rank: int, world_size: int, port: int, out: Path, kwargs: dict[str, Any]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        result = fn(**kwargs)
+        (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    except SystemExit as leaving:
+        (out / f"{rank}.pkl").write_bytes(pickle.dumps(("exit", leaving.code)))
+    except BaseException:
+        (out / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+    os._exit(0)

@@ -1,0 +1,96 @@
+"""Looks at processes through /proc: who descends from whom, and with which environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PROC = Path("/proc")
+
+
+def _parents() -> dict[int, int]:
+    """Parent of every live process; zombies, which nobody can kill, are left out."""
+    found: dict[int, int] = {}
+    for entry in PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        if state not in "ZX":
+            found[int(entry.name)] = int(parent)
+    return found
+
+
+def all_pids() -> list[int]:
+    """Every live process of the machine."""
+    return list(_parents())
+
+
+def descendants(*roots: int) -> list[int]:
+    """All live processes below the roots, which are not included."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for pid, parent in _parents().items():
+        children[parent].append(pid)
+    found: list[int] = []
+    queue = list(roots)
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def alive(pid: int) -> bool:
+    """True while the process runs (a zombie does not)."""
+    return pid in _parents()
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment the process was started with; empty once it has ended."""
+    try:
+        raw = (PROC / str(pid) / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0"))
+    return {name: value for name, mark, value in pairs if mark}
+
+
+def executable(pid: int) -> str:
+    """Name of the program file; empty once it has ended."""
+    try:
+        return (PROC / str(pid) / "exe").readlink().name
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
+
+
+def open_files(pid: int) -> set[str]:
+    """Paths of what the process has open; empty once it has ended."""
+    found: set[str] = set()
+    try:
+        links = list((PROC / str(pid) / "fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return found
+    for link in links:
+        try:
+            found.add(str(link.readlink()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL each of them; those that have ended already are fine."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

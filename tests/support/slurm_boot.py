@@ -1,0 +1,367 @@
+"""Starts and ends the daemons of a test cluster; the keeper process holds them all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import getpass
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.support import processes
+from tests.support.slurm_config import (
+    ACCOUNT,
+    CLUSTER,
+    NODES,
+    Layout,
+    Ports,
+    slurm_conf,
+    slurmdbd_conf,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+PREFIX = "hpct-"
+LOCK = "keeper.lock"
+"""Held by the keeper: who can take it has found a dead cluster."""
+BINARIES = (
+    *("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd"),
+    *("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo", "sacct", "sacctmgr"),
+)
+DATABASE_PLUGIN = "accounting_storage_mysql.so"
+PLUGIN_FOLDERS = (
+    "/usr/lib/*/slurm*",
+    "/usr/lib/slurm*",
+    "/usr/lib64/slurm",
+    "/usr/local/lib/slurm",
+)
+MARK = "HPCTRAIN_CLUSTER"
+"""In the environment of every daemon: the folder it belongs to."""
+POLL_S = 0.02
+FOREIGN = (
+    "SLURM_",
+    "SLURMD_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SACCT_",
+    "SQUEUE_",
+    "SINFO_",
+    "SCANCEL_",
+)
+"""What a shell may carry that would change what SLURM's commands do."""
+
+
+def search_path() -> str:
+    """PATH with the folders of the daemons at its end, which users often lack."""
+    given = os.environ.get("PATH", os.defpath)
+    return os.pathsep.join([given, "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def missing() -> list[str]:
+    """What this machine lacks for a cluster; empty when one can be started."""
+    absent = [name for name in BINARIES if shutil.which(name, path=search_path()) is None]
+    folders = [folder for glob in PLUGIN_FOLDERS for folder in Path("/").glob(glob[1:])]
+    if folders and not any((folder / DATABASE_PLUGIN).exists() for folder in folders):
+        absent.append(DATABASE_PLUGIN)
+    if not absent and os.geteuid() != 0:
+        absent.append("root (SLURM's daemons start jobs, and MariaDB and munge run, as root here)")
+    return absent
+
+
+def wait_for(predicate: Callable[[], T], timeout: float, what: str | Callable[[], str]) -> T:
+    """Poll until the predicate holds and return its value.
+
+    Raises:
+        AssertionError: it did not hold within `timeout` seconds; says `what` was waited for.
+    """
+    deadline = time.monotonic() + timeout
+    pause = POLL_S
+    while not (value := predicate()):
+        if time.monotonic() > deadline:
+            told = what if isinstance(what, str) else what()
+            raise AssertionError(f"waited {timeout:g} s in vain for {told}")
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.5)
+    return value
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """Last lines of a log, "(no such file)" where there is none."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except FileNotFoundError:
+        return "(no such file)"
+
+
+def _listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+class Daemons:
+    """munged, mariadbd, slurmdbd, slurmctld and the slurmd's of one cluster."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._asked_for = folder
+        self._keeper: subprocess.Popen[str] | None = None
+        self._pids: dict[str, int] = {}
+        self._ports: Ports | None = None
+        self._at: Layout | None = None
+
+    @property
+    def at(self) -> Layout:
+        """Where the cluster's files lie."""
+        if self._at is None:
+            raise RuntimeError("the cluster has not been started")
+        return self._at
+
+    def environment(self) -> dict[str, str]:
+        """Ours without any SLURM setting of the shell's, and SLURM_CONF of this cluster."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        return kept | {"PATH": search_path(), "SLURM_CONF": str(self.at.slurm_conf)}
+
+    def start(self) -> None:
+        """Start everything and return once the four nodes have registered.
+
+        Raises:
+            RuntimeError: something is missing on this machine, or a daemon ended.
+        """
+        if lacking := missing():
+            raise RuntimeError(f"no SLURM cluster here, missing: {', '.join(lacking)}")
+        sweep_stale()
+        self._make_folder()
+        try:
+            self._boot()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process of the cluster, jobs included, and remove the folder."""
+        if self._keeper is None:
+            return
+        keeper, self._keeper = self._keeper, None
+        self._pids.clear()
+        keeper.communicate()  # the end of its stdin is its order to sweep
+        if keeper.returncode:
+            raise RuntimeError(f"processes of {self.at.folder} could not be killed")
+
+    def descendants(self) -> list[int]:
+        """Every live process of the cluster: daemons, slurmstepds and jobs."""
+        return processes.descendants(self._keeper.pid) if self._keeper else []
+
+    def alive(self, name: str) -> bool:
+        """True while that daemon runs."""
+        return name in self._pids and processes.alive(self._pids[name])
+
+    def kill(self, name: str) -> None:
+        """SIGKILL that daemon, if it runs, and wait until it is gone."""
+        if self.alive(name):
+            processes.kill_all([self._pids[name]])
+            wait_for(lambda: not self.alive(name), 5, f"the end of {name}")
+
+    def start_slurmctld(self) -> None:
+        """Start slurmctld on the state it left, and wait until it answers."""
+        self._spawn("slurmctld", "slurmctld", "-D")
+        self._ready("slurmctld", lambda: _listening(self._taken_ports().slurmctld), 30)
+
+    def start_slurmd(self, node: str) -> None:
+        """Start one node's slurmd; it registers by itself."""
+        self._spawn(node, "slurmd", "-D", "-N", node)
+
+    def configure(self, *, user_signal: bool) -> None:
+        """Write slurm.conf; daemons that run read it at `scontrol reconfigure`."""
+        text = slurm_conf(
+            self.at, self._taken_ports(), user=getpass.getuser(), user_signal=user_signal
+        )
+        fresh = self.at.slurm_conf.with_suffix(".fresh")
+        fresh.write_text(text)
+        fresh.replace(self.at.slurm_conf)  # commands may be reading the old one
+
+    def _taken_ports(self) -> Ports:
+        if self._ports is None:
+            self._ports = Ports.pick()
+        return self._ports
+
+    def _make_folder(self) -> None:
+        if self._asked_for is None:
+            # not below TMPDIR: a socket's path has room for 107 characters
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+        else:
+            folder = self._asked_for.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise RuntimeError(f"{folder} is not empty: name one for the cluster alone")
+        self._at = Layout(folder)
+        self._ports = None
+        self.at.create()
+
+    def _boot(self) -> None:
+        at, user = self.at, getpass.getuser()
+        at.munge_key.write_bytes(os.urandom(128))
+        at.munge_key.chmod(0o600)
+        dbd = at.folder / "slurmdbd.conf"
+        dbd.touch(mode=0o600)  # slurmdbd refuses one that others can read
+        dbd.write_text(slurmdbd_conf(at, self._taken_ports(), user=user))
+        self.configure(user_signal=False)
+        self._start_keeper()
+        self._start_munged()
+        self._start_database(user)
+        self._spawn("slurmdbd", "slurmdbd", "-D")
+        self._ready("slurmdbd", lambda: _listening(self._taken_ports().slurmdbd), 60)
+        self._sacctmgr("add", "cluster", CLUSTER)  # slurmctld ends with "no TRES" otherwise
+        self.start_slurmctld()
+        for node in NODES:
+            self.start_slurmd(node)
+        self._sacctmgr("add", "account", ACCOUNT, f"cluster={CLUSTER}")
+        self._sacctmgr("add", "user", user, f"account={ACCOUNT}", f"cluster={CLUSTER}")
+        for node in NODES:
+            self._ready(node, functools.partial(self._idle, node), 60)
+
+    def _idle(self, node: str) -> bool:
+        return self.node_states().get(node) == "idle"
+
+    def node_states(self) -> dict[str, str]:
+        """State of each node as sinfo tells it; a trailing * means that it does not answer."""
+        argv = ["sinfo", "-h", "-N", "-p", "work", "-o", "%N %T"]
+        done = subprocess.run(
+            argv, env=self.environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        words = (line.partition(" ") for line in done.stdout.splitlines())
+        return {name: state.strip() for name, _, state in words}
+
+    def _start_keeper(self) -> None:
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.slurm_keeper", self.at.folder],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for pytest, which then tells the keeper
+        )
+
+    def _start_munged(self) -> None:
+        at = self.at
+        self._spawn(
+            *("munged", "munged", "--foreground", "--force"),
+            *(f"--key-file={at.munge_key}", f"--socket={at.munge_socket}"),
+            *(f"--pid-file={at.folder}/run/munged.pid", f"--log-file={at.log('munged')}"),
+            f"--seed-file={at.folder}/munge/seed",
+        )
+
+    def _start_database(self, user: str) -> None:
+        at = self.at
+        own = ("--no-defaults", f"--user={user}", f"--datadir={at.database}")
+        install = ["mariadb-install-db", *own, "--skip-test-db"]
+        install.append("--auth-root-authentication-method=normal")
+        with at.out("mariadb-install-db").open("wb") as log:
+            subprocess.run(
+                install, env=self._daemon_environment(), stdout=log, stderr=log, check=True
+            )
+        self._spawn(
+            *("mariadbd", "mariadbd", *own, f"--socket={at.database_socket}"),
+            *("--skip-networking", "--skip-grant-tables"),  # its socket's folder is ours alone
+            *("--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"),
+            f"--pid-file={at.folder}/run/mariadbd.pid",
+        )
+        self._ready("mariadbd", at.database_socket.exists, 60)
+
+    def _daemon_environment(self) -> dict[str, str]:
+        return {
+            "PATH": search_path(),
+            "HOME": str(self.at.work),
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": str(self.at.slurm_conf),
+            "MYSQL_UNIX_PORT": str(self.at.database_socket),
+            MARK: str(self.at.folder),
+        }
+
+    def _spawn(self, name: str, *argv: str) -> None:
+        if self._keeper is None or self._keeper.stdin is None or self._keeper.stdout is None:
+            raise RuntimeError("the cluster has not been started")
+        request = {
+            "argv": argv,
+            "env": self._daemon_environment(),
+            "log": str(self.at.out(name)),
+        }
+        self._keeper.stdin.write(json.dumps(request) + "\n")
+        self._keeper.stdin.flush()
+        answer = self._keeper.stdout.readline()
+        if not answer.strip():
+            raise RuntimeError(f"the keeper of {self.at.folder} has ended")
+        self._pids[name] = int(answer)
+
+    def _ready(self, name: str, predicate: Callable[[], bool], timeout: float) -> None:
+        """Wait for a daemon, and tell at once when it has ended instead."""
+
+        def settled() -> bool:
+            return predicate() or not self.alive(name)
+
+        wait_for(settled, timeout, lambda: f"{name}:\n{self._said(name)}")
+        if not self.alive(name):
+            raise RuntimeError(f"{name} ended while starting:\n{self._said(name)}")
+
+    def _said(self, name: str) -> str:
+        return f"{tail(self.at.out(name))}\n{tail(self.at.log(name))}"
+
+    def _sacctmgr(self, *argv: str) -> None:
+        command = ["sacctmgr", "--immediate", *argv]
+        done = subprocess.run(
+            command, env=self.environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+
+
+def sweep_stale() -> None:
+    """Clear away clusters whose keeper was killed; those that live hold their lock."""
+    for lock in Path("/tmp").glob(f"{PREFIX}*/{LOCK}"):  # noqa: S108  where start() puts them
+        with contextlib.suppress(FileNotFoundError, PermissionError), lock.open() as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # alive
+            gone = functools.partial(_nothing_left, lock.parent)
+            wait_for(gone, 20, f"the end of the processes of {lock.parent}")
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _nothing_left(folder: Path) -> bool:
+    left = _left_of(folder)
+    processes.kill_all(left)
+    return not left
+
+
+def _left_of(folder: Path) -> list[int]:
+    return [pid for pid in processes.all_pids() if _belongs(pid, folder)]
+
+
+def _belongs(pid: int, folder: Path) -> bool:
+    """Whether a process is of that dead cluster; a user's shell with its SLURM_CONF is not."""
+    environment = processes.environment(pid)
+    if environment.get(MARK) == str(folder):
+        return True  # a daemon
+    if environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
+        return "SLURMD_NODENAME" in environment  # of a job
+    if not processes.executable(pid).startswith("slurmstepd"):  # these hide their environment
+        return False
+    return any(path.startswith(f"{folder}/") for path in processes.open_files(pid))
+
+
+if __name__ == "__main__":
+    lacking = missing()
+    print(", ".join(lacking))
+    sys.exit(bool(lacking))

@@ -1,0 +1,210 @@
+"""Exactly once, and in step: the arithmetic of a step at any world size."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.batches import (
+    GlobalBatches,
+    cut_step,
+    pieces,
+    plan_micro_batches,
+    rank_positions,
+    shares,
+)
+from hpctrain.data.order import SampleOrder
+from hpctrain.errors import CheckpointError
+
+WORLDS = range(1, 18)
+BATCHES = st.integers(1, 67)
+
+
+def walk(world_size, *, consumed=0, seed=7, size=101, global_batch=24, micro_batch=0):
+    order = SampleOrder(size, seed)
+    return [
+        GlobalBatches(order, global_batch, rank, world_size, micro_batch, consumed=consumed)
+        for rank in range(world_size)
+    ]
+
+
+def take(ranks, steps):
+    """The samples of each step in the order of the global positions."""
+    return [[i for batches in ranks for i in batches.next_step().consumed] for _ in range(steps)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("micro_batch", [0, 1, 3])
+@settings(deadline=None, max_examples=10)
+@given(global_batch=BATCHES, first=st.integers(0, 10**15))
+def test_all_ranks_and_pieces_take_each_position_once(world_size, micro_batch, global_batch, first):
+    plan = plan_micro_batches(global_batch, world_size, micro_batch)
+
+    taken = [
+        position
+        for rank in range(world_size)
+        for piece in pieces(
+            rank_positions(first, global_batch, rank, world_size), plan.micro_batches
+        )
+        for position in piece
+    ]
+
+    assert taken == list(range(first, first + global_batch))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@settings(deadline=None, max_examples=20)
+@given(global_batch=BATCHES, micro_batch=st.integers(0, 9))
+def test_every_rank_runs_the_same_number_of_passes(world_size, global_batch, micro_batch):
+    plan = plan_micro_batches(global_batch, world_size, micro_batch)
+
+    steps = [
+        cut_step(range(global_batch), rank, world_size, micro_batch, index=lambda p: p)
+        for rank in range(world_size)
+    ]
+
+    assert {len(step.pieces) for step in steps} == {plan.micro_batches}
+    sizes = [len(piece.indices) for step in steps for piece in step.pieces]
+    assert min(sizes) >= 1
+    assert max(sizes) == plan.largest_piece
+    assert not micro_batch or plan.largest_piece <= micro_batch
+    weights = [weight for step in steps for piece in step.pieces for weight in piece.weights]
+    assert weights.count(1.0) == global_batch
+    assert weights.count(0.0) == plan.empty_pieces == len(weights) - global_batch
+
+
+@settings(deadline=None, max_examples=100)
+@given(global_batch=BATCHES, world_size=st.integers(1, 100))
+def test_shares_differ_by_at_most_one(global_batch, world_size):
+    sizes = shares(global_batch, world_size)
+
+    assert sum(sizes) == global_batch
+    assert len(sizes) == world_size
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(global_batch=BATCHES, world_size=st.integers(1, 17), micro_batch=st.integers(1, 9))
+def test_no_pass_more_is_run_than_memory_asks_for(global_batch, world_size, micro_batch):
+    plan = plan_micro_batches(global_batch, world_size, micro_batch)
+
+    assert (plan.micro_batches - 1) * micro_batch < max(shares(global_batch, world_size))
+
+
+def test_a_rank_without_samples_repeats_one_that_does_not_count():
+    step = cut_step(range(100, 102), rank=2, world_size=3, micro_batch=0, index=lambda p: p + 1000)
+
+    assert (step.first, step.last) == (100, 102)
+    assert [(piece.indices, piece.weights) for piece in step.pieces] == [([1100], [0.0])]
+    assert step.consumed == []
+
+
+def test_a_rank_with_fewer_samples_than_passes_fills_up_with_passes_that_do_not_count():
+    step = cut_step(range(7), rank=1, world_size=2, micro_batch=1, index=lambda p: p)
+
+    assert [piece.indices for piece in step.pieces] == [[4], [5], [6], [0]]
+    assert [piece.weights for piece in step.pieces] == [[1.0], [1.0], [1.0], [0.0]]
+    assert step.consumed == [4, 5, 6]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("micro_batch", [0, 1, 5])
+def test_the_world_size_does_not_change_which_samples_a_step_takes(world_size, micro_batch):
+    alone = take(walk(1), 12)
+
+    together = take(walk(world_size, micro_batch=micro_batch), 12)
+
+    assert together == alone
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    legs=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(0, 5), st.integers(0, 6)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_no_change_of_world_or_batch_skips_or_repeats_a_sample(legs):
+    order = SampleOrder(size=53, seed=2)
+    state = None
+    seen = []
+
+    for world_size, global_batch, micro_batch, steps in legs:
+        ranks = [
+            GlobalBatches(order, global_batch, rank, world_size, micro_batch)
+            for rank in range(world_size)
+        ]
+        for batches in ranks:
+            if state is not None:
+                batches.load_state_dict(state)
+        seen += [index for step in take(ranks, steps) for index in step]
+        states = [json.dumps(batches.state_dict()) for batches in ranks]
+        assert len(set(states)) == 1
+        state = json.loads(states[0])
+
+    assert seen == order.indices(0, len(seen))
+    assert state["samples_consumed"] == len(seen)
+
+
+def test_a_step_may_reach_into_the_next_epoch():
+    (batches,) = walk(1, size=10, global_batch=6)
+
+    steps = [batches.next_step() for _ in range(5)]
+
+    assert [(step.first, step.last) for step in steps] == [(n * 6, n * 6 + 6) for n in range(5)]
+    drawn = [index for step in steps for index in step.consumed]
+    assert [sorted(drawn[n : n + 10]) for n in (0, 10, 20)] == [list(range(10))] * 3
+
+
+def test_a_walk_can_begin_anywhere():
+    assert take(walk(3, consumed=240), 2) == take(walk(5), 12)[10:]
+
+
+def test_the_state_is_one_number_and_what_makes_it_meaningful():
+    (batches,) = walk(1)
+    batches.next_step()
+
+    assert batches.state_dict() == {
+        "samples_consumed": 24,
+        "seed": 7,
+        "size": 101,
+        "global_batch": 24,
+    }
+
+
+@pytest.mark.parametrize(("changed", "found"), [({"seed": 8}, "seed 7.* 8"), ({"size": 99}, "99")])
+def test_a_state_of_another_order_is_refused(changed, found):
+    (saved,) = walk(1)
+    saved.next_step()
+    (other,) = walk(1, **changed)
+
+    with pytest.raises(CheckpointError, match=found):
+        other.load_state_dict(saved.state_dict())
+
+    assert other.consumed == 0
+
+
+@pytest.mark.parametrize("consumed", [None, -1, "24", 24.0, True])
+def test_a_state_without_a_count_of_samples_is_refused(consumed):
+    (batches,) = walk(1)
+    state = batches.state_dict() | {"samples_consumed": consumed}
+
+    with pytest.raises(CheckpointError, match="samples_consumed"):
+        batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: shares(0, 4), "0 samples"),
+        (lambda: shares(4, 0), "0 ranks"),
+        (lambda: rank_positions(0, 4, 4, 4), "rank 4"),
+        (lambda: rank_positions(0, 4, -1, 4), "rank -1"),
+        (lambda: plan_micro_batches(4, 2, -1), "-1"),
+    ],
+)
+def test_impossible_numbers_are_refused(call, found):
+    with pytest.raises(ValueError, match=found):
+        call()

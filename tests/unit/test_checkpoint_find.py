@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+
+import pytest
+from tests.support import checkpoints as support
+
+from hpctrain.checkpoint import commit, find, verify
+from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.errors import NoCheckpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    return support.new_run(tmp_path)
+
+
+@pytest.fixture
+def attempt(run):
+    return support.next_attempt(run)
+
+
+def cut_shard(path):
+    os.truncate(path / "__0_0.distcp", 1048)
+
+
+def remove_shard(path):
+    (path / "__1_0.distcp").unlink()
+
+
+def remove_manifest(path):
+    (path / MANIFEST_NAME).unlink()
+
+
+def cut_manifest(path):
+    os.truncate(path / MANIFEST_NAME, 300)
+
+
+def flip_in_manifest(path):
+    support.flip_bit(path / MANIFEST_NAME, 8 * 30)
+
+
+def put_directory_in_shards_place(path):
+    (path / ".metadata").unlink()
+    (path / ".metadata").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("tear", "said"),
+    [
+        (cut_shard, "shard __0_0.distcp is 1,048 bytes, manifest says 4,096"),
+        (remove_shard, "shard __1_0.distcp is missing"),
+        (remove_manifest, "manifest is missing"),
+        (cut_manifest, "manifest is cut: it ends after 300 bytes, in line"),
+        (flip_in_manifest, "manifest"),
+        (put_directory_in_shards_place, "shard .metadata is missing"),
+    ],
+)
+def test_a_torn_checkpoint_is_never_chosen_and_the_reason_is_told(run, attempt, tear, said):
+    _, newest = support.save(run, attempt, 1000, 2000)
+    tear(newest)
+
+    choice = find.choose(run)
+
+    assert choice.found.step == 1000
+    assert choice.found.problem is None
+    (skipped,) = choice.skipped
+    assert (skipped.step, skipped.name) == (2000, "step-0000002000")
+    assert skipped.reason.startswith(said)
+    assert "\n" not in skipped.reason
+
+
+def test_one_flipped_bit_is_found_by_reading_and_then_the_older_one_is_taken(run, attempt):
+    _, newest = support.save(run, attempt, 1000, 2000)
+    support.flip_bit(newest / "__1_0.distcp", 12_345)
+
+    found = find.choose(run).found
+    (problem,) = verify.verify(found)
+    verify.set_aside(run, found, problem, attempt)
+
+    assert problem.startswith("__1_0.distcp: digest xxh3_64:")
+    assert problem.endswith("(damaged bytes)")
+    assert support.chosen(run) == 1000
+    (aside,) = find.set_aside(run)
+    assert (aside.step, aside.reason) == (2000, problem)
+
+
+def test_what_was_staged_and_never_committed_is_reported_and_left_alone(run, attempt):
+    support.save(run, attempt, 1000)
+    staged, _ = support.stage(run, attempt, 2000)
+
+    choice = find.choose(run)
+
+    assert choice.found.step == 1000
+    assert [(s.step, s.name, s.reason) for s in choice.skipped] == [
+        (2000, "step-0000002000.staged-0001", "staged by attempt 1, never committed")
+    ]
+    assert staged.is_dir()
+
+
+def test_a_staged_directory_with_a_whole_manifest_is_still_not_a_checkpoint(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    path.rename(path.with_name("step-0000001000.staged-0001"))
+
+    assert find.choose(run).found is None
+
+
+def test_what_is_older_than_the_one_taken_was_not_skipped(run, attempt):
+    oldest, _ = support.save(run, attempt, 1000, 3000)
+    remove_manifest(oldest)
+    support.stage(run, attempt, 2000)
+
+    choice = find.choose(run)
+
+    assert choice.found.step == 3000
+    assert choice.skipped == []
+
+
+def test_several_damaged_files_are_one_line(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    cut_shard(path)
+    remove_shard(path)
+
+    (found,) = find.candidates(run)
+
+    assert found.problem == (
+        "shard __0_0.distcp is 1,048 bytes, manifest says 4,096 (and 1 more)"
+    )
+
+
+def test_a_checkpoint_under_another_steps_name_is_not_loaded_as_that_step(run, attempt):
+    older, newer = support.save(run, attempt, 1000, 2000)
+    shutil.rmtree(newer)
+    shutil.copytree(older, newer)
+
+    choice = find.choose(run)
+
+    assert choice.found.step == 1000
+    assert choice.skipped[0].reason == "manifest is of step 1000, not 2000"
+
+
+def test_neither_age_nor_a_latest_file_nor_a_foreign_name_decides(run, attempt):
+    older, newer = support.save(run, attempt, 1000, 2000)
+    os.utime(newer, (1, 1))
+    os.utime(newer / MANIFEST_NAME, (1, 1))
+    (run.checkpoints / "latest").write_text("step-0000001000\n")
+    shutil.copytree(newer, run.checkpoints / "step-0000009000.bak")
+    shutil.copytree(newer, run.checkpoints / "step-9000")
+    (run.checkpoints / "step-0000009999").write_text("a file")
+
+    choice = find.choose(run)
+
+    assert choice.found.step == 2000
+    assert [(s.step, s.reason) for s in choice.skipped] == [(9999, "manifest is missing")]
+    assert older.is_dir()
+
+
+def test_a_run_without_checkpoints_has_none_and_that_is_no_error(run):
+    assert find.candidates(run) == []
+    assert find.choose(run) == find.Choice(None, [])
+
+
+def test_when_all_are_torn_none_is_taken_and_all_are_told(run, attempt):
+    for path in support.save(run, attempt, 1000, 2000):
+        remove_manifest(path)
+
+    choice = find.choose(run)
+
+    assert choice.found is None
+    assert [s.step for s in choice.skipped] == [2000, 1000]
+
+
+def test_candidates_are_newest_first_by_step_not_by_order_of_saving(run, attempt):
+    support.save(run, attempt, 2000, 10_000, 1000)
+
+    assert [found.step for found in find.candidates(run)] == [10_000, 2000, 1000]
+
+
+def test_an_asked_for_step_is_taken_although_newer_ones_are_there(run, attempt):
+    support.save(run, attempt, 1000, 2000)
+
+    assert find.choose(run, at_step=1000).found.step == 1000
+
+
+def test_an_asked_for_step_that_is_not_there_names_what_is(run, attempt):
+    _, torn, _ = support.save(run, attempt, 1000, 2000, 3000)
+    remove_shard(torn)
+
+    with pytest.raises(NoCheckpoint) as missing:
+        find.choose(run, at_step=1500)
+    with pytest.raises(NoCheckpoint) as damaged:
+        find.choose(run, at_step=2000)
+
+    assert str(missing.value) == (
+        "checkpoint of step 1500 of gpt-a is not there; whole ones: 3000, 1000"
+    )
+    assert str(damaged.value) == (
+        "checkpoint of step 2000 of gpt-a is torn: shard __1_0.distcp is missing; "
+        "whole ones: 3000, 1000"
+    )
+
+
+def test_an_asked_for_step_of_a_run_without_any_says_so(run):
+    with pytest.raises(NoCheckpoint, match="there is no whole one"):
+        find.choose(run, at_step=1000)
+
+
+def test_a_set_aside_one_without_its_note_is_listed_all_the_same(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    commit.rename_away(path, 1000, find.names.set_aside_name)
+
+    (aside,) = find.set_aside(run)
+
+    assert (aside.step, aside.reason) == (1000, "no reason was left")
+
+
+def test_what_is_found_can_be_sent_to_other_ranks(run, attempt):
+    support.save(run, attempt, 1000)
+    choice = find.choose(run)
+
+    assert pickle.loads(pickle.dumps(choice)) == choice  # noqa: S301 - our own bytes
+
+
+def test_a_link_to_another_disk_is_followed(run, attempt, tmp_path):
+    (path,) = support.save(run, attempt, 1000)
+    shutil.move(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+
+    assert support.chosen(run) == 1000

@@ -1,0 +1,185 @@
+"""Settings come from layers: later ones win, each value keeps its origin, nothing unknown passes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.settings import merge
+from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.toml_lines import read_toml
+
+
+def layer(values, name="hpctrain.toml"):
+    return merge.Layer(name, values, lambda section, key: f"{name}:{section}.{key}")
+
+
+def source(tmp_path, text, top=("cluster", "site")):
+    path = tmp_path / "hpctrain.toml"
+    path.write_text(text)
+    return merge.from_toml(read_toml(path, shown="hpctrain.toml"), name="hpctrain.toml", top=top)
+
+
+def test_later_layers_win_and_every_value_has_an_origin():
+    site = layer({"slurm": {"nodes": "8", "partition": "gpu"}}, "site x")
+    flags = merge.flag_layer({"slurm.nodes": ("--nodes", "2-4"), "slurm.qos": ("--qos", None)})
+
+    settings, origins = merge.resolve([site, flags])
+
+    assert settings.slurm.nodes == "2-4"
+    assert settings.slurm.partition == "gpu"
+    assert origins["slurm.nodes"] == "flag --nodes"
+    assert origins["slurm.partition"] == "site x:slurm.partition"
+    assert origins["slurm.qos"] == "default"
+    paths = {f"{name}.{f.name}" for name, cls in sections().items() for f in fields(cls)}
+    assert set(origins) == paths
+
+
+def test_layers_lie_on_an_older_runs_settings_without_changing_them():
+    base, base_origins = merge.resolve([layer({"train": {"steps": 7}})])
+
+    settings, origins = merge.resolve(
+        [merge.flag_layer({"slurm.nodes": ("--nodes", "3")})], base=base, origins=base_origins
+    )
+
+    assert (settings.train.steps, settings.slurm.nodes) == (7, "3")
+    assert origins["train.steps"] == "hpctrain.toml:train.steps"
+    assert base.slurm.nodes == "1"
+    assert base_origins["slurm.nodes"] == "default"
+
+
+def test_lists_of_two_settings_are_not_shared():
+    assert Settings().slurm.extra is not Settings().slurm.extra
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[slurm]\nnodes = 4\n\npartiton = 'x'\n",
+            "hpctrain.toml:4: slurm.partiton is not a setting; did you mean slurm.partition?",
+        ),
+        (
+            "[slurm]\nlr = 1\n",
+            "hpctrain.toml:2: slurm.lr is not a setting; did you mean train.lr?",
+        ),
+        ("\n[slrum]\nnodes = 4\n", "hpctrain.toml:2: slrum is not a section; did you mean slurm?"),
+        (
+            "[budget]\nzzzzzz = 4\n",
+            "hpctrain.toml:2: budget.zzzzzz is not a setting; "
+            "[budget] has preemptions, time_limits, nodes, crashes, no_progress",
+        ),
+        ("steps = 4\n", "hpctrain.toml:1: steps stands outside its table; put it under [train]"),
+        ("sites = 'x'\n", "hpctrain.toml:1: sites is not a section; did you mean site?"),
+        ("[[slurm]]\nnodes=1", "hpctrain.toml:1: slurm must be one table, begun by [slurm]"),
+        ("site = 4\n", "hpctrain.toml:1: site is 4; it takes text in quotes"),
+        ("env = 4\n", "hpctrain.toml:1: env must be a table of NAME = value"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(tmp_path, text, message):
+    with pytest.raises(UsageError) as caught:
+        merge.resolve([source(tmp_path, text).layer])
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[train]\nlr = "fast"', 'hpctrain.toml:2: train.lr is "fast"; it takes a number'),
+        ("[train]\nlr = nan", "hpctrain.toml:2: train.lr is nan; it takes a number"),
+        ("[train]\nsteps = 1.5", "hpctrain.toml:2: train.steps is 1.5; it takes a whole number"),
+        ("[train]\nsteps = true", "hpctrain.toml:2: train.steps is true; it takes a whole number"),
+        ("[train]\naudit = 1", "hpctrain.toml:2: train.audit is 1; it takes true or false"),
+        ("[slurm]\nextra = 'x'", 'hpctrain.toml:2: slurm.extra is "x"; it takes a list of texts'),
+        ("[slurm]\nextra = [1]", "hpctrain.toml:2: slurm.extra is [1]; it takes a list of texts"),
+        ("[slurm]\nnodes = 1.5", "hpctrain.toml:2: slurm.nodes is 1.5; it takes text"),
+        (
+            "[engine]\nkind = 'zero'",
+            'hpctrain.toml:2: engine.kind is "zero"; it takes one of ddp, fsdp2',
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(UsageError) as caught:
+        merge.resolve([source(tmp_path, text).layer])
+
+    assert str(caught.value) == message
+
+
+def test_toml_spellings_that_people_write_are_understood(tmp_path):
+    text = "[slurm]\nnodes = 4\ntime = 01:30:00\nmem = 0\n[train]\nlr = 1\n"
+
+    settings, _ = merge.resolve([source(tmp_path, text).layer])
+
+    assert (settings.slurm.nodes, settings.slurm.time, settings.slurm.mem) == ("4", "01:30:00", "0")
+    assert settings.train.lr == 1.0
+    assert isinstance(settings.train.lr, float)
+
+
+def test_env_and_top_keys_are_taken_apart_from_settings(tmp_path):
+    taken = source(tmp_path, 'site = "x"\n[env]\nA = 1\n[slurm]\nnodes = 2\n')
+
+    assert taken.top == {"site": "x"}
+    assert taken.env == {"A": 1}
+    assert taken.layer.values == {"slurm": {"nodes": 2}}
+    assert taken.layer.where("env", "A") == "hpctrain.toml:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train.steps=500", 500),
+        ("train.lr=3e-4", 3e-4),
+        ("train.lr=1", 1.0),
+        ("train.audit=true", True),
+        ("train.audit=False", False),
+        ("slurm.nodes=2-4", "2-4"),
+        ("slurm.nodes=4", "4"),
+        ("slurm.time=01:00:00", "01:00:00"),
+        ("slurm.mem=1_000", "1_000"),
+        ('slurm.partition="gpu"', "gpu"),
+        ("slurm.partition=", ""),
+        ("slurm.extra=--x=1", ["--x=1"]),
+        ("slurm.extra=['--x=1', '--y']", ["--x=1", "--y"]),
+        ("train.data=/a=b", "/a=b"),
+    ],
+)
+def test_set_is_read_by_the_type_of_its_setting(text, expected):
+    _, _, value = merge.parse_set(text)
+
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("train.steps", r"not of the form section.key=value"),
+        ("steps=4", r"not of the form section.key=value"),
+        ("train.=4", r"not of the form section.key=value"),
+        ("train.stps=4", r"train.stps is not a setting; did you mean train.steps\?"),
+        ("trian.steps=4", r"trian is not a section; did you mean train\?"),
+        ("train.steps=4.5", r"train.steps is 4.5; it takes a whole number"),
+        ("train.steps=many", r'train.steps is "many"; it takes a whole number'),
+        ("train.audit=1", r'train.audit is "1"; it takes true or false'),
+        ("engine.kind=zero", r"it takes one of ddp, fsdp2"),
+    ],
+)
+def test_a_wrong_set_is_refused_as_it_was_typed(text, match):
+    with pytest.raises(UsageError, match=match) as caught:
+        merge.parse_set(text)
+
+    assert str(caught.value).startswith(f"--set {text}: ")
+
+
+def test_sets_of_a_list_add_up_and_other_repeats_are_refused():
+    flags = merge.flag_layer({}, ["slurm.extra=--a", "slurm.extra=--b"])
+    assert flags.values["slurm"]["extra"] == ["--a", "--b"]
+
+    with pytest.raises(UsageError, match=r"slurm.nodes is given twice: flag --nodes and --set"):
+        merge.flag_layer({"slurm.nodes": ("--nodes", "4")}, ["slurm.nodes=2"])
+    with pytest.raises(UsageError, match=r"train.lr is given twice"):
+        merge.flag_layer({}, ["train.lr=1", "train.lr=2"])

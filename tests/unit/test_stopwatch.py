@@ -1,0 +1,113 @@
+"""The agent's stop watch, with time and the scheduler's answers as inputs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from hpctrain.agent.signals import Arrival
+from hpctrain.agent.stopwatch import LEAVE_S, StopWatch
+from hpctrain.errors import ClusterUnreachable
+from hpctrain.records import JobContext, JobFacts, StopCause
+
+
+class Hands:
+    """A clock that the test turns."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def time(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Hands()
+
+
+def watch(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
+    context = JobContext("7", 0, 0, ["n1"], "n1", 1, "t", end_time, kill_wait_s)
+
+    def ask():
+        if isinstance(facts, Exception):
+            raise facts
+        return facts
+
+    return StopWatch(context, arrivals=lambda: arrivals, ask=ask, clock=clock, stop_margin_s=10.0)
+
+
+def test_without_a_signal_the_scheduler_is_never_asked(clock):
+    looked = watch(clock, arrivals=[], facts=AssertionError("asked")).look()
+
+    assert not looked.kill
+
+
+def test_a_cancelled_job_is_given_up_at_once(clock):
+    stop = watch(
+        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=0)
+    )
+
+    looked = stop.look()
+
+    assert (looked.kill, looked.why) == (True, "cancelled")
+
+
+def test_ranks_may_save_until_shortly_before_killwait_ends(clock):
+    stop = watch(
+        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=1)
+    )
+
+    clock.now = 1000.0 + 30.0 - LEAVE_S - 0.1
+    early = stop.look().kill
+    clock.now = 1000.0 + 30.0 - LEAVE_S + 0.1
+    late = stop.look().kill
+
+    assert (early, late) == (False, True)
+
+
+def test_in_the_grace_time_the_moved_end_counts_not_killwait(clock):
+    facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
+    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
+
+    clock.now = 1050.0
+    inside = stop.look().kill
+    clock.now = 1096.0
+    after = stop.look().kill
+
+    assert (inside, after) == (False, True)
+
+
+def test_a_silent_scheduler_leaves_killwait_as_the_deadline(clock):
+    stop = watch(
+        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=ClusterUnreachable("silent")
+    )
+
+    clock.now = 1028.0
+
+    assert stop.look().kill
+
+
+def test_a_warning_alone_is_no_term_and_kills_nobody(clock):
+    facts = JobFacts("RUNNING", restarts=0, end_time=2000.0)
+    stop = watch(clock, arrivals=[Arrival(signal.SIGUSR2, 1000.0)], facts=facts, end_time=2000.0)
+
+    clock.now = 1100.0
+    looked = stop.look()
+
+    assert (looked.kill, stop.cause) == (False, StopCause.WARNING)
+
+
+def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
+    stop = watch(clock, arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
+
+    clock.now = 1094.9
+    early = stop.look().kill
+    clock.now = 1095.1
+    late = stop.look().kill
+
+    assert (early, late) == (False, True)
