@@ -1,14 +1,15 @@
 # shellcheck shell=bash
-# The part of a batch script that hpctrain needs: `hpctrain submit` puts it into its scripts word for word,
-# and a hand-written script ends by sourcing it (see train.sbatch). It expects
+# The part of a batch script that hpctrain needs. `hpctrain submit` puts it into its scripts word
+# for word, and a hand-written script ends by sourcing it (see train.sbatch). It expects
 #   HPCTRAIN_RUN_DIR     the run's directory, the same path on every node
 #   HPCTRAIN_PYTHON      the interpreter in which hpctrain is installed
 #   hpctrain_srun_args   optional array of more srun options
 #   hpctrain_setup       optional function, run on the first node before srun
 # and it ends the script with the run's exit code.
 
-# SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after KillWait). An
-# untrapped SIGTERM would end this script here, and nobody would be left to requeue the job.
+# SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after
+# KillWait). An untrapped SIGTERM would end this script here, and nobody would be left to requeue
+# the job.
 trap '' USR1 USR2 HUP
 hpctrain_term=0
 trap 'hpctrain_term=1' TERM
@@ -32,17 +33,18 @@ eval "$hpctrain_exports"
 
 hpctrain_rc=143
 if [ "$hpctrain_term" = 0 ]; then
-  # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are its own
-  # affair. In SLURM's file names %% is a percent sign.
+  # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
+  # its own affair. In SLURM's file names %% is a percent sign.
   hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
-  # shellcheck disable=SC2016,SC2154 # $HPCTRAIN_PYTHON is expanded on the task's own node; the array is optional
+  # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
     --output="${hpctrain_output//%/%%}-%t.out" "${hpctrain_srun_args[@]}" \
     bash -c 'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -u -m hpctrain.slurm.task "$1"' \
     hpctrain "$HPCTRAIN_RUN_DIR${HPCTRAIN_TOKEN:+/jobs/$HPCTRAIN_TOKEN}" &
   hpctrain_srun=$!
-  # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its exit code.
+  # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
+  # exit code.
   while kill -0 "$hpctrain_srun" 2>/dev/null; do wait "$hpctrain_srun"; done
   wait "$hpctrain_srun"
   hpctrain_rc=$?

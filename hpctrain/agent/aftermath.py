@@ -1,8 +1,9 @@
-"""Why did the attempt end, and what follows? Asked of the scheduler, decided once, written down first.
+"""Why did the attempt end, and what follows? Asked of the scheduler, decided once, written down
+first.
 
-Runs in node 0's agent only. The decision is written into the ledger before it is carried out, because
-carrying it out (`scontrol requeue`) is what gets this process killed; where it could not be carried out the
-batch side reads it there and does it (`agent/batch_side.py`).
+Runs in node 0's agent only. The decision is written into the ledger before it is carried out,
+because carrying it out (`scontrol requeue`) is what gets this process killed; where it could not be
+carried out the batch side reads it there and does it (`agent/batch_side.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class Aftermath:
         )
         if may:
             self._record_failure(attempt, failure)
-            self._record_end(attempt, reason, Next.RESTART, None, failure.summary if failure else "")
+            self._record_end(
+                attempt, reason, Next.RESTART, None, failure.summary if failure else ""
+            )
         return may
 
     def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
@@ -143,8 +146,9 @@ class Aftermath:
         if left.get("outcome") == "stopped":
             return "stopped"
         if end.ending == "left":
-            # A script that knows nothing of hpctrain and left after a signal may have saved and gone, in
-            # which case it must come back; one that was really done ends at once in its next attempt.
+            # A script that knows nothing of hpctrain and left after a signal may have saved and
+            # gone, in which case it must come back; one that was really done ends at once in its
+            # next attempt.
             return "done" if watch.cause is None else "stopped"
         if end.ending == "killed" or watch.cause is not None:
             return "killed"
@@ -198,9 +202,7 @@ class Aftermath:
         try:
             self._control.requeue()
         except ClusterError as error:
-            ledger.append(
-                self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error)
-            )
+            ledger.append(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
             return
         ledger.append(self._run, "requeued", attempt=attempt, by="agent")
 
@@ -246,7 +248,8 @@ def last_step(events: list[ledger.Event], attempt: int) -> int | None:
     steps = [
         int(e.data["last"] if e.kind == "steps" else e.data["step"])
         for e in events
-        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
+        if e.attempt == attempt
+        and e.kind in {"steps", "saved", "restored", "stopped", "done"}
         and e.data.get("last" if e.kind == "steps" else "step") is not None
     ]
     return max(steps, default=None)

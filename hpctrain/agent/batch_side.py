@@ -1,8 +1,9 @@
-"""The second line of defence: runs beside the agents, on the batch side, after all of them are gone.
+"""The second line of defence: runs beside the agents, on the batch side, after all of them are
+gone.
 
-It acts where node 0's agent could not: the agents were killed, or SLURM's commands are not in the container
-that they run in. Standard library only, so that it starts within KillWait; safe to run when there is nothing
-left to do.
+It acts where node 0's agent could not: the agents were killed, or SLURM's commands are not in the
+container that they run in. Standard library only, so that it starts within KillWait; safe to run
+when there is nothing left to do.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _conclude_unfinished(
     """The agents left no word: they were killed, or never came so far."""
     facts = _facts(control)
     if facts is None or is_requeued(facts, start[1]):
-        return exit_code  # nobody to ask, or coming back anyway: the next attempt writes the end down
+        return (
+            exit_code  # nobody to ask, or coming back anyway: the next attempt writes the end down
+        )
     if is_cancelled(facts, start[1]):
         if attempt is not None:
             _end(run, attempt, EndReason.CANCELLED, Next.STOP, exit_code)
@@ -107,9 +110,7 @@ def _after_failed_start(run: RunDir, start: tuple[str, int], exit_code: int) -> 
     return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
 
 
-def _decide_for_agent(
-    run: RunDir, control: JobControl, ended: ledger.Event, restarts: int
-) -> Next:
+def _decide_for_agent(run: RunDir, control: JobControl, ended: ledger.Event, restarts: int) -> Next:
     facts = _facts(control)
     reason = EndReason(str(ended.data["reason"]))
     if facts is None:
@@ -173,9 +174,7 @@ def _newest_attempt(events: Sequence[ledger.Event], job_id: str, restarts: int) 
     return max(numbers, default=None)
 
 
-def _event(
-    events: Sequence[ledger.Event], kind: str, attempt: int | None
-) -> ledger.Event | None:
+def _event(events: Sequence[ledger.Event], kind: str, attempt: int | None) -> ledger.Event | None:
     """The newest event of that kind of an attempt."""
     for event in reversed(events):
         if event.kind == kind and attempt is not None and event.attempt == attempt:

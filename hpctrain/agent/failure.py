@@ -47,8 +47,8 @@ def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list
 def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
     """The failure that caused the rest: the earliest one that is not an echo of another's death.
 
-    A rank killed by a signal leaves no time of its own (only when the agent noticed), so it goes before
-    every echo, whatever their clocks say.
+    A rank killed by a signal leaves no time of its own (only when the agent noticed), so it goes
+    before every echo, whatever their clocks say.
     """
     ordered = sorted(reports, key=lambda report: (is_echo(report), report.time, report.rank))
     if not ordered:

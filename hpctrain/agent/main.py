@@ -33,8 +33,8 @@ PRELOAD = (
 def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     """Run one node's agent until the job's part of the run is over.
 
-    Called once on every node of the allocation. Returns the exit code of the task: 0 on every node but the
-    first, whose code tells how the run stands (`errors.EXIT_CODES`).
+    Called once on every node of the allocation. Returns the exit code of the task: 0 on every node
+    but the first, whose code tells how the run stands (`errors.EXIT_CODES`).
     """
     signals.install()
     spec = load_spec(run.spec)
@@ -50,14 +50,21 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             return 0
     _export(run, spec, context)
     _preload()
-    return _run_rounds(run, spec, context, aftermath, started)
+    try:
+        return _run_rounds(run, spec, context, aftermath, started)
+    finally:
+        # Python gives handled signals back their default action as it exits, and the requeue's
+        # SIGTERM storm is under way: without this the agent would count as killed.
+        signals.ignore_all()
 
 
 def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
     """The environment of the ranks: what the user has set in the job's environment wins over the spec."""
     for name, value in spec.env.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; more fight for the node's cores
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # as torchrun does; more fight for the node's cores
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
     os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
     os.environ["HPCTRAIN_JOB_ID"] = context.job_id
@@ -66,7 +73,9 @@ def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
     if context.end_time is not None:
         os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # no stale rank assignments in a second round
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
+        "1"  # no stale rank assignments in a second round
+    )
 
 
 def _preload() -> None:

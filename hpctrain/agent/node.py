@@ -1,8 +1,10 @@
-"""The agent of one node, on torch's elastic agent: starts the ranks, and ends a round as all nodes agree.
+"""The agent of one node, on torch's elastic agent: starts the ranks, and ends a round as all nodes
+agree.
 
-A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates: it takes
-the attempt's number, gathers what the nodes report, and publishes one verdict that all agents follow, since
-agents that each decided for themselves would wait for each other in the next rendezvous for ever.
+A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates:
+it takes the attempt's number, gathers what the nodes report, and publishes one verdict that all
+agents follow, since agents that each decided for themselves would wait for each other in the next
+rendezvous for ever.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class RoundHooks:
     """What node 0's agent does around a round; None on the other nodes.
 
     Attributes:
-        begin: Takes the attempt's number; called before the ranks start, with host names and world size.
+        begin: Takes the attempt's number; called before the ranks start, with host names and world
+        size.
         watch: The stop watch.
         may_restart: Whether the ranks may start again here after this failure.
     """
@@ -93,7 +96,9 @@ class NoRedirect(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """No redirection; torch's own error files beside ours."""
         empty = dict.fromkeys(envs, "")
-        errors = {rank: str(self._dir / f"torch-error-{env['RANK']}.json") for rank, env in envs.items()}
+        errors = {
+            rank: str(self._dir / f"torch-error-{env['RANK']}.json") for rank, env in envs.items()
+        }
         for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
         return LogsDest(dict(empty), dict(empty), {}, {}, errors)
@@ -134,7 +139,8 @@ class NodeAgent(LocalElasticAgent):
         self._round = 0
         self._remaining_restarts = MANY
 
-    # ---- torch's hooks ------------------------------------------------------------------------------
+    # ---- torch's hooks
+    # ------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         del role
@@ -174,7 +180,8 @@ class NodeAgent(LocalElasticAgent):
     def _record_worker_events(self, result: RunResult) -> None:
         """The run's ledger records what happened; torch's own event handlers are not used."""
 
-    # ---- one round ----------------------------------------------------------------------------------
+    # ---- one round
+    # ----------------------------------------------------------------------------------
 
     def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
         key = f"attempt/{self._round}"

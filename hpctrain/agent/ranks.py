@@ -1,4 +1,5 @@
-"""What a rank does from its first instruction to its last: signals, output, the program, its failure.
+"""What a rank does from its first instruction to its last: signals, output, the program, its
+failure.
 
 A rank is forked from an agent that has imported torch once (`docs/decisions.md`), or spawned where
 `run.start_method` says so. CUDA must not have been initialised in the agent.
@@ -108,7 +109,7 @@ def _redirect_output(path: Path) -> None:
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     frames = _own_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - into the rank's log, where people look first
+    print(text, file=sys.stderr, flush=True)
     summary = traceback.format_exception_only(error)[-1].strip()
     code = error.code if isinstance(error, SystemExit) else 1
     report = FailureReport(

@@ -1,8 +1,10 @@
-"""Signals that an agent has received. Standard library only: it stands before the first heavy import.
+"""Signals that an agent has received. Standard library only: it stands before the first heavy
+import.
 
-SLURM's step signals reach every process of the step, and the default action of SIGUSR2 and SIGTERM kills
-(submitit#1760, pytorch#154849). So the batch body starts the task with both ignored, and `install` turns
-that into "note it" within the first milliseconds of Python. A handler only notes; the agent's loop acts.
+SLURM's step signals reach every process of the step, and the default action of SIGUSR2 and SIGTERM
+kills (submitit#1760, pytorch#154849). So the batch body starts the task with both ignored, and
+`install` turns that into "note it" within the first milliseconds of Python. A handler only notes;
+the agent's loop acts.
 """
 
 from __future__ import annotations
@@ -50,9 +52,8 @@ def arrivals() -> tuple[Arrival, ...]:
 def ignore_all() -> None:
     """Ignore every stop signal, in this process and in all that it starts.
 
-    A rank begins like this: a script that knows nothing of hpctrain lives through SLURM's storm, and so
-    do its DataLoader workers; one that installs its own handlers gets the signals.
+    A rank begins like this: a script that knows nothing of hpctrain lives through SLURM's storm,
+    and so do its DataLoader workers; one that installs its own handlers gets the signals.
     """
-    _arrivals.clear()
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """How long may a stop take, and what does the scheduler say of it? One for each agent.
 
-Ranks stop by themselves (`runtime/stop.py`); this watches that they are gone before the scheduler kills
-the job, so that there is time left to requeue. A rank stuck in C code or in a collective cannot eat the
-whole grace time.
+Ranks stop by themselves (`runtime/stop.py`); this watches that they are gone before the scheduler
+kills the job, so that there is time left to requeue. A rank stuck in C code or in a collective
+cannot eat the whole grace time.
 """
 
 from __future__ import annotations

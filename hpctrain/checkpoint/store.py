@@ -1,8 +1,9 @@
-"""The seam to the storage layer: tensors by name into a staged directory, and back at any world size.
+"""The seam to the storage layer: tensors by name into a staged directory, and back at any world
+size.
 
-The only module of this room that imports torch. Underneath lie torch DCP's own file writer and reader;
-a later layer replaces them here (design section 8). One writer thread: with more, DCP can lose a thread's
-I/O error and still commit (pytorch#191391).
+The only module of this room that imports torch. Underneath lie torch DCP's own file writer and
+reader; a later layer replaces them here (design section 8). One writer thread: with more, DCP can
+lose a thread's I/O error and still commit (pytorch#191391).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def save(
 ) -> Saved:
     """Write and commit one checkpoint. Collective: every rank calls it with its own shards.
 
-    Either it is committed on return, or an error is raised on every rank and nothing is left that could be
-    loaded.
+    Either it is committed on return, or an error is raised on every rank and nothing is left that
+    could be loaded.
 
     Args:
         run: Where.
@@ -130,11 +131,12 @@ def _write(
 
 
 def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
-    """The newest checkpoint whose every byte is as its manifest says. Collective: every rank calls it.
+    """The newest checkpoint whose every byte is as its manifest says. Collective: every rank calls
+    it.
 
-    Rank 0 looks and the choice is broadcast, since ranks can see a shared file system at different moments.
-    Each rank reads its share of the files; on damage all agree, rank 0 sets the checkpoint aside, and the
-    next older one is tried. No state is touched here.
+    Rank 0 looks and the choice is broadcast, since ranks can see a shared file system at different
+    moments. Each rank reads its share of the files; on damage all agree, rank 0 sets the
+    checkpoint aside, and the next older one is tried. No state is touched here.
     """
     damaged: list[dict[str, Any]] = []
     while True:
@@ -145,7 +147,9 @@ def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
             found = choice.found
             skipped = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
         found, skipped = broadcast(world, (found, skipped))
-        skipped = damaged + [s for s in skipped if s["reason"] not in {d["reason"] for d in damaged}]
+        skipped = damaged + [
+            s for s in skipped if s["reason"] not in {d["reason"] for d in damaged}
+        ]
         if found is None or found.manifest is None:
             return Chosen(0, None, None, skipped)
         names = [entry.name for entry in found.manifest.files]
@@ -156,9 +160,7 @@ def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
         damaged.append({"step": found.step, "name": found.path.name, "reason": problems[0]})
         if world.rank == 0:
             verify.set_aside(run, found, problems[0], attempt)
-            ledger.append(
-                run, "checkpoint_set_aside", attempt=attempt.number, **damaged[-1]
-            )
+            ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged[-1])
 
 
 def _go_back(run: RunDir, attempt: Attempt) -> None:
@@ -177,7 +179,8 @@ def _go_back(run: RunDir, attempt: Attempt) -> None:
 
 
 def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None:
-    """Read a chosen checkpoint into these tensors, in place, whatever world size wrote it. Collective.
+    """Read a chosen checkpoint into these tensors, in place, whatever world size wrote it.
+    Collective.
 
     Raises:
         CheckpointError: the checkpoint does not hold what this program asks for.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXIT_DAMAGED = 7
 READERS = 4
 KIB = 1024
+SHOWN = 200
 
 
 @click.group("checkpoints")
@@ -263,4 +264,9 @@ def _human(size: int) -> str:
 def _inline(value: Any) -> str | None:
     import json
 
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[:SHOWN]}... ({len(text):,} characters, --json shows all)"

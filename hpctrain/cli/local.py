@@ -50,7 +50,9 @@ def list_jobs(as_json: bool) -> None:
 
 @command.command()
 @click.argument("run")
-@click.option("--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start.")
+@click.option(
+    "--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start."
+)
 @click.option("--grace", "grace_s", type=float, default=0.0, help="Grace time in seconds.")
 @click.option("--runs", metavar="DIR", help="Folder of all runs.")
 def preempt(run: str, leave: int, grace_s: float, runs: str | None) -> None:

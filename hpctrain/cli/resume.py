@@ -30,7 +30,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--runs", metavar="DIR", help="Folder of all runs [HPCTRAIN_RUNS or ./runs].")
-def command(  # noqa: D417 - the options document themselves
+def command(
     run: str,
     sets: tuple[str, ...],
     from_step: int | None,
@@ -41,8 +41,9 @@ def command(  # noqa: D417 - the options document themselves
 ) -> None:
     """Go on with a run that is not running.
 
-    RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest checkpoint that is
-    whole is taken, at any number of nodes; which ones were looked at and why one was not taken is shown.
+    RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest
+    checkpoint that is whole is taken, at any number of nodes; which ones were looked at and why
+    one was not taken is shown.
     """
     from hpctrain.cli.output import echo_json
     from hpctrain.plan.resume import as_text

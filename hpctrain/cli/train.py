@@ -18,7 +18,7 @@ Examples:
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--config", metavar="FILE", help="Settings file [hpctrain.toml].")
 @click.option("--runs", metavar="DIR", help="Folder of all runs [HPCTRAIN_RUNS or ./runs].")
-def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: str | None) -> None:  # noqa: D417
+def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: str | None) -> None:
     """Train the shipped language model in this terminal.
 
     Ctrl-C saves and leaves; the same command with the same --name goes on from there.

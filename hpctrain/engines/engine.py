@@ -66,8 +66,9 @@ class Engine:
             return model, "plain"
         if settings.kind == "fsdp2":
             return _shard(model, self.optimizer, self.precision, settings, world), "fsdp2"
-        # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so a resumed
-        # first step would add in another order: not bit-equal from 3 ranks on (research runtime.md 1.8).
+        # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
+        # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
+        # runtime.md 1.8).
         devices = [world.device] if world.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
         return wrapped, "ddp"
@@ -112,7 +113,9 @@ def _precision(name: str, device: torch.device) -> torch.dtype:
         fits = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if fits else torch.float32
     if name not in DTYPES:
-        raise UsageError(f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}")
+        raise UsageError(
+            f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}"
+        )
     return DTYPES[name]
 
 
@@ -124,7 +127,9 @@ def _recompute_blocks(model: nn.Module) -> None:
 
     blocks = {id(block) for block in find_blocks(model)}
     apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in blocks
+        model,
+        checkpoint_wrapper_fn=checkpoint_wrapper,
+        check_fn=lambda module: id(module) in blocks,
     )
 
 
@@ -144,7 +149,9 @@ def _shard(
     }
     if precision is not torch.float32:
         # Gradients are added in fp32 unless measured to be safe in less.
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=precision, reduce_dtype=torch.float32
+        )
     for block in find_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -1,7 +1,8 @@
 """The state of a model and its optimizer as full parameter names -> tensors, under any engine.
 
 Names are those of the unwrapped model (``model.blocks.0.attn.wq.weight``,
-``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor). Hyper-parameters stay
+``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor).
+Hyper-parameters stay
 out: the run's settings supply them.
 """
 
@@ -28,10 +29,11 @@ MODEL, OPTIM = "model.", "optim."
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor of the model and the optimizer by its full name, sharing memory with the live ones.
+    """Every tensor of the model and the optimizer by its full name, sharing memory with the live
+    ones.
 
-    Collective under a sharding engine: every rank calls it. The optimizer's state is made if it is not there
-    yet (zeros, step 0).
+    Collective under a sharding engine: every rank calls it. The optimizer's state is made if it is
+    not there yet (zeros, step 0).
     """
     state = {MODEL + name: value for name, value in get_model_state_dict(model).items()}
     if optimizer is not None:
@@ -56,7 +58,7 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """torch makes missing state by a real step and leaves Adam's count at 1 (research runtime.md 1.9)."""
+    """Torch makes missing state by a real step and leaves Adam's count at 1 (research runtime.md 1.9)."""
     fresh = not optimizer.state
     rates = [group["lr"] for group in optimizer.param_groups]
     with _quiet():
@@ -71,7 +73,11 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             elif step is not None:
                 values["step"] = 0
         state.update(
-            {k: torch.zeros_like(torch.as_tensor(v)) for k, v in state.items() if k.endswith(".step")}
+            {
+                k: torch.zeros_like(torch.as_tensor(v))
+                for k, v in state.items()
+                if k.endswith(".step")
+            }
         )
     return state
 

@@ -2,15 +2,16 @@
 
     {"t": 1763700000.123, "kind": "saved", "attempt": 2, "step": 400, ...}
 
-Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened with
-O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic append (each
-client writes where it believes the end to be), so the file is also locked for the moment of the write;
-where locks are not supported, or a dead client's lock is not released in time, the fact is written all
-the same. Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
-fsync'ed: a node that loses its power may take the last seconds of facts with it, never a checkpoint.
+Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened
+with O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic
+append (each client writes where it believes the end to be), so the file is also locked for the
+moment of the write; where locks are not supported, or a dead client's lock is not released in time,
+the fact is written all the same. Closing the file hands it to the server, where the next reader on
+any node sees it. Nothing is fsync'ed: a node that loses its power may take the last seconds of
+facts with it, never a checkpoint.
 
-Readers take the lines that are whole and leave out the rest: a torn last line is data that was never
-written. tests/unit/test_events.py holds the promises.
+Readers take the lines that are whole and leave out the rest: a torn last line is a fact that was
+never written. tests/unit/test_events.py holds the promises.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.rundir.layout import RunDir
 
 LOCK_WAIT_S = 1.0
-"""Longest wait for another writer: a fact that is late for KillWait is worth less than a rare torn line."""
+"""Longest wait for another writer: one that hangs must not keep a fact from being written."""
 _LOCK_POLL_S = 0.01
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO})
 
@@ -43,7 +44,7 @@ class Event:
 
     Attributes:
         t: Seconds since the epoch, by the clock of the node that wrote it.
-        kind: What happened; `Event.data` has the fields of that kind.
+        kind: What happened; `data` has the fields of that kind.
         attempt: Number of the attempt it belongs to; None for facts about the run.
         data: All other fields.
     """
@@ -73,9 +74,8 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
         with _locked(descriptor):
             text = line if _ends_whole(descriptor) else b"\n" + line
             if os.write(descriptor, text) != len(text):
-                raise OSError(
-                    errno.ENOSPC, "event written in part; is the disk full?", str(run.events)
-                )
+                why = "event written in part; is the disk full?"
+                raise OSError(errno.ENOSPC, why, str(run.events))
     finally:
         os.close(descriptor)
 
@@ -93,7 +93,7 @@ class Tail:
         self._offset = 0
 
     def new(self) -> list[Event]:
-        """The facts since the last call; from the start again if the file was replaced by a shorter one."""
+        """The facts since the last call; all of them if a shorter file has replaced the old."""
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -102,21 +102,20 @@ class Tail:
                 content = file.read()
         except FileNotFoundError:
             return []
-        last = content.rfind(b"\n") + 1
-        found = [event for line in content[:last].split(b"\n") if (event := parse(line))]
-        rest = parse(content[last:])
+        end = content.rfind(b"\n") + 1
+        found = [event for line in content[:end].split(b"\n") if (event := parse(line))]
+        rest = parse(content[end:])
         if rest is not None:  # whole but for its newline, which the next writer adds
             found.append(rest)
-            last = len(content)
-        self._offset += last
+            end = len(content)
+        self._offset += end
         return found
 
 
 def parse(line: bytes) -> Event | None:
     """One line as an event; None for what is no whole event."""
-    line = line.strip(
-        b"\0\r\n\t "
-    )  # NFS shows a gap of zeros while another client's bytes are under way
+    # NFS may show zeros where another client's bytes are still under way.
+    line = line.strip(b"\0\r\n\t ")
     if not line.startswith(b"{"):
         return None
     try:
@@ -148,7 +147,7 @@ def _locked(descriptor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # Explicit, because a rank forked meanwhile has a copy of the descriptor and would keep the lock.
+        # A rank forked meanwhile has a copy of the descriptor and would keep the lock for life.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -162,10 +161,9 @@ def _ends_whole(descriptor: int) -> bool:
 def _dumps(fact: dict[str, Any]) -> str:
     try:
         return json.dumps(fact, default=_plain, allow_nan=False)
-    except (
-        ValueError
-    ):  # a loss that is not a number: JSON has no word for it, `float("nan")` reads this one
-        return json.dumps(_finite(json.loads(json.dumps(fact, default=_plain))), allow_nan=False)
+    except ValueError:  # a loss of NaN: JSON has no word for it; float("nan") reads what is written
+        plain = json.loads(json.dumps(fact, default=_plain))
+        return json.dumps(_finite(plain), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Plays SLURM for one local job: starts the nodes, signals, enforces limits, starts again when asked.
+"""Plays SLURM for one local job: starts the nodes, signals, enforces limits, starts again when
+asked.
 
-It keeps to what SLURM was seen to do (shared design `slurm-facts.md`), so that the agents meet the same
-order of events here as there. Run as ``python -m hpctrain.local.controller JOB_ID``.
+It keeps to what SLURM was seen to do (shared design `slurm-facts.md`), so that the agents meet the
+same order of events here as there. Run as ``python -m hpctrain.local.controller JOB_ID``.
 """
 
 from __future__ import annotations

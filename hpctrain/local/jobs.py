@@ -1,7 +1,7 @@
 """A local job's files: its record, and the requests that clients drop. Standard library only.
 
-There is no daemon: each job has a controller process of its own (`controller.py`), which alone writes the
-record; everybody else drops a request file and reads the record.
+There is no daemon: each job has a controller process of its own (`controller.py`), which alone
+writes the record; everybody else drops a request file and reads the record.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def request(job_id: str, operation: str, **fields: Any) -> None:
     if record.state in OVER:
         raise ClusterError(f"local job {job_id} is over ({record.state.lower()})")
     if not is_controlled(record):
-        raise ClusterUnreachable(f"the controller of local job {job_id} (pid {record.controller_pid}) is gone")
+        raise ClusterUnreachable(
+            f"the controller of local job {job_id} (pid {record.controller_pid}) is gone"
+        )
     name = f"request-{time.time_ns()}-{os.getpid()}"
     staged = job_dir(job_id) / f"{name}.new"
     staged.write_text(json.dumps({"operation": operation, **fields}))

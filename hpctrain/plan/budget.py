@@ -1,7 +1,8 @@
 """May the run start once more? One budget per cause, and a stop where nothing moves.
 
-SLURM gives no guard against crash loops (a job that requeues itself ran 11 times unheld, `launch.md`
-section 2A), and one counter for all causes lets preemptions use up the budget meant for crashes.
+SLURM gives no guard against crash loops (a job that requeues itself ran 11 times unheld,
+`launch.md` section 2A), and one counter for all causes lets preemptions use up the budget meant
+for crashes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def allow(
         budget: The run's limits.
     """
     budget = budget or BudgetSettings()
-    ended = Counter(e.data.get("reason") for e in _since_resume(events) if e.kind == "attempt_ended")
+    ended = Counter(
+        e.data.get("reason") for e in _since_resume(events) if e.kind == "attempt_ended"
+    )
     name = _LIMITS.get(reason)
     if name is not None:
         used = 1 + sum(ended[r.value] for r, n in _LIMITS.items() if n == name)
@@ -72,8 +75,9 @@ def allow(
 def attempts_without_progress(events: Sequence[Event]) -> int:
     """How many attempts in a row, counted from the newest, committed no new step.
 
-    Only attempts whose ranks reached the restore count: one that the scheduler took away before that has
-    cost next to nothing, and a script that does not use hpctrain's checkpoints cannot be judged by them.
+    Only attempts whose ranks reached the restore count: one that the scheduler took away before
+    that has cost next to nothing, and a script that does not use hpctrain's checkpoints cannot be
+    judged by them.
     """
     newest_saved = 0
     idle: dict[int, bool] = {}

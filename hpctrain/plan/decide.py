@@ -1,7 +1,9 @@
-"""Why is the job being stopped, and what must follow? Decision table B of the research (`launch.md`).
+"""Why is the job being stopped, and what must follow? Decision table B of the research
+(`launch.md`).
 
-A job that exits 0 inside its grace time is COMPLETED and never comes back; a cancelled job that asks for a
-requeue rises from the dead. Only the scheduler knows which of the two it is, so it is asked.
+A job that exits 0 inside its grace time is COMPLETED and never comes back; a cancelled job that
+asks for a requeue rises from the dead. Only the scheduler knows which of the two it is, so it is
+asked.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from hpctrain.records import JobFacts
 
 Outcome = Literal["done", "stopped", "killed", "crashed", "user_error"]
-"""How the ranks ended: the program returned; saved and left after a stop request; killed because they did
-not leave in time; a rank died; the program raised before it had done a step."""
+"""How the ranks ended: the program returned; saved and left after a stop request; killed because
+they did not leave in time; a rank died; the program raised before it had done a step."""
 
 ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
 
@@ -28,7 +30,8 @@ def decide(
     Args:
         facts: What the scheduler says of our job now; None when it could not be asked.
         own_restarts: The restart count with which this attempt was started.
-        cause: What asked for the stop; None where nothing did (a crash, or a program that returned).
+        cause: What asked for the stop; None where nothing did (a crash, or a program that
+        returned).
         outcome: How the ranks ended.
     """
     if outcome == "done":

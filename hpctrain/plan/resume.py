@@ -84,7 +84,9 @@ def as_text(plan: ResumePlan) -> str:
     """The plan as people read it."""
     lines = [f"run          {plan.run}"]
     for row in plan.looked_at:
-        lines.append(f"checkpoint   {'takes ' if row['taken'] else 'skips '} {row['name']}: {row['why']}")
+        lines.append(
+            f"checkpoint   {'takes ' if row['taken'] else 'skips '} {row['name']}: {row['why']}"
+        )
     if not plan.looked_at:
         lines.append("checkpoint   none yet: starts from the beginning")
     if plan.saved_world_size is not None:

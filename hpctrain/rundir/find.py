@@ -42,8 +42,8 @@ def all_runs(runs: Path | str | None = None) -> list[RunDir]:
 def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
     """The one run that is meant.
 
-    Tried in this order: `-`, a path with a slash in it, a name in the folder of all runs, a job id, the
-    beginning of one name only, a run directory below the working directory.
+    Tried in this order: `-`, a path with a slash in it, a name in the folder of all runs, a job id,
+    the beginning of one name only, a run directory below the working directory.
 
     Args:
         text: What the user typed.
@@ -91,8 +91,8 @@ def _is_run(path: Path) -> bool:
 
 
 def _newest_submission_t(run: RunDir) -> float:
-    """When the run was last submitted; a run that was started without a job counts from its attempts."""
-    # A line's order in the file counts, not the file's age: a copy or a touch makes no run newer.
+    """When the run was last submitted; one started without a job counts from its attempts."""
+    # What the ledger says counts, not the age of the file: a copy or a touch makes no run newer.
     times = [e.t for e in _facts(run, b'"submit') if e.kind.startswith("submit")]
     times = times or [e.t for e in _facts(run, b'"attempt_started"')]
     return max(times, default=0.0)

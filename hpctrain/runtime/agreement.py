@@ -1,8 +1,9 @@
 """All ranks stop at the same step, whoever heard of it first.
 
-Each rank contributes what it knows and a MAX over all ranks decides. While steps are short the exchange runs
-behind them and its result is used some ticks later: every rank reads the same result at the same tick,
-so the decision is the same everywhere, and a 20 ms step pays next to nothing for it.
+Each rank contributes what it knows and a MAX over all ranks decides. While steps are short the
+exchange runs behind them and its result is used some ticks later: every rank reads the same result
+at the same tick, so the decision is the same everywhere, and a 20 ms step pays next to nothing for
+it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ class JobClock:
     Attributes:
         end_time: When the scheduler ends the job, seconds since the epoch; None where nobody knows.
         margin_s: Kept free after the save, for leaving and requeueing.
-        state_bytes: Size of a checkpoint on this rank; a first guess of the save's time comes from it.
+        state_bytes: Size of a checkpoint on this rank; a first guess of the save's time comes from
+        it.
         save_s: Longest save measured in this attempt.
         step_s: Time of a step.
     """
@@ -29,7 +30,9 @@ class JobClock:
 
     def lead_s(self) -> float:
         """Seconds before the end at which to stop: one more step, one save, the margin."""
-        save_s = self.save_s if self.save_s is not None else 1.0 + self.state_bytes / GUESS_BYTES_PER_S
+        save_s = (
+            self.save_s if self.save_s is not None else 1.0 + self.state_bytes / GUESS_BYTES_PER_S
+        )
         return self.margin_s + SAFETY * save_s + 2 * self.step_s
 
     def is_due(self, now: float) -> bool:

@@ -1,9 +1,9 @@
 """Hears stop signals in a rank, whatever its main thread is doing.
 
-The signals are blocked in every thread, and one thread waits for them: so they are heard while the main
-thread is inside a long C call (submitit's handler ran 21 s late there), and no Python code is interrupted.
-A blocked mask is inherited over fork and exec: DataLoader workers, forked or spawned, and a `scontrol`
-child live through SLURM's step-wide storm (submitit#1760, pytorch#154849).
+The signals are blocked in every thread, and one thread waits for them: so they are heard while the
+main thread is inside a long C call (submitit's handler ran 21 s late there), and no Python code is
+interrupted. A blocked mask is inherited over fork and exec: DataLoader workers, forked or spawned,
+and a `scontrol` child live through SLURM's step-wide storm (submitit#1760, pytorch#154849).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Listener:
         """Begin to listen. Call it on the main thread, before threads that could take the signals.
 
         Args:
-            interrupt: Also take the first Ctrl-C as a wish to save and leave; the second interrupts.
+            interrupt: Also take the first Ctrl-C as a wish to save and leave; the second
+            interrupts.
         """
         for signum in HEARD:
             # For threads that are older than the mask: then Python's own handler runs.

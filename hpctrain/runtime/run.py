@@ -1,7 +1,9 @@
-"""The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes by itself.
+"""The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes by
+itself.
 
-Order of a step: exchange wishes, leave if all agreed to, hand the step to the program, count it, save when
-due. Decisions that ranks must share go through `agreement.py`; nothing collective runs in a handler.
+Order of a step: exchange wishes, leave if all agreed to, hand the step to the program, count it,
+save when due. Decisions that ranks must share go through `agreement.py`; nothing collective runs
+in a handler.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from hpctrain.clusters import get_control
 from hpctrain.engines import state as engine_state
 from hpctrain.errors import CheckpointError, Fenced, UsageError
 from hpctrain.ledger import events as ledger
+from hpctrain.rundir.fence import Attempt, take_attempt
+from hpctrain.rundir.layout import RunDir
 from hpctrain.runtime import rng, tracked
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
@@ -37,8 +41,6 @@ from hpctrain.runtime.listener import Listener
 from hpctrain.runtime.marks import StepMarks
 from hpctrain.runtime.watcher import Watcher
 from hpctrain.runtime.world import World, broadcast, join_world
-from hpctrain.rundir.fence import Attempt, take_attempt
-from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
 
@@ -58,7 +60,8 @@ class Stopped(SystemExit):
 
 
 def init(settings: Settings | None = None) -> Run:
-    """Join the run that hpctrain started this process for. Collective: every rank calls it once, early.
+    """Join the run that hpctrain started this process for. Collective: every rank calls it once,
+    early.
 
     Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
     directory: nothing is saved, and a stop signal ends it after the step in hand.
@@ -146,13 +149,15 @@ class Run:
         self._first_step_at: float | None = None
         self._event("phase", name="initialised")
 
-    # ---- what a program calls -----------------------------------------------------------------------
+    # ---- what a program calls
+    # -----------------------------------------------------------------------
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
 
         Returns:
-            The engine: `engine.model` to call, `engine.microbatch`, `engine.backward`, `engine.step`.
+            The engine: `engine.model` to call, `engine.microbatch`, `engine.backward`,
+            `engine.step`.
         """
         from hpctrain.engines.engine import Engine
 
@@ -176,8 +181,10 @@ class Run:
             model: The model, wrapped or not; not needed after `parallelize`.
             optimizer: Its optimizer; not needed after `parallelize`.
             data: The position in the data: anything with state_dict/load_state_dict; a key
-                ``samples_consumed`` in its state lets the ledger prove that each sample was used once.
-            others: Scheduler and the like, by name; state of tensors, numbers, strings, lists, dicts.
+                ``samples_consumed`` in its state lets the ledger prove that each sample was used
+                once.
+            others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
+            dicts.
         """
         self._model = model if model is not None else self._model
         self._optimizer = optimizer if optimizer is not None else self._optimizer
@@ -187,8 +194,8 @@ class Run:
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left of `total`, from the restored one on; saves and leaves by itself.
 
-        Collective: every rank iterates. After a stop request all ranks save the same step and leave by
-        `Stopped` (a SystemExit with code 0), which is raised out of the loop.
+        Collective: every rank iterates. After a stop request all ranks save the same step and
+        leave by `Stopped` (a SystemExit with code 0), which is raised out of the loop.
         """
         self._restore()
         while self.step < total:
@@ -201,9 +208,11 @@ class Run:
         self._finish()
 
     def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop. Collective: call it in validation, warm-up and other long loops.
+        """Whether all ranks agreed to stop. Collective: call it in validation, warm-up and other
+        long loops.
 
-        Every rank calls it equally often. After True, go back to the step loop: it saves and leaves.
+        Every rank calls it equally often. After True, go back to the step loop: it saves and
+        leaves.
         """
         agreed = self._exchange()
         if agreed.cause is not None:
@@ -220,7 +229,8 @@ class Run:
             self._board.log(self.step + 1, {k: float(v) for k, v in values.items()})
 
     def save(self) -> None:
-        """Commit a checkpoint of the current step, unless there is one or no step was done. Collective.
+        """Commit a checkpoint of the current step, unless there is one or no step was done.
+        Collective.
 
         Raises:
             CheckpointError: it was not committed; nothing is lost, the older ones stand.
@@ -244,7 +254,8 @@ class Run:
             keep = self.settings.checkpoint
             store.prune(self.dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
 
-    # ---- the loop's parts ---------------------------------------------------------------------------
+    # ---- the loop's parts
+    # ---------------------------------------------------------------------------
 
     def _exchange(self) -> Wish:
         agreed = self._agreement.tick(self._wish())
@@ -320,7 +331,8 @@ class Run:
         count = self._data.state_dict().get("samples_consumed")
         return None if count is None else int(count)
 
-    # ---- state --------------------------------------------------------------------------------------
+    # ---- state
+    # --------------------------------------------------------------------------------------
 
     def _snapshot(self) -> tuple[dict[str, torch.Tensor], Manifest]:
         tensors: dict[str, torch.Tensor] = {}
@@ -404,7 +416,8 @@ class Run:
             rng.apply(self.world, tensors)
         self.step = self._saved_step = chosen.step
 
-    # ---- small things -------------------------------------------------------------------------------
+    # ---- small things
+    # -------------------------------------------------------------------------------
 
     def _start_watcher(self) -> Watcher | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:

@@ -48,7 +48,9 @@ def empty_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Make a tensor for each one that a JSON form names, to be loaded into."""
     if isinstance(value, dict):
         if TENSOR in value:
-            tensors[value[TENSOR]] = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]))
+            tensors[value[TENSOR]] = torch.empty(
+                value["shape"], dtype=getattr(torch, value["dtype"])
+            )
             return
         for item in value.values():
             empty_tensors(item, tensors)

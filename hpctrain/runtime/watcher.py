@@ -1,6 +1,7 @@
 """Rank 0's side thread: looks for `cancel --save`, and asks the scheduler what a warning means.
 
-A thread, because a silent slurmctld must not hold up training; only rank 0, because the answer must be one.
+A thread, because a silent slurmctld must not hold up training; only rank 0, because the answer
+must be one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Watcher:
     def _is_requested(self) -> bool:
         try:
             request = json.loads(self._request.read_text())
-        except (FileNotFoundError, ValueError):  # not there, or seen while NFS still shows half of it
+        except (
+            FileNotFoundError,
+            ValueError,
+        ):  # not there, or seen while NFS still shows half of it
             return False
         return str(request.get("job_id")) == self._job_id
 

@@ -18,7 +18,8 @@ class World:
     """This rank's place.
 
     Attributes:
-        control: A gloo group for flags and plans, apart from the gradients' group, so that a flag in flight
+        control: A gloo group for flags and plans, apart from the gradients' group, so that a flag
+        in flight
             never changes the order of the program's own collectives. None in a single process.
     """
 

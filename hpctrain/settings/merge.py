@@ -249,7 +249,9 @@ def _unknown(name: str, section: str, top: Sequence[str]) -> str:
     if section:
         keys = [f.name for f in fields(sections()[section])]
         near = elsewhere or [f"{section}.{key}" for key in nearest(name, keys)]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"
+        )
         return f"{section}.{name} is not a setting; {hint}"
     near = nearest(name, [*sections(), ENV_SECTION, *top])
     if elsewhere:

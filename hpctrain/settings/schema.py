@@ -25,7 +25,9 @@ class SlurmSettings:
     nodes: str = setting("1", "nodes: N, or MIN-MAX to take what there is at each (re)start")
     gpus_per_node: int = setting(0, "GPUs per node; 0 for none")
     ranks_per_node: int = setting(0, "ranks per node; 0 means one per GPU, or one without GPUs")
-    time: str = setting("1:00:00", "time limit of one job: [days-]hours:minutes:seconds, or minutes")
+    time: str = setting(
+        "1:00:00", "time limit of one job: [days-]hours:minutes:seconds, or minutes"
+    )
     partition: str = setting("", "partition(s), comma-separated; empty for the cluster's default")
     account: str = setting("", "account to charge")
     qos: str = setting("", "quality of service")
@@ -33,14 +35,20 @@ class SlurmSettings:
     reservation: str = setting("", "reservation")
     exclude: str = setting("", "nodes not to use")
     mem: str = setting("", "memory per node, SLURM's form, e.g. 64G; 0 for all of it")
-    cpus_per_rank: int = setting(0, "CPU cores per rank; 0 leaves it to exclusive nodes or the site")
+    cpus_per_rank: int = setting(
+        0, "CPU cores per rank; 0 leaves it to exclusive nodes or the site"
+    )
     exclusive: str = setting(
-        "auto", "whole nodes: auto means yes where no GPUs are asked for", choices=("auto", "yes", "no")
+        "auto",
+        "whole nodes: auto means yes where no GPUs are asked for",
+        choices=("auto", "yes", "no"),
     )
     signal_lead_s: int = setting(90, "seconds before the time limit at which SLURM warns (SIGUSR2)")
     extra: list[str] = setting([], "more sbatch options, one string each, e.g. --switches=1")
     srun_args: list[str] = setting([], "more srun options, one string each")
-    setup: list[str] = setting([], "shell lines run on the first node before srun (module load ...)")
+    setup: list[str] = setting(
+        [], "shell lines run on the first node before srun (module load ...)"
+    )
     network: str = setting("", "SLURM's --network")
 
 
@@ -49,12 +57,20 @@ class RunSettings:
     """[run]: how the run is kept going."""
 
     start_method: str = setting(
-        "fork", "how ranks start: fork imports torch once per node; spawn is the fallback", choices=("fork", "spawn")
+        "fork",
+        "how ranks start: fork imports torch once per node; spawn is the fallback",
+        choices=("fork", "spawn"),
     )
-    stop_margin_s: float = setting(10.0, "seconds kept free between a finished save and the end of the job")
-    restarts_in_job: int = setting(3, "how often crashed ranks are started again inside one job before it requeues")
+    stop_margin_s: float = setting(
+        10.0, "seconds kept free between a finished save and the end of the job"
+    )
+    restarts_in_job: int = setting(
+        3, "how often crashed ranks are started again inside one job before it requeues"
+    )
     snapshot: str = setting(
-        "auto", "copy the git-tracked files at submit: auto means yes below 64 MB", choices=("auto", "yes", "no")
+        "auto",
+        "copy the git-tracked files at submit: auto means yes below 64 MB",
+        choices=("auto", "yes", "no"),
     )
     log_every_s: float = setting(5.0, "seconds between step marks in the ledger")
 
@@ -75,9 +91,15 @@ class CheckpointSettings:
     """[checkpoint]: when to save and what to keep."""
 
     interval_steps: int = setting(0, "save every N steps; 0 leaves it to interval_s")
-    interval_s: float = setting(600.0, "save when this many seconds have passed since the last save")
-    keep_last: int = setting(3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor")
-    keep_every: int = setting(0, "also keep every checkpoint whose step is a multiple of this; 0 for none")
+    interval_s: float = setting(
+        600.0, "save when this many seconds have passed since the last save"
+    )
+    keep_last: int = setting(
+        3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor"
+    )
+    keep_every: int = setting(
+        0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
+    )
 
 
 @dataclass
@@ -86,11 +108,17 @@ class EngineSettings:
 
     kind: str = setting("ddp", "ddp or fsdp2", choices=("ddp", "fsdp2"))
     precision: str = setting(
-        "auto", "auto is bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp16")
+        "auto",
+        "auto is bf16 on a GPU that has it, else fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
-    activation_checkpointing: bool = setting(False, "recompute each block's activations in the backward pass")
-    reshard_after_forward: bool = setting(True, "fsdp2: free gathered parameters after the forward pass")
+    activation_checkpointing: bool = setting(
+        False, "recompute each block's activations in the backward pass"
+    )
+    reshard_after_forward: bool = setting(
+        True, "fsdp2: free gathered parameters after the forward pass"
+    )
 
 
 @dataclass
@@ -99,9 +127,13 @@ class TrainSettings:
 
     steps: int = setting(200, "optimizer steps")
     global_batch: int = setting(32, "sequences per step over all ranks; fixed at any world size")
-    micro_batch: int = setting(0, "sequences per forward pass of one rank; 0 takes the rank's whole share")
+    micro_batch: int = setting(
+        0, "sequences per forward pass of one rank; 0 takes the rank's whole share"
+    )
     seq_len: int = setting(128, "bytes per sequence")
-    data: str = setting("", "folder of text files; empty for the Python standard library's own source")
+    data: str = setting(
+        "", "folder of text files; empty for the Python standard library's own source"
+    )
     data_glob: str = setting("*.py,*.txt,*.md", "which files of it")
     data_limit_mb: float = setting(8.0, "megabytes of text taken at most; 0 for all")
     layers: int = setting(4, "transformer blocks")

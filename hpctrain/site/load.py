@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,6 @@ from hpctrain.site.paths import site_search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def load_site(name: str, *, search: Sequence[Path] | None = None) -> Site:
         return read_site(Path(name).absolute())
     search = site_search() if search is None else search
     found = find_sites(search)
-    if name not in found or _NAME.fullmatch(name) is None:
+    if name not in found:
         near = nearest(name, found)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(found) or 'none'}"
         folders = ", ".join(str(folder) for folder in search)

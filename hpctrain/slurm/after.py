@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
 EXIT_TRY_LATER = 75
+SUBMISSIONS = frozenset({"submit_intent", "submitted"})
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
     )
     kill_wait_s = float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S)
     control = SlurmControl(
-        start.job_id, restarts=start.restarts, timeout_s=kill_wait_s if term else PATIENCE_S
+        start.job_id,
+        restarts=start.restarts,
+        nodes=start.nodes,
+        timeout_s=kill_wait_s if term else PATIENCE_S,
     )
     return BatchSide(RunDir(Path(root)), start, control).finish()
 
@@ -108,8 +112,8 @@ class BatchSide:
             if event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id:
                 return True
         if attempt is None:
-            submissions = [e.data.get("token") for e in self._events if e.kind == "submitted"]
-            return bool(self._start.token and submissions and submissions[-1] != self._start.token)
+            tokens = [e.data.get("token") for e in self._events if e.kind in SUBMISSIONS]
+            return bool(self._start.token and tokens and tokens[-1] != self._start.token)
         fence = read_fence(self._run)
         return fence is not None and fence.number > attempt
 
@@ -174,19 +178,17 @@ class BatchSide:
 
     def _take_attempt(self) -> int:
         """A number for a start in which no agent came so far, so that it counts and can be seen."""
-        attempt = take_attempt(
-            self._run, job_id=self._start.job_id, restarts=self._start.restarts
-        ).number
+        taken = take_attempt(self._run, job_id=self._start.job_id, restarts=self._start.restarts)
         self._append(
             "attempt_started",
-            attempt,
+            taken.number,
             nodes=self._start.nodes,
             world_size=0,
             ranks_per_node=0,
-            token=self._start.token,
+            token=taken.token,
             by="batch",
         )
-        return attempt
+        return taken.number
 
     def _record_end(
         self, attempt: int, reason: EndReason, following: Next, facts: JobFacts
@@ -229,4 +231,5 @@ class BatchSide:
 
 
 def _is_end_of(event: ledger.Event, attempt: int) -> bool:
+    """Whether this is the (first) end of the attempt; the budget is asked without it."""
     return event.kind == "attempt_ended" and event.attempt == attempt

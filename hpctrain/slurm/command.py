@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 STORM = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+IGNORE_STORM = ("/bin/sh", "-c", 'trap "" TERM USR1 USR2 HUP; exec "$0" "$@"')
+"""Ignored signals stay ignored in everything that is started from here. A blocked mask alone does
+not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The mask covers the
+moment until the trap stands."""
 QUERY_TIMEOUT_S = 20.0
 RETRY_PAUSE_S = 0.5
 NO_ANSWER = (
@@ -46,7 +51,7 @@ class CommandMissing(ClusterUnreachable):
 
 @contextlib.contextmanager
 def storm_held() -> Iterator[None]:
-    """Block the step signals in this thread; what is started meanwhile keeps them blocked."""
+    """Block the step signals in this thread, and in a process while it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STORM)
     try:
         yield
@@ -72,22 +77,22 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
     if query:
         env["SLURM_TIME_FORMAT"] = "%s"
     name = args[0]
-    try:
-        with storm_held():
-            child = subprocess.Popen(
-                args,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-    except (FileNotFoundError, PermissionError):
+    path = shutil.which(name)
+    if path is None:
         raise CommandMissing(
             f"{name} is not on PATH here: go where SLURM's commands are, or use --cluster local"
-        ) from None
+        )
+    with storm_held():
+        child = subprocess.Popen(
+            [*IGNORE_STORM, path, *args[1:]],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
     out, err = _wait(child, name, timeout_s)
     if child.returncode != 0:
         raise _refusal(name, child.returncode, err)
@@ -138,6 +143,9 @@ def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[st
 
 def _refusal(name: str, code: int, err: str) -> ClusterError:
     """The error for a failed command: SLURM's first line, which names the value that is wrong."""
+    if code < 0:
+        died_of = signal.Signals(-code).name
+        return ClusterUnreachable(f"{name} was killed by {died_of} before it had an answer")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line] or lines
     first = errors[0] if errors else "no message"

@@ -45,7 +45,7 @@ class AgentTask(Checkpointable):
         from hpctrain.agent.main import run_agent
 
         context = job_context()
-        control = SlurmControl(context.job_id, restarts=context.restarts)
+        control = SlurmControl(context.job_id, restarts=context.restarts, nodes=context.nodes)
         return run_agent(RunDir(Path(self.run_dir)), context, control)
 
 

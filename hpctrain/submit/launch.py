@@ -1,8 +1,8 @@
 """Hand a prepared run to its cluster: never two writers, never an orphan job.
 
-The intent is written down before the scheduler is asked, with a token by which the job can be found again.
-If `sbatch` times out after it was accepted, or this process dies in between, the next command finds the job
-by its token and adopts it instead of starting a second one.
+The intent is written down before the scheduler is asked, with a token by which the job can be
+found again. If `sbatch` times out after it was accepted, or this process dies in between, the next
+command finds the job by its token and adopts it instead of starting a second one.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | Non
     return token, job_id
 
 
-def _submit(
-    run: RunDir, spec: Spec, cluster: Cluster, *, by: str, from_step: int | None
-) -> str:
+def _submit(run: RunDir, spec: Spec, cluster: Cluster, *, by: str, from_step: int | None) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     token = new_token(run)
     script = _script(run, spec, token)

@@ -10,7 +10,6 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
+ELASTIC = ("--nodes=2-3", "--exclusive")
+LIVE = {"RUNNING", "SIGNALING"}
+"""The second is seen for a moment while slurmctld sends a signal."""
 LOOP_S = 30
 """slurmctld looks at time limits and grace times once in so many seconds."""
 SLACK_S = 15
@@ -99,14 +101,23 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def jobs(slurm_cluster: SlurmCluster) -> Iterator[dict[str, Watched]]:
-    """Start every job of the stories below and do to each what its name says."""
-    c = slurm_cluster
-    c.reset()
+def limited(slurm_cluster: SlurmCluster) -> Iterator[Watched]:
+    """A job that nears its time limit from the beginning, on n4; the rest happens beside it."""
+    slurm_cluster.reset()
+    job = Watched.submit(slurm_cluster, "limited", "--nodelist=n4", "--time=10")
+    job.started()
+    slurm_cluster.end_in(job.job_id, LOOP_S + 2)
+    yield job
+    slurm_cluster.reset()
+
+
+@pytest.fixture(scope="module")
+def jobs(limited: Watched) -> dict[str, Watched]:
+    """Start the jobs of the stories below and do to each what its name says."""
+    c = limited.cluster
     on_n1 = ("--partition=grace", "--nodelist=n1")
     on_n3 = ("--nodelist=n3",)
     plan: dict[str, tuple[tuple[str, ...], str]] = {
-        "limited": (("--nodelist=n4", "--time=10"), ""),
         "preempted": (("--nodelist=n1,n2", "--nodes=2"), ""),
         "graced": (on_n1, ""),
         "graced_exits": (on_n1, "SIGTERM=exit"),
@@ -119,7 +130,6 @@ def jobs(slurm_cluster: SlurmCluster) -> Iterator[dict[str, Watched]]:
     found = {name: Watched.submit(c, name, *argv, on=on) for name, (argv, on) in plan.items()}
     for name, job in found.items():
         job.started(2 if name == "preempted" else 1)
-    c.end_in(found["limited"].job_id, 32)
     c.submit_urgent(["n1"])
     c.run("scontrol", "requeue", found["requeued"].job_id, check=True)
     c.cancel(found["cancelled"].job_id)
@@ -129,8 +139,37 @@ def jobs(slurm_cluster: SlurmCluster) -> Iterator[dict[str, Watched]]:
         c.submit_urgent(["n3"])
         found["warned_preempted"].event("SIGTERM")
         found["warned_graced"].event("SIGUSR2")
-    yield found
-    c.reset()
+    return found
+
+
+def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
+    limited: Watched,
+) -> None:
+    c = limited.cluster
+    # --exclude: n4 is the limited job's
+    job = Watched.submit(
+        c, "elastic", "--exclude=n4", *ELASTIC, srun="--ntasks-per-node=1", on="SIGTERM=exit"
+    )
+    job.started(3)
+
+    c.kill_node("n2", leave_ranks=True)
+    assert job.wait("PENDING")["Restarts"] == "1"
+    c.start_now(job.job_id)
+    job.started(2, attempt="1")
+
+    assert c.job(job.job_id)["NodeList"] == "n[1,3]"
+    assert c.pids_of_job(job.job_id, "n2"), "ranks of the lost node outlive their attempt"
+    c.revive_node("n2")
+    c.end_job(job.job_id)
+
+
+def test_a_task_count_in_the_header_takes_only_the_least_number_of_nodes(limited: Watched) -> None:
+    c = limited.cluster
+    job = Watched.submit(c, "rigid", "--exclude=n4", *ELASTIC, "--ntasks-per-node=1")
+    job.started(2)
+
+    assert c.job(job.job_id)["NumNodes"] == "2"
+    c.end_job(job.job_id)
 
 
 def test_preemption_without_grace_sends_term_and_no_user_signal(jobs: dict[str, Watched]) -> None:
@@ -163,7 +202,7 @@ def test_preemption_with_grace_sends_term_and_leaves_the_job_running(
 
     seen = job.record()
 
-    assert seen["JobState"] == "RUNNING"
+    assert seen["JobState"] in LIVE
     assert seen["Restarts"] == "0"
     assert seen["PreemptTime"] not in {"None", "Unknown"}
     assert seen["Reason"] == "None"
@@ -210,11 +249,9 @@ def test_user_signal_at_preemption_replaces_term_when_there_is_grace(
     seen = job.record()
 
     assert job.event("record")["at"] == "SIGUSR2"
-    assert seen["JobState"] == "RUNNING"
+    assert seen["JobState"] in LIVE
     assert seen["PreemptTime"] not in {"None", "Unknown"}
-    before_end = [event["event"] for event in job.diaries()["n3"]]
-    first = before_end.index("SIGUSR2")
-    assert "SIGTERM" not in before_end[: first + GRACE_S]
+    assert "SIGTERM" not in job.signals("n3")
 
 
 def test_a_requeue_from_outside_looks_like_preemption_without_grace(
@@ -272,34 +309,21 @@ def test_a_cancelled_job_sees_itself_completing_with_its_own_restart_count(
     assert set(job.signals("n2")) == {"SIGTERM", "SIGCONT"}
 
 
-def test_the_warning_before_the_time_limit_reaches_tasks_only(jobs: dict[str, Watched]) -> None:
-    job = jobs["limited"]
+def test_the_warning_before_the_time_limit_reaches_tasks_only(limited: Watched) -> None:
+    seen = limited.record(timeout=LOOP_S + SLACK_S)
 
-    seen = job.record(timeout=LOOP_S + SLACK_S)
-
-    assert job.event("record")["at"] == "SIGUSR2"
-    assert seen["JobState"] == "RUNNING"
+    assert limited.event("record")["at"] == "SIGUSR2"
+    assert seen["JobState"] in LIVE
     assert seen["Restarts"] == "0"
     assert seen["PreemptTime"] == "None"
-    assert "SIGUSR2" not in job.signals("n4", "-batch")
+    assert "SIGUSR2" not in limited.signals("n4", "-batch")
 
 
-def test_a_node_failure_requeues_onto_the_nodes_left_when_no_task_count_is_given(
-    jobs: dict[str, Watched],
-) -> None:
-    c = jobs["limited"].cluster
-    job = Watched.submit(c, "elastic", "--nodes=2-3", srun="--ntasks-per-node=1")
-    job.started(3)
-    assert c.job(job.job_id)["NumNodes"] == "3"
+def test_the_time_limit_is_told_as_the_reason(limited: Watched) -> None:
+    limited.event("SIGTERM", timeout=2 * LOOP_S + SLACK_S)
+    after = limited.wait("TIMEOUT", timeout=KILL_WAIT_S + SLACK_S)
 
-
-def test_the_time_limit_is_told_as_the_reason(jobs: dict[str, Watched]) -> None:
-    job = jobs["limited"]
-
-    job.event("SIGTERM", timeout=2 * LOOP_S + SLACK_S)
-    after = job.wait("TIMEOUT", timeout=KILL_WAIT_S + SLACK_S)
-
-    records = [e for e in job.diaries()["n4"] if e["event"] == "record"]
+    records = [e for e in limited.diaries()["n4"] if e["event"] == "record"]
     seen = parse_record(records[-1]["record"])
     assert records[-1]["at"] == "SIGTERM"
     assert (seen["JobState"], seen["Reason"]) == ("COMPLETING", "TimeLimit")
@@ -313,3 +337,14 @@ def test_the_end_of_a_grace_time_is_a_requeue(jobs: dict[str, Watched]) -> None:
 
     assert after["Restarts"] == "1"
     assert job.seconds_left_after("SIGTERM") >= GRACE_S
+
+
+def test_after_a_user_signal_the_term_comes_at_the_end_of_the_grace_time(
+    jobs: dict[str, Watched],
+) -> None:
+    job = jobs["warned_graced"]
+
+    after = job.wait("PENDING", timeout=GRACE_S + LOOP_S + KILL_WAIT_S + SLACK_S)
+
+    assert after["Restarts"] == "1"
+    assert job.event("SIGTERM")["t"] - job.event("SIGUSR2")["t"] >= GRACE_S - 1

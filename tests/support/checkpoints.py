@@ -83,6 +83,11 @@ def chosen(run: RunDir) -> int | None:
     return None if found is None else found.step
 
 
+def names_in(run: RunDir) -> list[str]:
+    """Everything that lies in the directory of checkpoints."""
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
 def flip_bit(path: Path, bit: int) -> None:
     """Turn one bit of a file."""
     content = bytearray(path.read_bytes())

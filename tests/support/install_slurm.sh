@@ -9,7 +9,7 @@ if (cd "$here" && "${PYTHON:-python3}" -m tests.support.slurm_boot) 2>/dev/null;
     exit 0
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-    echo "no SLURM for the tests: as root, install $packages (Debian's names) and run the tests as root" >&2
+    echo "no SLURM for the tests: as root, install $packages (Debian's names)" >&2
     exit 3
 fi
 

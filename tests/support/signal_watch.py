@@ -37,7 +37,7 @@ class Diary:
 
 
 def ask() -> str:
-    """The job's record; the caller has SIGTERM blocked, and so has scontrol: step signals hit it too."""
+    """The job's record; scontrol inherits the blocked SIGTERM, for step signals hit it too."""
     argv = ["scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"]]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr

@@ -27,14 +27,13 @@ from tests.support.slurm_config import (
     slurm_conf,
     slurmdbd_conf,
 )
+from tests.support.slurm_keeper import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 PREFIX = "hpct-"
-LOCK = "keeper.lock"
-"""Held by the keeper: who can take it has found a dead cluster."""
 BINARIES = (
     *("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd"),
     *("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo", "sacct", "sacctmgr"),
@@ -49,6 +48,8 @@ PLUGIN_FOLDERS = (
 MARK = "HPCTRAIN_CLUSTER"
 """In the environment of every daemon: the folder it belongs to."""
 POLL_S = 0.02
+SOCKET_PATH_MAX = 100
+"""Linux takes 107 characters, and munge adds some for its lock."""
 FOREIGN = (
     "SLURM_",
     "SLURMD_",
@@ -70,13 +71,11 @@ def search_path() -> str:
 
 
 def missing() -> list[str]:
-    """What this machine lacks for a cluster; empty when one can be started."""
+    """What this machine lacks for a cluster; empty when one can be started, by any user."""
     absent = [name for name in BINARIES if shutil.which(name, path=search_path()) is None]
     folders = [folder for glob in PLUGIN_FOLDERS for folder in Path("/").glob(glob[1:])]
     if folders and not any((folder / DATABASE_PLUGIN).exists() for folder in folders):
         absent.append(DATABASE_PLUGIN)
-    if not absent and os.geteuid() != 0:
-        absent.append("root (SLURM's daemons start jobs, and MariaDB and munge run, as root here)")
     return absent
 
 
@@ -176,6 +175,9 @@ class Daemons:
     def start_slurmctld(self) -> None:
         """Start slurmctld on the state it left, and wait until it answers."""
         self._spawn("slurmctld", "slurmctld", "-D")
+        self._wait_slurmctld()
+
+    def _wait_slurmctld(self) -> None:
         self._ready("slurmctld", lambda: _listening(self._taken_ports().slurmctld), 30)
 
     def start_slurmd(self, node: str) -> None:
@@ -206,6 +208,8 @@ class Daemons:
             if any(folder.iterdir()):
                 raise RuntimeError(f"{folder} is not empty: name one for the cluster alone")
         self._at = Layout(folder)
+        if len(str(self.at.munge_socket)) > SOCKET_PATH_MAX:
+            raise RuntimeError(f"{folder} is too long a path for a socket: choose a shorter one")
         self._ports = None
         self.at.create()
 
@@ -223,11 +227,12 @@ class Daemons:
         self._spawn("slurmdbd", "slurmdbd", "-D")
         self._ready("slurmdbd", lambda: _listening(self._taken_ports().slurmdbd), 60)
         self._sacctmgr("add", "cluster", CLUSTER)  # slurmctld ends with "no TRES" otherwise
-        self.start_slurmctld()
+        self._spawn("slurmctld", "slurmctld", "-D")
+        self._sacctmgr("add", "account", ACCOUNT, f"cluster={CLUSTER}")  # while it starts
+        self._sacctmgr("add", "user", user, f"account={ACCOUNT}", f"cluster={CLUSTER}")
+        self._wait_slurmctld()
         for node in NODES:
             self.start_slurmd(node)
-        self._sacctmgr("add", "account", ACCOUNT, f"cluster={CLUSTER}")
-        self._sacctmgr("add", "user", user, f"account={ACCOUNT}", f"cluster={CLUSTER}")
         for node in NODES:
             self._ready(node, functools.partial(self._idle, node), 60)
 

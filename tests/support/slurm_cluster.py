@@ -125,13 +125,13 @@ class SlurmCluster:
 
     def _end_jobs(self) -> list[str]:
         """Cancel what is queued, SIGKILL what runs; the job ids that were still there."""
-        queue = self.run("squeue", "-h", "-o", "%A", check=True).stdout.split()
-        jobs = sorted(set(queue))
-        if jobs:
-            self.run("scancel", "--quiet", *jobs)
+        rows = self.run("squeue", "-h", "-o", "%A %T", check=True).stdout.splitlines()
+        jobs = dict(row.split() for row in rows)
+        if live := [job_id for job_id, state in jobs.items() if state != "COMPLETING"]:
+            self.run("scancel", "--quiet", *live)
         left = [pid for pid in self._daemons.descendants() if self._job_of(pid)]
         processes.kill_all(left)
-        return jobs or [str(pid) for pid in left]
+        return [*jobs, *map(str, left)]
 
     @contextmanager
     def user_signal(self) -> Iterator[None]:
@@ -245,6 +245,17 @@ class SlurmCluster:
     def cancel(self, job_id: str) -> None:
         """Scancel the job."""
         self.run("scancel", job_id, check=True)
+
+    def end_job(self, job_id: str) -> None:
+        """Cancel the job, kill its processes and wait until its nodes are free of it."""
+        self.cancel(job_id)
+
+        def gone() -> bool:
+            left = self.pids_of_job(job_id)
+            processes.kill_all(left)
+            return not left and not self.run("squeue", "-h", "-j", job_id).stdout
+
+        wait_for(gone, 30, lambda: f"the end of job {job_id}:\n{self._situation()}")
 
     def start_now(self, job_id: str) -> None:
         """End the wait that SLURM puts before a requeued job."""

@@ -25,6 +25,8 @@ from pathlib import Path
 from tests.support import processes
 
 PR_SET_CHILD_SUBREAPER = 36
+LOCK = "keeper.lock"
+"""Held by the keeper as long as it lives: who can take it has found a dead cluster."""
 PARENT_CHECK_S = 1.0
 KEEP = "HPCTRAIN_KEEP_CLUSTER"
 """Set to anything: the folder with its logs outlives the cluster."""
@@ -32,10 +34,10 @@ KEEP = "HPCTRAIN_KEEP_CLUSTER"
 
 def hold_lock(folder: Path) -> int:
     """Lock FOLDER/keeper.lock for as long as this process lives, however it ends."""
-    fresh = folder / "keeper.lock.fresh"
+    fresh = folder / f"{LOCK}.fresh"
     handle = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    fresh.rename(folder / "keeper.lock")  # never seen unlocked: that would mean a dead keeper
+    fresh.rename(folder / LOCK)  # never seen unlocked: that would mean a dead keeper
     return handle
 
 
@@ -115,7 +117,9 @@ def main() -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         clean = sweep()
-        if clean and not os.environ.get(KEEP):
+        if clean and os.environ.get(KEEP):
+            (folder / LOCK).unlink(missing_ok=True)  # a lock that nobody holds is a dead cluster's
+        elif clean:
             shutil.rmtree(folder, ignore_errors=True)
     return 0 if clean else 1
 

@@ -5,11 +5,11 @@ import pickle
 import shutil
 
 import pytest
-from tests.support import checkpoints as support
 
 from hpctrain.checkpoint import commit, find, verify
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.errors import NoCheckpoint
+from tests.support import checkpoints as support
 
 
 @pytest.fixture
@@ -125,9 +125,7 @@ def test_several_damaged_files_are_one_line(run, attempt):
 
     (found,) = find.candidates(run)
 
-    assert found.problem == (
-        "shard __0_0.distcp is 1,048 bytes, manifest says 4,096 (and 1 more)"
-    )
+    assert found.problem == ("shard __0_0.distcp is 1,048 bytes, manifest says 4,096 (and 1 more)")
 
 
 def test_a_checkpoint_under_another_steps_name_is_not_loaded_as_that_step(run, attempt):

@@ -8,12 +8,12 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import checkpoints as support
 
 from hpctrain.checkpoint import manifest as manifests
 from hpctrain.checkpoint.digest import bytes_digest, file_digest
 from hpctrain.checkpoint.manifest import FileEntry
 from hpctrain.errors import CheckpointError, TornCheckpoint
+from tests.support import checkpoints as support
 
 ENTRY = FileEntry("__0_0.distcp", 2097152, "xxh3_64:2d06800538d394c2")
 

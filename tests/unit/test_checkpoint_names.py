@@ -87,9 +87,7 @@ def test_a_step_that_has_no_name_is_refused(step):
         names.step_name(step)
 
 
-@pytest.mark.parametrize(
-    "write", [names.staged_name, names.set_aside_name, names.deleting_name]
-)
+@pytest.mark.parametrize("write", [names.staged_name, names.set_aside_name, names.deleting_name])
 def test_numbers_are_counted_from_one(write):
     with pytest.raises(ValueError, match="counted from 1"):
         write(1000, 0)

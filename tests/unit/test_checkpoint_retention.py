@@ -6,11 +6,11 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import checkpoints as support
 
 from hpctrain.checkpoint import find, retention
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.errors import CheckpointError, Fenced
+from tests.support import checkpoints as support
 
 FOUND = st.dictionaries(st.integers(0, 60), st.booleans(), max_size=15)
 RULES = {
@@ -98,7 +98,7 @@ def test_pruning_deletes_what_need_not_be_kept(run, attempt):
 
     assert gone == [2000]
     assert find.steps(run) == [4000, 3000, 1000]
-    assert sorted(os.listdir(run.checkpoints)) == [paths[i].name for i in (0, 2, 3)]
+    assert support.names_in(run) == [paths[i].name for i in (0, 2, 3)]
 
 
 def test_pruning_counts_only_checkpoints_that_could_be_loaded(run, attempt):
@@ -141,12 +141,10 @@ def test_dying_while_bytes_are_deleted_leaves_nothing_to_choose_and_the_rest_is_
     assert find.steps(run) == [2000]
     assert find.choose(run).skipped == []
     assert retention.sweep(run, attempt) == ["step-0000001000.deleting-1"]
-    assert os.listdir(run.checkpoints) == ["step-0000002000"]
+    assert support.names_in(run) == ["step-0000002000"]
 
 
-def test_a_file_that_somebody_still_holds_open_waits_for_the_next_sweep(
-    run, attempt, monkeypatch
-):
+def test_a_file_that_somebody_still_holds_open_waits_for_the_next_sweep(run, attempt, monkeypatch):
     support.save(run, attempt, 1000, 2000)
 
     def busy(path):
@@ -173,7 +171,7 @@ def test_a_sweep_takes_what_older_attempts_left_and_nothing_else(run, attempt):
     swept = retention.sweep(run, newer)
 
     assert swept == ["step-0000002000.staged-0001"]
-    assert sorted(os.listdir(run.checkpoints)) == sorted(
+    assert support.names_in(run) == sorted(
         ["step-0000000500", "step-0000001000", mine.name, foreign.name]
     )
 

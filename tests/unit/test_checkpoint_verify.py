@@ -6,12 +6,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import checkpoints as support
 
 from hpctrain.checkpoint import find, verify
 from hpctrain.checkpoint.digest import file_digest
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.errors import CheckpointError, Fenced
+from tests.support import checkpoints as support
 
 
 @pytest.fixture
@@ -162,10 +162,6 @@ def test_setting_aside_what_is_gone_is_an_error(run, attempt):
 
 def test_dying_before_the_note_leaves_nothing_to_choose(run, attempt, monkeypatch):
     support.save(run, attempt, 1000, 2000)
-
-    def die(*_, **__):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr("hpctrain.checkpoint.commit.find.REASON_NAME", "no/such/place")
     with pytest.raises(CheckpointError, match="cannot be set aside"):
         verify.set_aside(run, find.look(run, 2000), "why", attempt)

@@ -79,7 +79,8 @@ def test_layers_come_in_order_and_each_value_knows_its_own(work, tmp_path):
     sites = tmp_path / "sites"
     sites.mkdir()
     (sites / "juniper.toml").write_text(
-        "[slurm]\nnodes = 8\npartition = 'gpu'\nqos = 'low'\n[env]\nA = 'site'\nB = 'site'\nC = 'site'\n"
+        "[slurm]\nnodes = 8\npartition = 'gpu'\nqos = 'low'\n"
+        "[env]\nA = 'site'\nB = 'site'\nC = 'site'\n"
     )
     (work / "hpctrain.toml").write_text(
         "site = 'juniper'\n[slurm]\nnodes = 6\npartition = 'big'\n[env]\nB = 'file'\nC = 'file'\n"
@@ -157,7 +158,11 @@ def test_names_count_past_the_highest_that_there_is(tmp_path):
         ({"nodes": "4-2"}, UsageError, "maximum below its minimum"),
         ({"time": "soon"}, UsageError, "flag --time: .*is not a time limit"),
         ({"site": "nowhere"}, NotFound, 'there is no site "nowhere"'),
-        ({"command": ("trian.py",)}, NotFound, r"script trian.py is not there; did you mean train.py\?"),
+        (
+            {"command": ("trian.py",)},
+            NotFound,
+            r"script trian.py is not there; did you mean train.py\?",
+        ),
         ({"command": ("no/x.py",)}, NotFound, "script no/x.py is not there; looked in /"),
         ({"command": (".",)}, UsageError, "is a folder"),
         ({"command": ("python", "train.py")}, UsageError, "hpctrain starts the ranks"),
@@ -227,7 +232,7 @@ def test_a_run_that_exists_is_refused_with_what_to_do_instead(work):
 def test_a_half_made_run_is_told_apart_from_a_whole_one(work):
     (work / "runs" / "mine").mkdir(parents=True)
 
-    with pytest.raises(RunExists, match="has no spec.json"):
+    with pytest.raises(RunExists, match="and has no spec"):
         ask(work, name="mine")
 
 
@@ -267,7 +272,8 @@ def test_of_processes_that_make_the_same_run_at_once_exactly_one_wins(tmp_path, 
         runs = tmp_path / f"runs-{round_}"
         barrier, answers = context.Barrier(4), context.Queue()
         workers = [
-            context.Process(target=_create, args=(runs, barrier, answers, auto_name)) for _ in range(4)
+            context.Process(target=_create, args=(runs, barrier, answers, auto_name))
+            for _ in range(4)
         ]
         for worker in workers:
             worker.start()
@@ -283,13 +289,14 @@ def test_of_processes_that_make_the_same_run_at_once_exactly_one_wins(tmp_path, 
 
 def test_a_copy_that_fails_takes_the_whole_run_back(work):
     """Nothing is left, not even the folders that were made on the way to it."""
-    prepared = ask(work, runs=Path("deep/er/runs"))
+    (work / "older").mkdir()
+    prepared = ask(work, runs=Path("older/deep/runs"))
     gone = Checkout(work / "gone", "", dirty=True, files=["x.py"], size_bytes=1, untracked=[])
 
     with pytest.raises(ChecksFailed, match="the code cannot be copied"):
         make_run(prepared, gone)
 
-    assert entries(work) == ["train.py"]
+    assert entries(work) == ["older", "train.py"]
 
 
 def test_taking_a_run_back_leaves_other_runs_and_older_folders(work):
@@ -307,7 +314,9 @@ def test_a_folder_that_refuses_only_when_written_is_told_in_one_line(work):
     """/proc passes every check for root and lets nobody make a folder."""
     prepared = ask(work)
 
-    with pytest.raises(ChecksFailed, match=r"^/proc/hpctrain-runs/lm-1 cannot be written: .*--runs$"):
+    with pytest.raises(
+        ChecksFailed, match=r"^/proc/hpctrain-runs/lm-1 cannot be written: .*--runs$"
+    ):
         create_run(prepared.spec, Path("/proc/hpctrain-runs"))
 
 

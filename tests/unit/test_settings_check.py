@@ -31,6 +31,7 @@ def test_nodes_are_a_number_or_a_range(text, expected):
         ("0", "0 nodes cannot train; it takes at least 1"),
         ("0-2", "0-2 nodes cannot train"),
         ("4-2", r"4-2 has its maximum below its minimum; did you mean 2-4\?"),
+        ("3-2", "3-2 has its maximum below its minimum"),
         ("", "it takes N or MIN-MAX"),
         ("-1", "it takes N or MIN-MAX"),
         ("2-", "it takes N or MIN-MAX"),
@@ -60,7 +61,9 @@ def test_time_limits_are_read_as_slurm_reads_them(text, expected):
     assert time_s(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "0:00:00", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED", "1.5"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0:00:00", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED", "1.5"]
+)
 def test_a_time_limit_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match="time limit"):
         time_s(text)
@@ -84,7 +87,10 @@ def test_the_defaults_pass_without_a_word():
 @pytest.mark.parametrize(
     ("setting", "match"),
     [
-        ("train.global_batch=0", "flag --set train.global_batch: train.global_batch is 0; it takes at least 1"),
+        (
+            "train.global_batch=0",
+            "flag --set train.global_batch: train.global_batch is 0; it takes at least 1",
+        ),
         ("checkpoint.keep_last=1", "checkpoint.keep_last is 1; it takes at least 2"),
         ("train.heads=3", r"train.heads is 3, which does not divide train.dim 128 \(default\)"),
         ("train.dropout=1", "train.dropout is 1.0; it takes 0 to below 1"),
@@ -122,7 +128,9 @@ def test_a_default_lead_is_lowered_to_fit_a_short_limit_and_this_is_said():
 def test_a_chosen_lead_past_half_of_the_limit_is_refused():
     assert checked("slurm.time=2", "slurm.signal_lead_s=60")[0].slurm.signal_lead_s == 60
 
-    with pytest.raises(UsageError, match=r"is 61, more than half of the time limit of 120 s .*--time"):
+    with pytest.raises(
+        UsageError, match=r"is 61, more than half of the time limit of 120 s .*--time"
+    ):
         checked("slurm.time=2", "slurm.signal_lead_s=61")
 
 
@@ -154,5 +162,7 @@ def test_a_variable_that_could_not_work_is_refused(text, match):
 
 
 def test_true_is_no_environment_value_since_programs_differ_in_what_they_read():
-    with pytest.raises(UsageError, match="hpctrain.toml:A: env.A is true; it takes text or a number"):
+    with pytest.raises(
+        UsageError, match=r"hpctrain.toml:A: env.A is true; it takes text or a number"
+    ):
         from_table({"A": True}, lambda name: f"hpctrain.toml:{name}")

@@ -1,4 +1,4 @@
-"""Settings come from layers: later ones win, each value keeps its origin, nothing unknown passes."""
+"""Settings come in layers: later ones win, each value keeps its origin, nothing unknown passes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ def test_lists_of_two_settings_are_not_shared():
         ("\n[slrum]\nnodes = 4\n", "hpctrain.toml:2: slrum is not a section; did you mean slurm?"),
         (
             "[budget]\nzzzzzz = 4\n",
-            "hpctrain.toml:2: budget.zzzzzz is not a setting; "
-            "[budget] has preemptions, time_limits, nodes, crashes, no_progress",
+            (
+                "hpctrain.toml:2: budget.zzzzzz is not a setting; "
+                "[budget] has preemptions, time_limits, nodes, crashes, no_progress"
+            ),
         ),
         ("steps = 4\n", "hpctrain.toml:1: steps stands outside its table; put it under [train]"),
         ("sites = 'x'\n", "hpctrain.toml:1: sites is not a section; did you mean site?"),

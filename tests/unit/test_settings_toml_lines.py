@@ -55,12 +55,20 @@ def test_each_key_has_its_own_line_whatever_its_value_looks_like():
     }
     assert set(lines) == set(expected)
     rows = text.split("\n")
-    assert {key: rows[line - 1].startswith(expected[key]) for key, line in lines.items()} == dict.fromkeys(
-        expected, True
-    )
+    assert {
+        key: rows[line - 1].startswith(expected[key]) for key, line in lines.items()
+    } == dict.fromkeys(expected, True)
 
 
-VALUES = ['"x"', "1", "[1, 2]", '[\n "a", # ]\n "b"\n]', '"""\n[x]\na = 1\n"""', "'''\n'a'\n'''", "{a = 1}"]
+VALUES = [
+    '"x"',
+    "1",
+    "[1, 2]",
+    '[\n "a", # ]\n "b"\n]',
+    '"""\n[x]\na = 1\n"""',
+    "'''\n'a'\n'''",
+    "{a = 1}",
+]
 
 
 @given(st.lists(st.tuples(st.sampled_from(VALUES), st.booleans()), max_size=12))

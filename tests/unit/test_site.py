@@ -56,7 +56,10 @@ def test_a_site_can_be_named_by_its_file(sites):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[slurm]\npartiton = 'x'\n", r"site bad \(.*bad.toml:2\): slurm.partiton is not a setting"),
+        (
+            "[slurm]\npartiton = 'x'\n",
+            r"site bad \(.*bad.toml:2\): slurm.partiton is not a setting",
+        ),
         ("nodes = 4\n", r"site bad \(.*bad.toml:1\): nodes stands outside its table"),
         ("[env]\nRANK = 0\n", r"site bad \(.*bad.toml:2\): RANK is set by hpctrain"),
         ("[slurm\n", r"bad.toml is not valid TOML"),
@@ -87,7 +90,9 @@ def test_the_search_goes_from_the_users_folders_to_those_that_come_with_hpctrain
     assert search[3] == data_dir("site-configs")
 
 
-@pytest.mark.parametrize("path", sorted(data_dir("site-configs").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(data_dir("site-configs").glob("*.toml")), ids=lambda p: p.stem
+)
 def test_every_site_that_comes_with_hpctrain_loads_and_passes_the_checks(path):
     settings, origins = resolve([load_site(path.stem, search=[path.parent]).layer])
 

@@ -180,7 +180,12 @@ def test_the_programs_own_folder_is_no_import_path_of_the_users(tmp_path):
     env = {**os.environ, "PYTHONPATH": "/from/pythonpath"}
 
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     entries = done.stdout.split("\n")
@@ -224,7 +229,7 @@ def test_without_a_checkout_auto_is_silent_and_yes_is_refused(tmp_path):
     entry = spec_for(tmp_path / "train.py").entry
 
     assert snapshot.plan_snapshot(entry, "auto") == snapshot.SnapshotPlan(None, [])
-    with pytest.raises(UsageError, match="--snapshot: .* is not inside a git checkout"):
+    with pytest.raises(UsageError, match=r"--snapshot: .* is not inside a git checkout"):
         snapshot.plan_snapshot(entry, "yes")
     with pytest.raises(UsageError, match="the shipped recipe is no script"):
         snapshot.plan_snapshot(Entry(kind="recipe"), "yes")
@@ -246,7 +251,7 @@ def test_a_copy_that_cannot_be_written_is_told_in_one_line(checkout, run):
     plan = snapshot.plan_snapshot(spec_for(checkout / "train.py").entry, "auto")
     assert plan.checkout is not None
 
-    with pytest.raises(ChecksFailed, match="the code cannot be copied to .*; make room") as caught:
+    with pytest.raises(ChecksFailed, match=r"the code cannot be copied to .*; make room") as caught:
         snapshot.take_snapshot(run, spec_for(checkout / "train.py"), plan.checkout)
 
     assert "\n" not in str(caught.value)

@@ -1,6 +1,8 @@
-"""The training program that we ship: reads like any user's own, and uses nothing that theirs could not.
+"""The training program that we ship: reads like any user's own, and uses nothing that theirs could
+not.
 
-Every rank runs `main`. All that survives an interruption is in the engine, in `data`, and in the step.
+Every rank runs `main`. All that survives an interruption is in the engine, in `data`, and in the
+step.
 """
 
 from __future__ import annotations
@@ -95,12 +97,11 @@ def _tokens(run: Run) -> TokenFile:
     return TokenFile(broadcast(run.world, path))
 
 
-def _forward_backward(
-    run: Run, engine: Engine, tokens: TokenFile, batch: StepBatch
-) -> float:
+def _forward_backward(run: Run, engine: Engine, tokens: TokenFile, batch: StepBatch) -> float:
     """Gradients of the mean loss over the global batch; returns that mean, the same on every rank.
 
-    Each rank's sum is weighted by the number of ranks, because the engines average gradients over them.
+    Each rank's sum is weighted by the number of ranks, because the engines average gradients over
+    them.
     """
     train = run.settings.train
     share = 1.0 / (train.global_batch * train.seq_len)
@@ -122,9 +123,7 @@ def _weighted_loss(run: Run, engine: Engine, tokens: TokenFile, piece: Piece) ->
     return (token_loss(logits, sequences[:, 1:]) * weights).sum()
 
 
-def _validate(
-    run: Run, engine: Engine, tokens: TokenFile, held_out: range
-) -> float | None:
+def _validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> float | None:
     """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
     train = run.settings.train
     count = min(len(held_out), train.val_batches * train.global_batch)

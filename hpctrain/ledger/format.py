@@ -1,0 +1,140 @@
+"""Aligned columns, durations, host lists, sizes: how facts look on a screen. Pure."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_GAP = 2
+_NARROWEST = 8
+
+
+@dataclass
+class Column:
+    """One column of a table: its title and its cells."""
+
+    title: str
+    cells: list[str]
+    right: bool = False
+    drop: int = 0
+    """Left out when there is no room, the lowest number first; 0 never."""
+    shrink: bool = False
+    """Cut where there is no room, before anything is left out for good."""
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), *(len(cell) for cell in self.cells))
+
+
+_GAP = 2
+_NARROWEST = 8
+
+
+def fit(columns: list[Column], width: int) -> list[str]:
+    """Header and rows within the width: what can be missed is cut, then left out."""
+    columns = list(columns)
+    for _ in range(len(columns)):
+        excess = sum(column.width + _GAP for column in columns) - _GAP - width
+        if excess <= 0:
+            break
+        flexible = next((c for c in columns if c.shrink and c.width > _NARROWEST), None)
+        droppable = min((c for c in columns if c.drop), key=lambda c: c.drop, default=None)
+        if flexible is not None and flexible.width - excess >= _NARROWEST:
+            _cut(flexible, flexible.width - excess)
+        elif droppable is not None:
+            columns.remove(droppable)
+        elif flexible is not None:
+            _cut(flexible, _NARROWEST)
+    rows = zip(*([c.title, *c.cells] for c in columns), strict=True)
+    return [
+        (" " * _GAP)
+        .join(
+            cell.rjust(c.width) if c.right else cell.ljust(c.width)
+            for cell, c in zip(row, columns, strict=True)
+        )
+        .rstrip()
+        for row in rows
+    ]
+
+
+def _cut(column: Column, width: int) -> None:
+    column.cells = [
+        cell if len(cell) <= width else f"{cell[: width - 2]}.." for cell in column.cells
+    ]
+
+
+def fold_nodes(nodes: Sequence[str]) -> str:
+    """Host names as SLURM writes them: n[1-3,7]."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    plain: list[str] = []
+    for node in nodes:
+        match = re.fullmatch(r"(.*?)(\d+)", node)
+        if match is None:
+            plain.append(node)
+        else:
+            digits = match[2]
+            width = len(digits) if digits.startswith("0") else 0
+            groups.setdefault((match[1], width), []).append(int(digits))
+    for (stem, width), numbers in groups.items():
+        text = ",".join(_ranges(sorted(set(numbers)), width))
+        plain.append(f"{stem}[{text}]" if len(set(numbers)) > 1 else f"{stem}{text}")
+    return ",".join(plain)
+
+
+def _ranges(numbers: Sequence[int], width: int) -> list[str]:
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [
+        f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}"
+        for low, high in found
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: "41 s", "3m20s", "7h31m", "2d4h"."""
+    whole = max(0, round(seconds))
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE}m{whole % _MINUTE:02d}s"
+    if whole < _DAY:
+        return f"{whole // _HOUR}h{whole % _HOUR // _MINUTE:02d}m"
+    return f"{whole // _DAY}d{whole % _DAY // _HOUR}h"
+
+
+def clock(t: float, now: float) -> str:
+    """Local time, with as much of the date as is needed."""
+    if abs(now - t) < _DAY / 2:
+        return time.strftime("%H:%M:%S", time.localtime(t))
+    pattern = "%a %H:%M" if abs(now - t) < 6 * _DAY else "%Y-%m-%d"
+    return time.strftime(pattern, time.localtime(t))
+
+
+def step_time(seconds: float) -> str:
+    """Time of one step."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def size(size_bytes: int) -> str:
+    """Bytes in the unit that fits."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - the step from one unit to the next
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def paint(text: str, code: str, *, on: bool) -> str:
+    """Text in a colour of the terminal's."""
+    return f"\033[{code}m{text}\033[0m" if on else text

@@ -1,0 +1,162 @@
+"""Everything that is known of a run, put together from its ledger and its scheduler's answer. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.derive import (
+    AttemptView,
+    Progress,
+    RunState,
+    Standing,
+    attempts,
+    progress,
+    run_state,
+    standing,
+)
+from hpctrain.records import JobInfo, Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.ledger.derive import Failure
+    from hpctrain.ledger.events import Event
+
+ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED})
+UNDER_WAY = 75
+"""Exit status of `status --exit-status` while nothing is decided."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The newest checkpoint that could be loaded."""
+
+    name: str
+    step: int
+    t: float | None = None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the scheduler said about the run's newest job.
+
+    Attributes:
+        job: None when it knows of none.
+        asked: False where there was no answer.
+        problem: Why there was none.
+    """
+
+    job: JobInfo | None = None
+    asked: bool = True
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything that `hpctrain status RUN` shows."""
+
+    name: str
+    root: str
+    state: RunState
+    standing: Standing
+    progress: Progress
+    answer: Answer
+    cluster: str
+    attempts: Sequence[AttemptView]
+    checkpoint: Checkpoint | None
+    skipped: Sequence[Skipped]
+    failure: Failure | None
+    failure_log: str
+    label: str
+    """How the user can name the run in the next command."""
+    flags: str
+    """What the next command needs behind it, e.g. " --runs DIR"."""
+    now: float = field(default_factory=time.time)
+
+
+def status_of(
+    events: Sequence[Event],
+    answer: Answer,
+    *,
+    name: str,
+    root: str = "",
+    cluster: str = "",
+    total: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    skipped: Sequence[Skipped] = (),
+    failure_log: str = "",
+    label: str = "",
+    flags: str = "",
+    now: float | None = None,
+) -> RunStatus:
+    """Put together what is known of a run.
+
+    Args:
+        events: Its ledger.
+        answer: What the scheduler said.
+        name: The run's name.
+        root: Its directory.
+        cluster: "slurm" or "local".
+        total: How many steps it is meant to do, where the ledger does not know.
+        checkpoint: The newest one that could be loaded; by default the newest saved one.
+        skipped: Newer ones that could not; those that an attempt passed over are added.
+        failure_log: Pattern of the log of a failed rank, with {attempt} and {rank}.
+        label: How the user names the run; its name by default.
+        flags: What the next command needs behind it.
+        now: Seconds since the epoch.
+    """
+    done = attempts(events)
+    far = progress(events)
+    if far.total is None and total is not None:
+        far = Progress(**{**asdict(far), "total": total})
+    if checkpoint is None and far.saved_step is not None:
+        checkpoint = Checkpoint(f"step {far.saved_step}", far.saved_step, far.saved_t)
+    failure = next((one.failure for one in reversed(done) if one.failure is not None), None)
+    log = ""
+    if failure is not None and failure_log and failure.rank is not None:
+        log = failure_log.format(attempt=failure.attempt, rank=failure.rank)
+    return RunStatus(
+        name=name,
+        root=root,
+        state=run_state(events, answer.job, asked=answer.asked),
+        standing=standing(events),
+        progress=far,
+        answer=answer,
+        cluster=cluster,
+        attempts=done,
+        checkpoint=checkpoint,
+        skipped=passed_over(events, skipped),
+        failure=failure,
+        failure_log=log,
+        label=label or shlex.quote(name),
+        flags=flags,
+        now=time.time() if now is None else now,
+    )
+
+
+def passed_over(events: Sequence[Event], on_disk: Sequence[Skipped] = ()) -> list[Skipped]:
+    """Checkpoints that were not taken, each with its first reason, the highest step first."""
+    found: dict[str, Skipped] = {}
+    for attempt in attempts(events):
+        for one in attempt.skipped:
+            found.setdefault(one.name, one)
+    for event in events:
+        if event.kind == "checkpoint_set_aside":
+            name = str(event.data.get("name"))
+            one = Skipped(int(event.data.get("step") or 0), name, str(event.data.get("reason")))
+            found.setdefault(name, one)
+    for one in on_disk:
+        found.setdefault(one.name, one)
+    return sorted(found.values(), key=lambda one: (-one.step, one.name))
+
+
+def exit_status(status: RunStatus) -> int:
+    """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
+    if status.state in {RunState.DONE, RunState.STOPPED}:
+        return status.standing.exit_code or 0
+    under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
+    return UNDER_WAY if under_way else 1

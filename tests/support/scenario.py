@@ -1,0 +1,180 @@
+"""A run on the real cluster, driven as a user drives it: the command line, and what the ledger says.
+
+run = submit(slurm, tmp_path, "--nodes", "4", "--ranks-per-node", "2", sets=TINY)
+run.wait_step(5)
+...
+run.wait_state("done")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.layout import RunDir
+from tests.support.recipe import TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpctrain.ledger.events import Event
+    from tests.support.slurm_cluster import SlurmCluster
+
+POLL_S = 0.1
+
+
+def cli(
+    slurm: SlurmCluster | None, cwd: Path, *args: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run hpctrain's command line as a user would, in the cluster's environment."""
+    base = dict(os.environ) if slurm is None else slurm.env
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain", *args],
+        cwd=cwd,
+        env={**base, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@dataclass
+class RunHandle:
+    """One run of a test."""
+
+    slurm: SlurmCluster
+    cwd: Path
+    dir: RunDir
+    job_id: str
+
+    def cli(self, *args: str, env: Mapping[str, str] | None = None) -> str:
+        """A command that must succeed; its stdout."""
+        done = cli(self.slurm, self.cwd, *args, env=env)
+        assert done.returncode == 0, f"hpctrain {args}: exit {done.returncode}\n{done.stderr}"
+        return done.stdout
+
+    def events(self, kind: str | None = None, attempt: int | None = None) -> list[Event]:
+        """The ledger, or the part of it that is asked for."""
+        return [
+            e
+            for e in ledger.read(self.dir)
+            if kind in (None, e.kind) and attempt in (None, e.attempt)
+        ]
+
+    def wait(self, what: str, reached: Callable[[], Any], timeout_s: float = 90) -> Any:
+        """Wait for something to become true; on time-out everything that may tell why."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if found := reached():
+                return found
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} did not happen in {timeout_s} s\n{self.story()}")
+            time.sleep(POLL_S)
+
+    def wait_event(
+        self, kind: str, attempt: int | None = None, count: int = 1, timeout_s: float = 90
+    ) -> Event:
+        """Wait for the count-th event of a kind."""
+
+        def there() -> list[Event] | None:
+            found = self.events(kind, attempt)
+            return found if len(found) >= count else None
+
+        found: list[Event] = self.wait(f"event {kind} (attempt {attempt})", there, timeout_s)
+        return found[count - 1]
+
+    def wait_step(self, step: int, attempt: int | None = None, timeout_s: float = 90) -> int:
+        """Wait until a step is done (in an attempt); the newest step."""
+
+        def done() -> int | None:
+            steps = [int(e.data["last"]) for e in self.events("steps", attempt)]
+            return max(steps) if steps and max(steps) >= step else None
+
+        newest: int = self.wait(f"step {step}", done, timeout_s)
+        return newest
+
+    def wait_done(self, timeout_s: float = 120) -> None:
+        """Wait until the program has returned and the job is gone."""
+        self.wait_event("done", timeout_s=timeout_s)
+        self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
+
+    def ends(self) -> list[tuple[str, str]]:
+        """(reason, next) of each attempt that ended, in order."""
+        return [(e.data["reason"], e.data["next"]) for e in self.events("attempt_ended")]
+
+    def restored(self) -> list[int]:
+        """The step that each attempt began at."""
+        return [int(e.data["step"]) for e in self.events("restored")]
+
+    def steps_lost(self) -> list[int]:
+        """Of each attempt but the last: steps done in it that the next one had to do again."""
+        starts = {e.attempt: int(e.data["step"]) for e in self.events("restored")}
+        last: dict[int, int] = {}
+        for e in self.events("steps"):
+            assert e.attempt is not None
+            last[e.attempt] = max(last.get(e.attempt, 0), int(e.data["last"]))
+        numbers = sorted(n for n in starts if n is not None)
+        return [
+            max(0, last.get(one, starts[one]) - starts[following])
+            for one, following in zip(numbers, numbers[1:], strict=False)
+        ]
+
+    def status(self) -> dict[str, Any]:
+        """`hpctrain status --json`."""
+        found: dict[str, Any] = json.loads(self.cli("status", self.dir.name, "--json"))
+        return found
+
+    def story(self) -> str:
+        """What happened so far, for a failing test."""
+        lines = [json.dumps(self.slurm.job(self.job_id))]
+        lines += [
+            f"{e.t:.1f} {e.attempt} {e.kind} {json.dumps(e.data)[:300]}" for e in self.events()
+        ]
+        outputs = sorted(self.dir.jobs.glob("*.out"))
+        newest = sorted((self.dir.root / "attempts").glob("*/rank-00000.log"))[-1:]
+        for path in [*outputs, *newest]:
+            lines.append(f"--- {path.name}\n{path.read_text()[-2000:]}")
+        return "\n".join(lines)
+
+
+def submit(
+    slurm: SlurmCluster,
+    cwd: Path,
+    *args: str,
+    sets: Mapping[str, Any] | None = None,
+    name: str = "run",
+    script: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> RunHandle:
+    """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`."""
+    settings = {} if script else {**TINY, "train.dropout": 0.0}
+    settings |= sets or {}
+    words = [f"--set={key}={_toml(value)}" for key, value in settings.items()]
+    tail = ["--", *script] if script else []
+    done = cli(
+        slurm,
+        cwd,
+        "submit",
+        "--cluster=slurm",
+        f"--name={name}",
+        *args,
+        *words,
+        "--json",
+        *tail,
+        env=env,
+    )
+    assert done.returncode == 0, f"submit: exit {done.returncode}\n{done.stderr}"
+    told = json.loads(done.stdout)
+    return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"]))
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | list) else str(value)

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.checkpoint import commit, find, verify
+from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.cli import checkpoints
+from hpctrain.cli.main import main
+from tests.support import checkpoints as support
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = support.new_run(tmp_path)
+    run.spec.write_text("{}\n")
+    return run
+
+
+@pytest.fixture
+def attempt(run):
+    return support.next_attempt(run)
+
+
+def call(run, *args):
+    """Exit code and stdout of `hpctrain checkpoints`."""
+    done = CliRunner().invoke(
+        checkpoints.command, ["--runs", str(run.root.parent), *map(str, args)]
+    )
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_list_tells_each_state_with_its_reason(run, attempt):
+    support.save(run, attempt, 1000)
+    (torn,) = support.save(run, attempt, 2000)
+    (torn / ".metadata").unlink()
+    support.save(run, attempt, 3000)
+    verify.set_aside(run, find.look(run, 3000), "damaged bytes", attempt)
+    support.stage(run, attempt, 4000)
+
+    code, out = call(run, "list", "gpt-a")
+
+    assert code == 0
+    rows = [line.split("  ") for line in out.splitlines()]
+    assert [(row[0].strip(), row[-1].strip()) for row in rows] == [
+        ("STEP", "STATE"),
+        ("4000", "staged: by attempt 1, not committed"),
+        ("3000", "set aside: damaged bytes"),
+        ("2000", "torn: shard .metadata is missing"),
+        ("1000", "ok"),
+    ]
+    assert "8.0 KiB" in out.splitlines()[4]
+    assert "fsdp2" in out.splitlines()[4]
+
+
+def test_list_as_json_has_the_same_facts(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+
+    code, out = call(run, "list", "gpt-a", "--json")
+
+    assert code == 0
+    assert json.loads(out) == {
+        "run": "gpt-a",
+        "checkpoints": [
+            {
+                "step": 1000,
+                "name": "step-0000001000",
+                "created": 1_700_000_000.5,
+                "size_bytes": sum(file.stat().st_size for file in path.iterdir()),
+                "world_size": 2,
+                "engine": "fsdp2",
+                "state": "ok",
+                "why": None,
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", ["list", "verify"])
+def test_a_run_without_checkpoints_says_so(run, name):
+    assert call(run, name, "gpt-a") == (0, "gpt-a has no checkpoints\n")
+
+
+def test_show_prints_the_manifest(run, attempt):
+    support.save(run, attempt, 1000)
+
+    _, out = call(run, "show", "gpt-a", 1000)
+    _, as_json = call(run, "show", "gpt-a", 1000, "--json")
+
+    assert '{"dp_shard": 2}' in out
+    assert "__1_0.distcp  3,000  xxh3_64:" in out
+    shown = json.loads(as_json)
+    assert shown["attempt"] == 1
+    assert shown["state"] == "ok"
+    assert shown["size_bytes"] == sum(support.SHARDS.values())
+    assert shown["data"] == {"samples_consumed": 32_000, "seed": 1234}
+
+
+def test_show_of_a_torn_one_tells_why(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    (path / MANIFEST_NAME).unlink()
+
+    code, out = call(run, "show", "gpt-a", 1000)
+
+    assert code == 0
+    assert "manifest is missing" in out
+
+
+def test_infinity_is_shown_in_strict_json(run, attempt):
+    staged, listed = support.stage(run, attempt, 1000)
+    listed.extra = {"best": [float("inf")]}
+    commit.publish(run, staged, listed, attempt)
+
+    _, out = call(run, "show", "gpt-a", 1000, "--json")
+
+    assert json.loads(out)["extra"] == {"best": ["inf"]}
+
+
+def test_show_cuts_long_values_which_json_has_in_full(run, attempt):
+    staged, listed = support.stage(run, attempt, 1000)
+    listed.rng = {"torch": "x" * 5000}
+    commit.publish(run, staged, listed, attempt)
+
+    _, out = call(run, "show", "gpt-a", 1000)
+    _, as_json = call(run, "show", "gpt-a", 1000, "--json")
+
+    assert "xxx... (5,013 characters, --json shows all)" in out
+    assert json.loads(as_json)["rng"] == listed.rng
+
+
+def test_verify_of_whole_checkpoints_ends_well(run, attempt):
+    support.save(run, attempt, 1000, 2000)
+    support.stage(run, attempt, 3000)
+
+    code, out = call(run, "verify", "gpt-a")
+
+    assert code == 0
+    assert out == "step-0000002000: ok\nstep-0000001000: ok\n2 verified, 0 damaged\n"
+
+
+def test_verify_names_file_and_reason_and_exits_7(run, attempt):
+    paths = support.save(run, attempt, 1000, 2000, 3000)
+    support.flip_bit(paths[0] / "__1_0.distcp", 77)
+    (paths[1] / MANIFEST_NAME).unlink()
+
+    code, out = call(run, "verify", "gpt-a")
+
+    assert code == 7
+    lines = out.splitlines()
+    assert lines[0] == "step-0000003000: ok"
+    assert lines[1] == "step-0000002000: manifest is missing"
+    assert lines[2].startswith("step-0000001000: __1_0.distcp: digest xxh3_64:")
+    assert lines[3] == "3 verified, 2 damaged"
+    assert find.steps(run) == [3000, 2000, 1000]
+
+
+def test_verify_as_json_lists_problems_and_exits_7(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    os.truncate(path / ".metadata", 1)
+
+    code, out = call(run, "verify", "gpt-a", "--json")
+
+    assert code == 7
+    assert json.loads(out) == {
+        "run": "gpt-a",
+        "damaged": 1,
+        "checkpoints": [
+            {
+                "step": 1000,
+                "name": "step-0000001000",
+                "problems": ["shard .metadata is 1 bytes, manifest says 257"],
+            }
+        ],
+    }
+
+
+def test_a_checkpoint_under_another_steps_name_fails_verification(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    path.rename(find.step_path(run, 2000))
+
+    code, out = call(run, "verify", "gpt-a")
+
+    assert code == 7
+    assert "manifest is of step 1000, not 2000" in out
+
+
+def test_one_step_can_be_verified_alone(run, attempt):
+    older, _ = support.save(run, attempt, 1000, 2000)
+    (older / MANIFEST_NAME).unlink()
+
+    assert call(run, "verify", "gpt-a", 2000)[0] == 0
+    assert call(run, "verify", "gpt-a", 1000)[0] == 7
+
+
+def test_a_step_that_is_not_there_is_an_error_with_those_that_are(run, attempt, capsys):
+    support.save(run, attempt, 1000)
+
+    code = main(["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a", "1500"])
+
+    assert code == 4
+    assert capsys.readouterr().err == (
+        "hpctrain: error: gpt-a has no checkpoint of step 1500; there are: 1000\n"
+    )
+
+
+def test_the_exit_code_of_damage_reaches_the_shell(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    (path / MANIFEST_NAME).unlink()
+
+    assert main(["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a"]) == 7
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_ends_at_all_bytes(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    with checkpoints._progress(1000) as on_bytes:
+        on_bytes(400)
+        on_bytes(600)
+
+    assert "100%" in terminal.getvalue()
+
+
+def test_there_is_no_bar_where_nobody_looks(monkeypatch):
+    silent = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", silent)
+
+    with checkpoints._progress(1000) as on_bytes:
+        assert on_bytes is None
+
+    assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 1024**3 // 2, "1.5 GiB")],
+)
+def test_sizes_are_told_in_the_largest_unit_that_leaves_one(size, said):
+    assert checkpoints._human(size) == said
+
+
+def test_nothing_here_needs_torch_or_numpy(run, attempt):
+    support.save(run, attempt, 1000)
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from hpctrain.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    args = ["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a"]
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,174 @@
+"""`hpctrain` finds its commands lazily and ends with one line and a documented exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from hpctrain import __version__, errors
+from hpctrain.cli import main as cli_main
+from hpctrain.cli.output import table
+
+
+def run_main(*argv):
+    return cli_main.main(argv)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Put a command of the test's own into the group."""
+
+    def install(callback):
+        monkeypatch.setattr(
+            cli_main.LazyGroup, "get_command", lambda *_: click.Command("x", callback=callback)
+        )
+
+    return install
+
+
+def test_help_lists_every_command_and_exit_code_without_importing_a_command():
+    code = (
+        "import sys; from hpctrain.cli.main import main; main(['--help']); "
+        "print(sorted(m for m in sys.modules if m.startswith('hpctrain')))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    for name in cli_main.COMMANDS:
+        assert f"\n  {name} " in done.stdout
+    for exit_code, text in errors.EXIT_CODES.items():
+        assert f"  {exit_code} " in done.stdout
+        assert text in done.stdout
+    assert done.stdout.splitlines()[-1] == str(
+        ["hpctrain", "hpctrain.cli", "hpctrain.cli.main", "hpctrain.errors"]
+    )
+
+
+def test_a_command_whose_module_is_missing_is_no_command(monkeypatch, capsys):
+    monkeypatch.setitem(cli_main.COMMANDS, "later", ("hpctrain.cli.later", "Not there yet."))
+
+    assert run_main("--help") == 0
+    assert "Not there yet." in capsys.readouterr().out
+    assert run_main("later") == 2
+    assert "No such command 'later'" in capsys.readouterr().err
+
+
+def test_a_command_that_lacks_a_library_says_so(monkeypatch, tmp_path):
+    (tmp_path / "broken_command.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli_main.COMMANDS, "broken", ("broken_command", "Broken."))
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        run_main("broken")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.UsageError,
+        errors.NotFound,
+        errors.RunExists,
+        errors.ClusterUnreachable,
+        errors.NoProgress,
+    ],
+)
+def test_an_error_of_the_users_is_one_line_and_its_exit_code(command, capsys, error):
+    def fail():
+        raise error("nodes is 0; it takes at least 1")
+
+    command(fail)
+
+    assert run_main("x") == error.exit_code
+    assert capsys.readouterr().err == "hpctrain: error: nodes is 0; it takes at least 1\n"
+
+
+def test_a_bug_shows_its_traceback(command):
+    def fail():
+        raise ZeroDivisionError
+
+    command(fail)
+
+    with pytest.raises(ZeroDivisionError):
+        run_main("x")
+
+
+def test_an_interrupt_ends_with_130(command, capsys):
+    def fail():
+        raise KeyboardInterrupt
+
+    command(fail)
+
+    assert run_main("x") == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_an_exit_code_of_a_command_is_the_programs(command):
+    command(lambda: 75)
+    assert run_main("x") == 75
+
+    command(lambda: None)
+    assert run_main("x") == 0
+
+    command(lambda: click.get_current_context().exit(93))
+    assert run_main("x") == 93
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nope"], "No such command 'nope'. See `hpctrain --help`."),
+        (["--nope"], "No such option '--nope'."),
+        (["sites", "show"], "Missing argument 'NAME'. See `hpctrain sites show --help`."),
+    ],
+)
+def test_wrong_usage_is_one_line_with_the_help_that_fits(capsys, argv, message):
+    assert run_main(*argv) == 2
+
+    err = capsys.readouterr().err
+    assert err.startswith("hpctrain: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_version_is_printed(capsys):
+    assert run_main("--version") == 0
+    assert capsys.readouterr().out == f"hpctrain, version {__version__}\n"
+
+
+def test_no_color_is_respected(command, capsys, monkeypatch):
+    command(lambda: click.echo(click.get_current_context().color))
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    run_main("x")
+
+    assert capsys.readouterr().out == "False\n"
+
+
+def test_command_names_complete_from_the_table():
+    env = {
+        **os.environ,
+        "_HPCTRAIN_COMPLETE": "bash_complete",
+        "COMP_WORDS": "hpctrain s",
+        "COMP_CWORD": "1",
+    }
+    code = "import sys; from hpctrain.cli.main import main; sys.exit(main([]))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+
+    names = [line.partition(",")[2] for line in done.stdout.splitlines()]
+    assert names == [name for name in cli_main.COMMANDS if name.startswith("s")]
+
+
+def test_a_table_lines_its_columns_up():
+    rows = [("lm-1", 7, None), ("a-long-name", 1234, "x")]
+
+    text = table(rows, header=("RUN", "STEP", "WHY"), right=(1,), indent=" ")
+
+    assert text == " RUN          STEP  WHY\n lm-1            7  -\n a-long-name  1234  x"
+    assert table([]) == ""

@@ -1,0 +1,259 @@
+"""What the batch side does once srun has ended, with SLURM's answers as inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import ClusterUnreachable
+from hpctrain.ledger import events as ledger
+from hpctrain.records import JobFacts
+from hpctrain.rundir.fence import read_fence, take_attempt
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.spec import Entry, Spec
+from hpctrain.slurm.after import BatchSide, Start
+
+SUBMISSION = "run-12ab"
+RUNNING = JobFacts("RUNNING", restarts=0)
+CANCELLED = JobFacts("COMPLETING", restarts=0)
+REQUEUED = JobFacts("COMPLETING", restarts=1)
+TIME_LIMIT = JobFacts("COMPLETING", restarts=0, reason="TimeLimit")
+GRACE = JobFacts("RUNNING", restarts=0, preempt_time=1.0)
+
+
+class Scheduler:
+    """Answers as it is told to, and counts what it was asked for."""
+
+    def __init__(self, facts, *, requeue_fails=False):
+        self.answer = facts
+        self.requeue_fails = requeue_fails
+        self.requeues = 0
+
+    def facts(self):
+        if self.answer is None:
+            raise ClusterUnreachable("scontrol is not on PATH here")
+        return self.answer
+
+    def requeue(self):
+        self.requeues += 1
+        if self.requeue_fails:
+            raise ClusterUnreachable("scontrol gave no answer")
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    Spec("run", "0", 0.0, "slurm", "local", Entry("recipe")).dump(run.spec)
+    ledger.append(run, "submit_intent", token=SUBMISSION)
+    return run
+
+
+def started(run, *, job_id="7", restarts=0):
+    number = take_attempt(run, job_id=job_id, restarts=restarts).number
+    ledger.append(run, "attempt_started", attempt=number, job_id=job_id, restarts=restarts)
+    return number
+
+
+def ended(run, attempt, reason, following):
+    ledger.append(run, "attempt_ended", attempt=attempt, reason=reason, next=following, by="agent")
+
+
+def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION):
+    start = Start("7", 0, token, ["n1", "n2"], rc, term)
+    return BatchSide(run, start, scheduler).finish()
+
+
+def last(run, kind):
+    found = [event for event in ledger.read(run) if event.kind == kind]
+    return found[-1].data if found else None
+
+
+def test_requeue_that_the_agent_could_not_do_is_done(run):
+    ended(run, started(run), "timed_out", "requeue")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, rc=0) == 0
+
+    assert scheduler.requeues == 1
+    assert last(run, "requeued")["by"] == "batch"
+
+
+def test_requeue_that_was_done_is_not_done_again(run):
+    attempt = started(run)
+    ended(run, attempt, "timed_out", "requeue")
+    ledger.append(run, "requeued", attempt=attempt, by="agent")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, rc=0) == 0
+
+    assert scheduler.requeues == 0
+
+
+def test_requeue_of_an_older_attempt_is_not_taken_for_this_ones(run):
+    old = started(run, job_id="6")
+    ended(run, old, "timed_out", "requeue")
+    ledger.append(run, "requeued", attempt=old, by="agent")
+    ended(run, started(run), "timed_out", "requeue")
+    scheduler = Scheduler(RUNNING)
+
+    finish(run, scheduler)
+
+    assert scheduler.requeues == 1
+
+
+def test_requeue_that_fails_is_written_down_and_fails_the_job(run):
+    ended(run, started(run), "timed_out", "requeue")
+
+    assert finish(run, Scheduler(RUNNING, requeue_fails=True)) == 75
+
+    assert "gave no answer" in last(run, "requeue_failed")["why"]
+    assert last(run, "requeued") is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason", "requeues"),
+    [
+        (GRACE, "preempted", 1),
+        (TIME_LIMIT, "timed_out", 1),
+        (CANCELLED, "cancelled", 0),
+        (REQUEUED, "preempted", 0),
+    ],
+)
+def test_decision_that_the_agent_could_not_take_is_taken(run, facts, reason, requeues):
+    attempt = started(run)
+    ledger.append(run, "stop_requested", attempt=attempt, cause="sigterm", rank=0)
+    ended(run, attempt, "preempted", "ask_batch")
+    scheduler = Scheduler(facts)
+
+    finish(run, scheduler)
+
+    assert last(run, "attempt_ended")["reason"] == reason
+    assert last(run, "attempt_ended")["by"] == "batch"
+    assert scheduler.requeues == requeues
+
+
+def test_dead_agents_are_a_crash_and_the_job_comes_back(run):
+    started(run)
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler) == 0
+
+    end = last(run, "attempt_ended")
+    assert (end["reason"], end["next"], end["by"]) == ("crashed", "requeue", "batch")
+    assert "exit code 137" in end["detail"]
+    assert scheduler.requeues == 1
+
+
+def test_agents_that_died_between_two_rounds_are_a_crash_too(run):
+    ended(run, started(run), "crashed", "restart")
+    scheduler = Scheduler(RUNNING)
+
+    finish(run, scheduler)
+
+    assert last(run, "attempt_ended")["next"] == "requeue"
+    assert scheduler.requeues == 1
+
+
+def test_start_in_which_no_agent_came_counts_as_an_attempt(run):
+    scheduler = Scheduler(RUNNING)
+
+    finish(run, scheduler, rc=1)
+
+    begin = last(run, "attempt_started")
+    assert (begin["job_id"], begin["by"], begin["nodes"]) == ("7", "batch", ["n1", "n2"])
+    assert read_fence(run).number == 1
+    assert last(run, "attempt_ended")["reason"] == "crashed"
+    assert scheduler.requeues == 1
+
+
+def test_successor_that_may_be_running_is_not_fenced_out(run):
+    finish(run, Scheduler(REQUEUED), rc=1)
+
+    assert read_fence(run) is None
+    assert last(run, "attempt_ended") is None
+
+
+def test_crashes_end_with_their_budget(run):
+    codes = []
+    for number in range(6):
+        ended(run, started(run), "crashed", "requeue") if number < 5 else started(run)
+    scheduler = Scheduler(RUNNING)
+
+    codes.append(finish(run, scheduler))
+
+    assert codes == [93]
+    assert scheduler.requeues == 0
+    assert last(run, "attempt_ended")["next"] == "stop"
+    assert "budget.crashes is 5" in last(run, "run_stopped")["detail"]
+
+
+def test_end_that_is_decided_here_counts_once(run):
+    for _ in range(4):
+        ended(run, started(run), "crashed", "requeue")
+    ended(run, started(run), "crashed", "ask_batch")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler) == 0
+
+    assert scheduler.requeues == 1
+
+
+def test_what_was_cancelled_stays_cancelled(run):
+    started(run)
+    ledger.append(run, "cancel_requested", save=False, job_id="7")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, term=True) == 1
+
+    assert last(run, "attempt_ended")["reason"] == "cancelled"
+    assert scheduler.requeues == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped", "code"),
+    [("completed", None, 0), ("stopped", None, 0), ("cancelled", None, 1), ("crashed", 93, 93)],
+)
+def test_exit_code_is_the_runs(run, reason, stopped, code):
+    attempt = started(run)
+    ended(run, attempt, reason, "stop")
+    if stopped:
+        ledger.append(run, "run_stopped", attempt=attempt, reason=reason, exit_code=stopped)
+
+    assert finish(run, Scheduler(None), rc=0) == code
+
+
+def test_silent_scheduler_leaves_the_decision_open(run):
+    ended(run, started(run), "preempted", "ask_batch")
+
+    assert finish(run, Scheduler(None)) == 75
+
+    assert "scontrol is not on PATH" in last(run, "requeue_failed")["why"]
+
+
+def test_job_of_an_older_submission_only_leaves(run):
+    ledger.append(run, "submit_intent", token=f"{SUBMISSION}c")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, rc=1) == 0
+
+    assert scheduler.requeues == 0
+    assert read_fence(run) is None
+
+
+def test_job_that_has_been_taken_over_only_leaves(run):
+    ended(run, started(run), "timed_out", "requeue")
+    started(run, job_id="8")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler) == 0
+
+    assert scheduler.requeues == 0
+
+
+def test_orphan_only_leaves(run):
+    ledger.append(run, "orphan_left", job_id="7", why="older submission")
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, rc=0) == 0
+
+    assert scheduler.requeues == 0

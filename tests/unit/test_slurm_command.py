@@ -1,0 +1,147 @@
+"""One command at a time: bounded, deaf to SLURM's signals, with errors a user understands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.slurm.command import CommandMissing, run, run_until
+from hpctrain.slurm.leak import clean
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "HUP"])
+def test_child_lives_through_the_step_signals(name):
+    assert run(["sh", "-c", f"kill -{name} $$; echo alive"]) == "alive\n"
+
+
+def test_grandchild_lives_through_the_step_signals():
+    assert run(["sh", "-c", "sh -c 'kill -TERM $$; echo alive'; :"]) == "alive\n"
+
+
+def test_signal_that_comes_meanwhile_reaches_us_afterwards():
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
+
+    try:
+        run(["sh", "-c", f"kill -USR2 {os.getpid()}"])
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+    assert seen == [1]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_child_is_out_of_reach_of_ctrl_c():
+    assert int(run(["sh", "-c", "ps -o sid= -p $$"])) != os.getsid(0)
+
+
+def test_missing_command_says_where_to_go():
+    with pytest.raises(CommandMissing, match="no-such-sbatch is not on PATH here"):
+        run(["no-such-sbatch"])
+
+
+def test_silent_command_ends_with_its_children_at_its_time_out(tmp_path):
+    mark = tmp_path / "pid"
+    start = time.monotonic()
+
+    with pytest.raises(ClusterUnreachable, match=r"sh gave no answer within 0\.5 s"):
+        run(["sh", "-c", f"sleep 60 & echo $! > {mark}; wait"], timeout_s=0.5)
+
+    assert time.monotonic() - start < 10
+    while Path(f"/proc/{mark.read_text().strip()}").exists():  # goes a moment after SIGKILL
+        assert time.monotonic() - start < 10
+
+
+def test_refusal_is_the_first_error_line():
+    said = (
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed"
+    )
+
+    with pytest.raises(
+        ClusterError, match=r"^SLURM refused: .*partition specified: x .*exit 3"
+    ) as e:
+        run(["sh", "-c", f"echo '{said}' >&2; exit 3"])
+
+    assert not isinstance(e.value, ClusterUnreachable)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+        "scontrol: fatal: Could not establish a configuration source",
+    ],
+)
+def test_silent_slurmctld_is_unreachable_not_a_refusal(said):
+    with pytest.raises(ClusterUnreachable, match="slurmctld does not answer"):
+        run(["sh", "-c", f"echo '{said}' >&2; exit 1"])
+
+
+def test_silence_is_tried_again_until_it_ends(tmp_path):
+    tries = tmp_path / "tries"
+    script = (
+        f"echo >> {tries}; [ $(wc -l < {tries}) -ge 3 ] && echo ok && exit 0; "
+        "echo 'Unable to contact slurm controller' >&2; exit 1"
+    )
+
+    assert run_until(["sh", "-c", script], deadline=time.monotonic() + 30) == "ok\n"
+
+
+def test_refusal_is_not_tried_again(tmp_path):
+    tries = tmp_path / "tries"
+
+    with pytest.raises(ClusterError, match="nope"):
+        run_until(["sh", "-c", f"echo >> {tries}; echo nope >&2; exit 1"], deadline=1e18)
+
+    assert tries.read_text().count("\n") == 1
+
+
+def test_silence_ends_at_the_deadline():
+    start = time.monotonic()
+
+    with pytest.raises(ClusterUnreachable):
+        run_until(["sleep", "60"], deadline=start + 1)
+
+    assert time.monotonic() - start < 10
+
+
+def test_what_the_shell_leaks_is_dropped_and_named():
+    environ = {
+        "PATH": "/bin",
+        "SBATCH_PARTITION": "x",
+        "SLURM_JOB_ID": "7",
+        "SLURM_TIME_FORMAT": "relative",
+        "SQUEUE_STATES": "PENDING",
+        "SLURM_CLUSTERS": "other",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JWT": "secret",
+        "HPCTRAIN_PORT": "20000",
+        "HPCTRAIN_SITE_PATH": "/sites",
+    }
+
+    cleaned = clean(environ)
+
+    assert cleaned.dropped == [
+        "HPCTRAIN_PORT",
+        "SBATCH_PARTITION",
+        "SLURM_CLUSTERS",
+        "SLURM_JOB_ID",
+        "SLURM_TIME_FORMAT",
+        "SQUEUE_STATES",
+    ]
+    assert set(cleaned.env) == set(environ) - set(cleaned.dropped)
+
+
+def test_commands_run_without_what_leaks(monkeypatch):
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+
+    assert run(["sh", "-c", 'echo "$SQUEUE_STATES,$SLURM_TIME_FORMAT"']) == ",%s\n"
+    assert run(["sh", "-c", 'echo "$SLURM_TIME_FORMAT"'], query=False) == "\n"

@@ -1,0 +1,89 @@
+#!/bin/bash
+#SBATCH --job-name=gpt-small
+#SBATCH --nodes=2-4
+#SBATCH --gpus-per-node=4
+#SBATCH --mincpus=24
+#SBATCH --mem=64G
+#SBATCH --time=12:00:00
+#SBATCH --partition=gpu,long
+#SBATCH --account=lab
+#SBATCH --qos=normal
+#SBATCH --constraint="a100&ib"
+#SBATCH --reservation=maint
+#SBATCH --exclude="n[1-2]"
+#SBATCH --network=single_node_vni,job_vni
+#SBATCH --signal=USR2@90
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/gpt-small/jobs/gpt-small-12ab.out
+#SBATCH --requeue
+#SBATCH --switches=1
+#SBATCH "--comment=two words"
+
+# Written by hpctrain; it is what was submitted, so change settings and resume instead.
+export HPCTRAIN_RUN_DIR=/runs/gpt-small
+export HPCTRAIN_TOKEN=gpt-small-12ab
+export HPCTRAIN_PYTHON=/opt/venv/bin/python
+hpctrain_srun_args=(--cpus-per-task=24 --mpi=none '--x=two words')
+hpctrain_setup() {
+module load cuda
+echo 'ready'
+}
+
+# shellcheck shell=bash
+# The part of a batch script that hpctrain needs. `hpctrain submit` puts it into its scripts word
+# for word, and a hand-written script ends by sourcing it (see train.sbatch). It expects
+#   HPCTRAIN_RUN_DIR     the run's directory, the same path on every node
+#   HPCTRAIN_PYTHON      the interpreter in which hpctrain is installed
+#   hpctrain_srun_args   optional array of more srun options
+#   hpctrain_setup       optional function, run on the first node before srun
+# and it ends the script with the run's exit code.
+
+# SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after
+# KillWait). An untrapped SIGTERM would end this script here, and nobody would be left to requeue
+# the job.
+trap '' USR1 USR2 HUP
+hpctrain_term=0
+trap 'hpctrain_term=1' TERM
+HPCTRAIN_BATCH_STARTED=$(date +%s.%N)
+
+: "${HPCTRAIN_RUN_DIR:?is not set: it names the directory that hpctrain submit printed}"
+: "${HPCTRAIN_PYTHON:?is not set: it names the python in which hpctrain is installed}"
+HPCTRAIN_TOKEN=${HPCTRAIN_TOKEN:-}
+export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
+
+if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
+set +eu # a setup with `set -e` must not keep a failed srun from being looked after
+
+# Port, end of the job, KillWait, nodes in order, address of the first one.
+# The child ignores SIGTERM, which SLURM sends to every process that it finds.
+hpctrain_exports=$(
+  trap '' TERM
+  exec "$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+) || exit
+eval "$hpctrain_exports"
+
+hpctrain_rc=143
+if [ "$hpctrain_term" = 0 ]; then
+  # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
+  # its own affair. In SLURM's file names %% is a percent sign.
+  hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
+  # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
+  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output="${hpctrain_output//%/%%}-%t.out" "${hpctrain_srun_args[@]}" \
+    bash -c 'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -u -m hpctrain.slurm.task "$1"' \
+    hpctrain "$HPCTRAIN_RUN_DIR${HPCTRAIN_TOKEN:+/jobs/$HPCTRAIN_TOKEN}" &
+  hpctrain_srun=$!
+  # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
+  # exit code.
+  while kill -0 "$hpctrain_srun" 2>/dev/null; do wait "$hpctrain_srun"; done
+  wait "$hpctrain_srun"
+  hpctrain_rc=$?
+fi
+
+# Requeues where no agent could any more. From here on nothing but SIGKILL ends this script.
+hpctrain_noted=$hpctrain_term
+trap '' TERM
+"$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
+  --rc "$hpctrain_rc" --term "$hpctrain_noted"
+exit

@@ -1,0 +1,126 @@
+"""Where an agent stands in its job, from the environment alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain.errors import ClusterError
+from hpctrain.slurm.batch import exports
+from hpctrain.slurm.environment import PORTS, first_port, free_port, job_context, master_addr
+
+JOB = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "localhost,n[2-3]",
+}
+
+
+def test_context_is_read_from_slurm_and_our_exports():
+    context = job_context(
+        JOB
+        | {
+            "SLURM_RESTART_COUNT": "2",
+            "HPCTRAIN_PORT": "20016",
+            "HPCTRAIN_JOB_END": "1795240996",
+            "HPCTRAIN_KILL_WAIT_S": "8",
+            "HPCTRAIN_MASTER_ADDR": "10.0.0.1",
+            "HPCTRAIN_TOKEN": "run-12",
+        }
+    )
+
+    assert (context.job_id, context.restarts, context.node_rank) == ("4711", 2, 1)
+    assert list(context.nodes) == ["localhost", "n2", "n3"]
+    assert (context.master_addr, context.port, context.token) == ("10.0.0.1", 20016, "run-12")
+    assert (context.end_time, context.kill_wait_s) == (1795240996, 8)
+
+
+def test_context_without_exports_is_the_same_on_every_node():
+    one = job_context(JOB | {"SLURM_NODEID": "0"})
+    two = job_context(JOB | {"SLURM_NODEID": "2"})
+
+    assert (one.restarts, one.token, one.end_time, one.kill_wait_s) == (0, "", None, 30)
+    assert one.port == two.port == first_port("4711", 0)
+    assert one.master_addr == two.master_addr == "localhost"
+
+
+def test_end_time_comes_from_slurm_where_it_tells():
+    assert job_context(JOB | {"SLURM_JOB_END_TIME": "1795240996"}).end_time == 1795240996
+
+
+def test_the_steps_nodes_come_before_the_jobs():
+    context = job_context(JOB | {"SLURM_STEP_NODELIST": "n[2-3]"})
+
+    assert list(context.nodes) == ["n2", "n3"]
+
+
+def test_array_task_has_an_id_of_its_own():
+    array = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+
+    assert job_context(JOB | array).job_id == "4711_3"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_NODEID"])
+def test_agent_outside_of_a_job_is_refused(name):
+    with pytest.raises(ClusterError, match=f"^{name} is not set"):
+        job_context({key: value for key, value in JOB.items() if key != name})
+
+
+def test_node_name_that_does_not_resolve_gives_the_launch_address():
+    env = {"SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+
+    assert master_addr(env, ["no-such-host.invalid"]) == "10.1.2.3"
+
+
+def test_port_differs_after_a_requeue():
+    assert first_port("7", 0) != first_port("7", 1)
+
+
+def test_port_block_in_use_is_passed_over():
+    port = free_port("7", 0)
+
+    with socket.socket() as taken:
+        taken.bind(("", port + PORTS - 1))
+        taken.listen()
+        other = free_port("7", 0)
+
+    assert other != port
+    assert 20000 <= other < 32000
+
+
+def test_batch_side_does_without_scontrol(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    found = exports(JOB)
+
+    assert sorted(found) == ["HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
+    assert found["HPCTRAIN_NODES"] == "localhost,n2,n3"
+    assert "scontrol is not on PATH" in capsys.readouterr().err
+
+
+def test_exports_are_safe_to_evaluate(tmp_path):
+    hostile = "n1$(touch pwned)`touch pwned`;touch pwned"
+    printed = subprocess.run(
+        [sys.executable, "-m", "hpctrain.slurm.batch", "before", str(tmp_path), "token"],
+        env={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": hostile, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    show = "import json, os; print(json.dumps(os.environ['HPCTRAIN_NODES']))"
+    evaluated = subprocess.run(
+        ["bash", "-c", f"{printed}\n{shlex.join([sys.executable, '-c', show])}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    assert json.loads(evaluated) == hostile
+    assert list(tmp_path.iterdir()) == []

