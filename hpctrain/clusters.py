@@ -35,8 +35,13 @@ def get_cluster(name: str) -> Cluster:
     raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(NAMES)}")
 
 
-def get_control(name: str, job_id: str) -> JobControl:
+def get_control(name: str, job_id: str, restarts: int) -> JobControl:
     """A job's own view of its scheduler, from inside the job.
+
+    Args:
+        name: Which scheduler.
+        job_id: Our own job.
+        restarts: The restart count with which this process was started.
 
     Raises:
         UsageError: no such scheduler.
@@ -44,7 +49,7 @@ def get_control(name: str, job_id: str) -> JobControl:
     if name == "slurm":
         from hpctrain.slurm.control import SlurmControl
 
-        return SlurmControl(job_id)
+        return SlurmControl(job_id, restarts=restarts)
     if name == "local":
         from hpctrain.local.control import LocalControl
 

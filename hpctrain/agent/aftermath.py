@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.failure import is_echo
+from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.budget import allow
@@ -108,7 +110,7 @@ class Aftermath:
         )
         may = (
             reason is EndReason.CRASHED
-            and restarts < self._spec.settings.run.restarts_in_job
+            and restarts < min(self._spec.settings.run.restarts_in_job, PORTS - 1)
             and allow(events, reason, self._spec.settings.budget).ok
             and not self._cancelled(events)
         )
@@ -156,7 +158,7 @@ class Aftermath:
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """An error that the program raised before its first step comes again however often it starts."""
-        if failure is None or failure.kind == "signal":
+        if failure is None or failure.kind == "signal" or is_echo(failure):
             return "crashed"
         moved = any(
             e.kind in {"steps", "saved"} and e.attempt == attempt for e in ledger.read(self._run)

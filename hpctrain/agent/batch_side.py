@@ -1,189 +1,207 @@
-"""The second line of defence: runs beside the agents, on the batch side, after all of them are
-gone.
+"""The second line of defence: what is done once all agents of a job are gone.
 
-It acts where node 0's agent could not: the agents were killed, or SLURM's commands are not in the
-container that they run in. Standard library only, so that it starts within KillWait; safe to run
-when there is nothing left to do.
+Node 0's agent decides, writes the decision into the ledger and carries it out. Here it is carried
+out where the agent could not (no scontrol in a container, killed too early), and decided where no
+agent was left to do it. Standard library only, so that it starts within KillWait.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.aftermath import last_step, read_outcome
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
-from hpctrain.plan.budget import EXIT_STOPPED, Verdict, allow
-from hpctrain.plan.decide import decide, is_cancelled, is_requeued
-from hpctrain.records import EndReason, Next
+from hpctrain.plan.budget import allow
+from hpctrain.plan.decide import decide
+from hpctrain.records import EndReason, Next, StopCause
+from hpctrain.rundir.fence import read_fence, take_attempt
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from hpctrain.plan.decide import Outcome
     from hpctrain.records import JobControl, JobFacts
     from hpctrain.rundir.layout import RunDir
 
-START_FAILURES = 3
-"""Job starts in a row that did not even begin an attempt; then something is wrong that waiting cannot mend."""
+EXIT_TRY_LATER = 75
+SUBMISSIONS = frozenset({"submit_intent", "submitted"})
 
 
-def conclude_job(
-    run: RunDir, control: JobControl, *, job_id: str, restarts: int, exit_code: int
-) -> int:
-    """See that this start of the job ends as it must.
+@dataclass(frozen=True)
+class Start:
+    """This start of the job, as the batch script knows it."""
 
-    Args:
-        run: The run.
-        control: The job's scheduler.
-        job_id: This job.
-        restarts: Which start of it.
-        exit_code: Worst exit code of the agents.
+    job_id: str
+    restarts: int
+    token: str
+    nodes: list[str]
+    rc: int
+    """srun's exit code."""
+    term: bool
+    """Whether SIGTERM came to the batch shell."""
 
-    Returns:
-        The exit code for the job.
-    """
-    events = ledger.read(run)
-    attempt = _newest_attempt(events, job_id, restarts)
-    ended = _event(events, "attempt_ended", attempt)
-    if any(e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in events):
-        if attempt is not None and ended is None:
-            _end(run, attempt, EndReason.CANCELLED, Next.STOP, exit_code)
+
+class BatchSide:
+    """The end of one start of a job, seen from its batch script."""
+
+    def __init__(self, run: RunDir, start: Start, control: JobControl) -> None:
+        self._run = run
+        self._start = start
+        self._control = control
+        self._events = ledger.read(run)
+
+    def finish(self) -> int:
+        """Do what is still to be done; returns the job's exit code."""
+        attempt = self._attempt()
+        if self._is_superseded(attempt):
+            return 0
+        end = self._last("attempt_ended", attempt)
+        following = Next(end["next"]) if end else None
+        if end is None or following in {Next.ASK_BATCH, Next.RESTART}:
+            return self._decide(attempt)
+        if following is Next.REQUEUE:
+            return 0 if self._last("requeued", attempt) is not None else self._requeue(attempt)
+        if following is Next.LEAVE:
+            return 0
+        return self._exit_code(attempt, EndReason(end["reason"]))
+
+    def _attempt(self) -> int | None:
+        """The newest attempt of this start; None where no agent came so far."""
+        mine = [
+            event.attempt
+            for event in self._events
+            if event.kind == "attempt_started"
+            and event.attempt is not None
+            and event.data.get("job_id") == self._start.job_id
+            and event.data.get("restarts") == self._start.restarts
+        ]
+        return max(mine, default=None)
+
+    def _is_superseded(self, attempt: int | None) -> bool:
+        """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
+        for event in self._events:
+            if event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id:
+                return True
+        if attempt is None:
+            tokens = [e.data.get("token") for e in self._events if e.kind in SUBMISSIONS]
+            return bool(self._start.token and tokens and tokens[-1] != self._start.token)
+        fence = read_fence(self._run)
+        return fence is not None and fence.number > attempt
+
+    def _last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:
+        """The newest event of a kind that this attempt has."""
+        found = [e.data for e in self._events if e.kind == kind and e.attempt == attempt]
+        return found[-1] if found and attempt is not None else None
+
+    def _decide(self, attempt: int | None) -> int:
+        """Decide in the agents' place: they died, or could not ask SLURM."""
+        cause, outcome = self._cause_and_outcome(attempt)
+        try:
+            facts = self._control.facts()
+        except ClusterError as error:
+            self._append("requeue_failed", attempt, by="batch", why=str(error))
+            return EXIT_TRY_LATER
+        reason, following = decide(facts, self._start.restarts, cause, outcome)
+        if self._cancel_requested():
+            reason, following = EndReason.CANCELLED, Next.STOP
+        if following is Next.LEAVE:
+            # Our successor may be running already: it may not be fenced out by a new attempt of
+            # ours.
+            if attempt is not None:
+                self._record_end(attempt, reason, following, facts)
+            return 0
+        return self._carry_out(attempt or self._take_attempt(), reason, following, facts)
+
+    def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
+        """What asked for the stop and how the ranks ended, from what they left behind."""
+        left = {} if attempt is None else read_outcome(self._run, attempt)
+        asked = self._last("stop_requested", attempt) or {}
+        named = left.get("cause") or asked.get("cause")
+        cause = StopCause(named) if named else StopCause.TERM if self._start.term else None
+        outcome: Outcome = left.get("outcome") or ("killed" if cause else "crashed")
+        return cause, outcome
+
+    def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:
+        if following is Next.REQUEUE:
+            before = [e for e in self._events if not _is_end_of(e, attempt)]
+            verdict = allow(before, reason, load_spec(self._run.spec).settings.budget)
+            if not verdict.ok:
+                self._record_end(attempt, reason, Next.STOP, facts)
+                self._stop_for_good(attempt, reason, verdict.exit_code, verdict.why)
+                return verdict.exit_code
+        self._record_end(attempt, reason, following, facts)
+        if following is Next.REQUEUE:
+            return self._requeue(attempt)
+        if reason is EndReason.COMPLETED and self._last("done", attempt) is None:
+            self._append("done", attempt, step=last_step(self._events, attempt))
+        if reason is EndReason.USER_ERROR:
+            self._stop_for_good(attempt, reason, 1, self._detail())
+        return self._exit_code(attempt, reason)
+
+    def _requeue(self, attempt: int | None) -> int:
+        try:
+            self._control.requeue()
+        except ClusterError as error:
+            self._append("requeue_failed", attempt, by="batch", why=str(error))
+            return EXIT_TRY_LATER
+        self._append("requeued", attempt, by="batch")
         return 0
-    if ended is None:
-        return _conclude_unfinished(run, control, attempt, (job_id, restarts), exit_code)
-    following = Next(str(ended.data["next"]))
-    if following is Next.ASK_BATCH:
-        following = _decide_for_agent(run, control, ended, restarts)
-    if following is Next.REQUEUE and _event(events, "requeued", attempt) is None:
-        return _requeue(run, control, attempt)
-    return _final_code(events, attempt, exit_code)
 
-
-def _conclude_unfinished(
-    run: RunDir,
-    control: JobControl,
-    attempt: int | None,
-    start: tuple[str, int],
-    exit_code: int,
-) -> int:
-    """The agents left no word: they were killed, or never came so far."""
-    facts = _facts(control)
-    if facts is None or is_requeued(facts, start[1]):
-        return (
-            exit_code  # nobody to ask, or coming back anyway: the next attempt writes the end down
+    def _take_attempt(self) -> int:
+        """A number for a start in which no agent came so far, so that it counts and can be seen."""
+        taken = take_attempt(self._run, job_id=self._start.job_id, restarts=self._start.restarts)
+        self._append(
+            "attempt_started",
+            taken.number,
+            nodes=self._start.nodes,
+            world_size=0,
+            ranks_per_node=0,
+            token=taken.token,
+            by="batch",
         )
-    if is_cancelled(facts, start[1]):
-        if attempt is not None:
-            _end(run, attempt, EndReason.CANCELLED, Next.STOP, exit_code)
-        return exit_code
-    if attempt is None:
-        verdict = _after_failed_start(run, start, exit_code)
-        reason = EndReason.CRASHED
-    else:
-        reason, _ = decide(facts, start[1], None, "crashed")
-        events = ledger.read(run)
-        verdict = allow(events, reason, load_spec(run.spec).settings.budget)
-        _end(run, attempt, reason, Next.REQUEUE if verdict.ok else Next.STOP, exit_code)
-    if not verdict.ok:
-        ledger.append(
-            run,
-            "run_stopped",
-            attempt=attempt,
+        return taken.number
+
+    def _record_end(
+        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts
+    ) -> None:
+        self._append(
+            "attempt_ended",
+            attempt,
             reason=reason.value,
-            exit_code=verdict.exit_code,
-            detail=verdict.why,
+            next=following.value,
+            step=last_step(self._events, attempt),
+            detail=self._detail(),
+            facts=dict(vars(facts)),
+            by="batch",
         )
-        return verdict.exit_code
-    return _requeue(run, control, attempt)
+
+    def _detail(self) -> str:
+        return f"decided by the batch side: srun ended with exit code {self._start.rc}"
+
+    def _stop_for_good(self, attempt: int, reason: EndReason, code: int, why: str) -> None:
+        self._append("run_stopped", attempt, reason=reason.value, exit_code=code, detail=why)
+
+    def _exit_code(self, attempt: int | None, reason: EndReason) -> int:
+        """The job's exit code where nothing follows."""
+        stopped = self._last("run_stopped", attempt)
+        if stopped is not None:
+            return int(stopped["exit_code"])
+        return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1
+
+    def _cancel_requested(self) -> bool:
+        job_id = self._start.job_id
+        return any(
+            e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in self._events
+        )
+
+    def _append(self, kind: str, attempt: int | None, **fields: object) -> None:
+        if kind in {"attempt_started", "requeued"}:
+            fields |= {"job_id": self._start.job_id, "restarts": self._start.restarts}
+        ledger.append(self._run, kind, attempt=attempt, **fields)
+        self._events = ledger.read(self._run)
 
 
-def _after_failed_start(run: RunDir, start: tuple[str, int], exit_code: int) -> Verdict:
-    ledger.append(run, "start_failed", job_id=start[0], restarts=start[1], exit_code=exit_code)
-    failures = 0
-    for event in reversed(ledger.read(run)):
-        if event.kind in {"attempt_started", "submitted"}:
-            break
-        failures += event.kind == "start_failed"
-    if failures < START_FAILURES:
-        return Verdict(ok=True)
-    why = f"{failures} starts in a row failed before an attempt began (exit code {exit_code}); see {run.jobs}"
-    return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
-
-
-def _decide_for_agent(run: RunDir, control: JobControl, ended: ledger.Event, restarts: int) -> Next:
-    facts = _facts(control)
-    reason = EndReason(str(ended.data["reason"]))
-    if facts is None:
-        return Next.STOP
-    following = Next.REQUEUE
-    if is_requeued(facts, restarts):
-        following = Next.LEAVE
-    elif is_cancelled(facts, restarts):
-        following, reason = Next.STOP, EndReason.CANCELLED
-    elif facts.preempt_time is not None:
-        reason = EndReason.PREEMPTED
-    ledger.append(
-        run,
-        "attempt_ended",
-        attempt=ended.attempt,
-        reason=reason.value,
-        next=following.value,
-        step=ended.data.get("step"),
-        detail=ended.data.get("detail"),
-        by="batch",
-    )
-    return following
-
-
-def _requeue(run: RunDir, control: JobControl, attempt: int | None) -> int:
-    try:
-        control.requeue()
-    except ClusterError as error:
-        ledger.append(run, "requeue_failed", attempt=attempt, by="batch", why=str(error))
-        return error.exit_code
-    ledger.append(run, "requeued", attempt=attempt, by="batch")
-    return 0
-
-
-def _end(run: RunDir, attempt: int, reason: EndReason, following: Next, exit_code: int) -> None:
-    ledger.append(
-        run,
-        "attempt_ended",
-        attempt=attempt,
-        reason=reason.value,
-        next=following.value,
-        detail=f"the agents left no word (exit code {exit_code})",
-        by="batch",
-    )
-
-
-def _final_code(events: Sequence[ledger.Event], attempt: int | None, exit_code: int) -> int:
-    stopped = _event(events, "run_stopped", attempt)
-    return int(stopped.data["exit_code"]) if stopped is not None else exit_code
-
-
-def _newest_attempt(events: Sequence[ledger.Event], job_id: str, restarts: int) -> int | None:
-    numbers = [
-        e.attempt
-        for e in events
-        if e.kind == "attempt_started"
-        and e.data.get("job_id") == job_id
-        and e.data.get("restarts") == restarts
-        and e.attempt is not None
-    ]
-    return max(numbers, default=None)
-
-
-def _event(events: Sequence[ledger.Event], kind: str, attempt: int | None) -> ledger.Event | None:
-    """The newest event of that kind of an attempt."""
-    for event in reversed(events):
-        if event.kind == kind and attempt is not None and event.attempt == attempt:
-            return event
-    return None
-
-
-def _facts(control: JobControl) -> JobFacts | None:
-    try:
-        return control.facts()
-    except ClusterError:
-        return None
+def _is_end_of(event: ledger.Event, attempt: int) -> bool:
+    """Whether this is the (first) end of the attempt; the budget is asked without it."""
+    return event.kind == "attempt_ended" and event.attempt == attempt

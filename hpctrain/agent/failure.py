@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ECHOES = (
     "Connection closed by peer",
+    "connectFullMesh failed",
     "Connection reset by peer",
     "DistNetworkError",
     "DistBackendError",

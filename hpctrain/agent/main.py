@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
 from hpctrain.agent.aftermath import Aftermath
+from hpctrain.errors import RunAlive
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.fence import take_attempt
 from hpctrain.settings.spec import load_spec
@@ -47,7 +49,9 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
         if stale:
             ledger.append(run, "orphan_left", job_id=context.job_id, why=stale)
             print(f"hpctrain: {stale}", flush=True)
-            return 0
+            # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
+            # They are killed with it, and the batch side ends the job in peace.
+            return RunAlive.exit_code
     _export(run, spec, context)
     _preload()
     try:
@@ -84,6 +88,9 @@ def _preload() -> None:
 
     for name in PRELOAD:
         import_module(name)
+    from hpctrain.runtime.listener import start_resource_tracker
+
+    start_resource_tracker()
     gc.collect()
     gc.freeze()  # so that a collection in a rank does not copy the shared pages
 
@@ -99,6 +106,8 @@ def _run_rounds(
     from hpctrain.agent.stopwatch import StopWatch
 
     imported = time.time()
+    # The ledger and the ranks' logs tell what failed; torch's agent would tell it a third time.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     watch = StopWatch(
         context,
         arrivals=signals.arrivals,

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.agent.failure import collect, first_causal
+from hpctrain.agent.orphans import Orphans
 from hpctrain.records import FailureReport
 
 if TYPE_CHECKING:
@@ -137,22 +139,24 @@ class NodeAgent(LocalElasticAgent):
         self._attempt_dir = attempt_dir
         self._hooks = hooks
         self._round = 0
+        self._first_port: int = spec.rdzv_handler.master_port
+        self._old_stores: list[Any] = []
         self._remaining_restarts = MANY
 
     # ---- torch's hooks
-    # ------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         del role
         group = self._worker_group
+        orphans = Orphans()
         self._initialize_workers(group)
         while True:
             end = self._watch_round()
             self._stop_workers(group)
+            orphans.end()
             self.end = end
             if end.restart:
-                self._round += 1
-                self._remaining_restarts -= 1  # the ranks' store prefix: the same on every node
+                self._next_round()
                 self._initialize_workers(group)
                 continue
             group.state = WorkerState.SUCCEEDED if end.ending == "left" else WorkerState.FAILED
@@ -167,7 +171,7 @@ class NodeAgent(LocalElasticAgent):
         self._logs_specs = NoRedirect(directory)
         os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(attempt)
         os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(directory)
-        pids = super()._start_workers(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
         for process in self._processes():
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill
@@ -181,14 +185,34 @@ class NodeAgent(LocalElasticAgent):
         """The run's ledger records what happened; torch's own event handlers are not used."""
 
     # ---- one round
-    # ----------------------------------------------------------------------------------
+
+    def _next_round(self) -> None:
+        """A store of its own for every round: in the old one ranks would find dead ones' addresses.
+
+        The old store is kept, since other agents may still be reading the verdict in it.
+        """
+        self._round += 1
+        self._remaining_restarts -= 1
+        self._old_stores.append(self._group_store)
+        spec = self._worker_group.spec
+        old = spec.rdzv_handler
+        handler = StaticTCPRendezvous(
+            old.master_addr,
+            self._first_port + self._round,
+            old.rank,
+            old.world_size,
+            old.run_id,
+            int(old.timeout.total_seconds()),
+        )
+        spec.rdzv_handler = self._rdzv_handler = handler
+        spec.master_port = handler.master_port
 
     def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
         key = f"attempt/{self._round}"
         if self._hooks is not None:
             attempt = self._hooks.begin(group.workers[0].world_size)
-            group.store.set(key, json.dumps(asdict(attempt)))
-        known: dict[str, Any] = json.loads(group.store.get(key))
+            self._group_store.set(key, json.dumps(asdict(attempt)))
+        known: dict[str, Any] = json.loads(self._group_store.get(key))
         return known
 
     def _watch_round(self) -> RoundEnd:
@@ -204,7 +228,7 @@ class NodeAgent(LocalElasticAgent):
             if verdict is None and self._hooks is not None:
                 verdict = self._coordinate(self._hooks, reports)
                 if verdict is not None:
-                    self._worker_group.store.set(self._key("verdict"), json.dumps(asdict(verdict)))
+                    self._group_store.set(self._key("verdict"), json.dumps(asdict(verdict)))
             if verdict is not None:
                 return verdict
             if reported:
@@ -215,7 +239,7 @@ class NodeAgent(LocalElasticAgent):
         if result.state is WorkerState.HEALTHY:
             return False
         failures = [] if result.state is WorkerState.SUCCEEDED else self._failures(result)
-        store = self._worker_group.store
+        store = self._group_store
         text = json.dumps([asdict(failure) for failure in failures])
         store.set(self._key(f"report/{self._worker_group.group_rank}"), text)
         store.add(self._key("reports"), 1)
@@ -232,11 +256,11 @@ class NodeAgent(LocalElasticAgent):
     def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
         """Node 0: is the round over, and how? None while it goes on."""
         self._gather(reports)
-        if len(reports.nodes) == self._worker_group.group_world_size and not reports.failures:
+        if len(reports.nodes) == self._node_count and not reports.failures:
             return RoundEnd("left")
         if reports.first_failure_at is not None:
             waited = time.monotonic() - reports.first_failure_at
-            if waited >= SETTLE_S or len(reports.nodes) == self._worker_group.group_world_size:
+            if waited >= SETTLE_S or len(reports.nodes) == self._node_count:
                 failure = first_causal(reports.failures)
                 restart = hooks.watch.cause is None and hooks.may_restart(failure)
                 why = failure.summary if failure else "a rank failed"
@@ -245,12 +269,12 @@ class NodeAgent(LocalElasticAgent):
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
 
     def _gather(self, reports: _Reports) -> None:
-        store = self._worker_group.store
+        store = self._group_store
         count = store.add(self._key("reports"), 0)
         if count == reports.count:
             return
         reports.count = count
-        for node in set(range(self._worker_group.group_world_size)) - reports.nodes:
+        for node in set(range(self._node_count)) - reports.nodes:
             key = self._key(f"report/{node}")
             if store.check([key]):
                 reports.nodes.add(node)
@@ -259,7 +283,7 @@ class NodeAgent(LocalElasticAgent):
             reports.first_failure_at = time.monotonic()
 
     def _read_verdict(self) -> RoundEnd | None:
-        store = self._worker_group.store
+        store = self._group_store
         if not store.check([self._key("verdict")]):
             return None
         raw = json.loads(store.get(self._key("verdict")))
@@ -267,15 +291,25 @@ class NodeAgent(LocalElasticAgent):
         return RoundEnd(**raw)
 
     def _say_goodbye(self) -> None:
-        store = self._worker_group.store
+        store = self._group_store
         store.add(self._key("goodbye"), 1)
         if self._hooks is None:
             return
         deadline = time.monotonic() + GOODBYE_S
-        while store.add(self._key("goodbye"), 0) < self._worker_group.group_world_size:
+        while store.add(self._key("goodbye"), 0) < self._node_count:
             if time.monotonic() > deadline:
                 return
             time.sleep(POLL_S / 2)
+
+    @property
+    def _group_store(self) -> Any:
+        """The agents' store of this round; torch types it as None until the rendezvous."""
+        return self._worker_group.store
+
+    @property
+    def _node_count(self) -> int:
+        count = self._worker_group.group_world_size
+        return 1 if count is None else count
 
     def _key(self, name: str) -> str:
         return f"round/{self._round}/{name}"

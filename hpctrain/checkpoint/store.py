@@ -27,7 +27,7 @@ from hpctrain.ledger import events as ledger
 from hpctrain.runtime.world import broadcast, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hpctrain.rundir.fence import Attempt
@@ -131,51 +131,100 @@ def _write(
 
 
 def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
-    """The newest checkpoint whose every byte is as its manifest says. Collective: every rank calls
-    it.
+    """The newest checkpoint whose every byte is as its manifest says.
 
-    Rank 0 looks and the choice is broadcast, since ranks can see a shared file system at different
-    moments. Each rank reads its share of the files; on damage all agree, rank 0 sets the
-    checkpoint aside, and the next older one is tried. No state is touched here.
+    Collective: every rank calls it. Rank 0 looks and the choice is broadcast, since ranks can see a
+    shared file system at different moments. Each rank reads its share of the files; on damage all
+    agree, rank 0 sets the checkpoint aside, and the next older one is tried. No state is touched.
+
+    Raises:
+        CheckpointError: the directory cannot be read, or the step that `resume --from` asked for is
+            damaged; on every rank.
+        Fenced: a newer attempt has taken the run over; on every rank.
     """
-    damaged: list[dict[str, Any]] = []
+    asked = _on_rank_0(world, lambda: asked_step(run))
+    skipped = _on_rank_0(world, lambda: _staged_leftovers(run))
     while True:
-        found, skipped = None, []
-        if world.rank == 0:
-            _go_back(run, attempt)
-            choice = find.choose(run)
-            found = choice.found
-            skipped = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
-        found, skipped = broadcast(world, (found, skipped))
-        skipped = damaged + [
-            s for s in skipped if s["reason"] not in {d["reason"] for d in damaged}
-        ]
+        choice = _on_rank_0(world, lambda: find.choose(run, at_step=asked))
+        newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
+        found = choice.found
         if found is None or found.manifest is None:
-            return Chosen(0, None, None, skipped)
+            return Chosen(0, None, None, _unique(skipped + newer))
         names = [entry.name for entry in found.manifest.files]
         problems = verify.verify(found, verify.share(names, world.rank, world.world_size))
         problems = [text for part in gather(world, problems) for text in part]
         if not problems:
-            return Chosen(found.step, found.path, found.manifest, skipped)
-        damaged.append({"step": found.step, "name": found.path.name, "reason": problems[0]})
-        if world.rank == 0:
-            verify.set_aside(run, found, problems[0], attempt)
-            ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged[-1])
+            if asked is not None:
+                _on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
+            return Chosen(found.step, found.path, found.manifest, _unique(skipped + newer))
+        if asked is not None:
+            raise CheckpointError(
+                f"step {asked}, which `resume --from` asked for, is damaged: {problems[0]}; "
+                "resume from another step"
+            )
+        damaged = {"step": found.step, "name": found.path.name, "reason": problems[0]}
+        skipped = [*skipped, damaged]
+        _on_rank_0(world, lambda: _give_up(run, attempt, found, damaged))
 
 
-def _go_back(run: RunDir, attempt: Attempt) -> None:
-    """Carry out `resume --from STEP`: newer checkpoints are set aside, so that their steps can be saved anew."""
-    step = None
+def asked_step(run: RunDir) -> int | None:
+    """The step of `resume --from STEP`, until an attempt of that submission has restored it."""
+    step: int | None = None
     for event in ledger.read(run):
         if event.kind == "submitted":
-            step = event.data.get("from_step")
+            asked = event.data.get("from_step")
+            step = None if asked is None else int(asked)
         elif event.kind == "restored":
-            step = None  # carried out by an earlier attempt of the same submission
-    if step is None:
-        return
+            step = None
+    return step
+
+
+def _on_rank_0(world: World, act: Callable[[], Any]) -> Any:
+    """What rank 0's action returns, on every rank; its error is raised on every rank too.
+
+    An error on rank 0 alone would leave the others waiting in the next collective.
+    """
+    result, error = None, None
+    if world.rank == 0:
+        try:
+            result = act()
+        except (HpctrainError, OSError) as problem:
+            error = problem
+    result, error = broadcast(world, (result, error))
+    if isinstance(error, HpctrainError):
+        raise error
+    if error is not None:
+        raise CheckpointError(_line(error))
+    return result
+
+
+def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
+    return [
+        {"step": left.step, "name": left.path.name, "reason": left.reason}
+        for left in find.staged(run)
+    ]
+
+
+def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each directory once; the first word on it stands."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by_name.setdefault(str(row["name"]), row)
+    return list(by_name.values())
+
+
+def _give_up(run: RunDir, attempt: Attempt, found: Any, damaged: dict[str, Any]) -> None:
+    verify.set_aside(run, found, damaged["reason"], attempt)
+    ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged)
+
+
+def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
+    """So that their steps can be saved anew; nothing is deleted."""
     for found in find.candidates(run):
-        if found.step > int(step) and found.manifest is not None:
-            verify.set_aside(run, found, f"newer than `resume --from {step}`", attempt)
+        if found.step > step:
+            reason = f"newer than `resume --from {step}`"
+            row = {"step": found.step, "name": found.path.name, "reason": reason}
+            _give_up(run, attempt, found, row)
 
 
 def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None:
@@ -199,9 +248,18 @@ def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None
         ) from error
 
 
-def prune(run: RunDir, *, keep_last: int, keep_every: int) -> None:
-    """Delete what retention no longer keeps; rank 0 only, after a commit."""
-    retention.prune(run, keep_last=keep_last, keep_every=keep_every, protect=set())
+def prune(run: RunDir, attempt: Attempt, *, keep_last: int, keep_every: int) -> None:
+    """Delete what retention no longer keeps; rank 0 only, after a commit.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over; nothing was deleted.
+    """
+    retention.prune(run, keep_last=keep_last, keep_every=keep_every, attempt=attempt)
+
+
+def sweep(run: RunDir, attempt: Attempt, world: World) -> None:
+    """Remove what older attempts left half written. Collective; rank 0 acts."""
+    _on_rank_0(world, lambda: retention.sweep(run, attempt))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.checkpoint import find
 from hpctrain.checkpoint.commit import set_aside_locked
 from hpctrain.checkpoint.digest import file_digest
 from hpctrain.errors import CheckpointError
@@ -76,20 +75,6 @@ def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -
             return set_aside_locked(found.path, found.step, reason)
     except OSError as error:
         raise CheckpointError(f"{found.path} cannot be set aside: {error}") from error
-
-
-def set_aside_newer(run: RunDir, step: int, reason: str, attempt: Attempt) -> list[Path]:
-    """Move every checkpoint newer than a step away: going back begins another history.
-
-    Without this the next requeue would take the newest one of the history that was left, and the
-    steps that are trained again could not be saved.
-
-    Raises:
-        Fenced: a newer attempt has taken the run over.
-        CheckpointError: one cannot be renamed.
-    """
-    newer = [find.look(run, other) for other in find.steps(run) if other > step]
-    return [set_aside(run, found, reason, attempt) for found in newer]
 
 
 def _problem(path: Path, entry: FileEntry, on_bytes: Callable[[int], object] | None) -> str | None:

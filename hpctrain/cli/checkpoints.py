@@ -31,12 +31,12 @@ SHOWN = 200
 @runs_option
 @click.pass_context
 def command(ctx: click.Context, runs: Path) -> None:
-    r"""List, show and verify a run's checkpoints.
+    """List, show and verify a run's checkpoints.
 
     \b
     hpctrain checkpoints list gpt-a             what there is, and in which state
     hpctrain checkpoints verify gpt-a           read every byte; exit code 7 on damage
-    """
+    """  # noqa: D301 - click wants the control character
     ctx.obj = runs
 
 
@@ -45,7 +45,10 @@ def command(ctx: click.Context, runs: Path) -> None:
 @json_option
 @click.pass_obj
 def list_command(runs: Path, run: str, *, as_json: bool) -> None:
-    """List checkpoints, newest first: sizes are compared, bytes are not read."""
+    """List checkpoints, newest first.
+
+    Sizes are compared with the manifests, bytes are not read: `verify` does that.
+    """
     from hpctrain.cli.output import echo_json, table
 
     directory = _run(run, runs)
@@ -99,9 +102,10 @@ def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def verify_command(ctx: click.Context, run: str, step: int | None, *, as_json: bool) -> None:
-    """Read every byte of all committed checkpoints, or of one; exit code 7 if any is damaged.
+    """Read every byte; exit code 7 on damage.
 
-    Nothing is changed: a damaged checkpoint is set aside when a run comes upon it.
+    Of all committed checkpoints, or of one. Nothing is changed: a damaged checkpoint is set aside
+    when a run comes upon it.
     """
     from hpctrain.checkpoint import find
     from hpctrain.cli.output import echo_json

@@ -29,7 +29,8 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(self.title), *(len(cell) for cell in self.cells))
+        """Of the widest cell."""
+        return max([len(self.title), *map(len, self.cells)])
 
 
 _GAP = 2
@@ -71,20 +72,21 @@ def _cut(column: Column, width: int) -> None:
 
 def fold_nodes(nodes: Sequence[str]) -> str:
     """Host names as SLURM writes them: n[1-3,7]."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    plain: list[str] = []
+    digits: dict[str, list[str]] = {}
+    folded: list[str] = []
     for node in nodes:
         match = re.fullmatch(r"(.*?)(\d+)", node)
         if match is None:
-            plain.append(node)
+            folded.append(node)
         else:
-            digits = match[2]
-            width = len(digits) if digits.startswith("0") else 0
-            groups.setdefault((match[1], width), []).append(int(digits))
-    for (stem, width), numbers in groups.items():
-        text = ",".join(_ranges(sorted(set(numbers)), width))
-        plain.append(f"{stem}[{text}]" if len(set(numbers)) > 1 else f"{stem}{text}")
-    return ",".join(plain)
+            digits.setdefault(match[1], []).append(match[2])
+    for stem, texts in digits.items():
+        padded = any(text.startswith("0") for text in texts)
+        for width in sorted({len(text) for text in texts}) if padded else [0]:
+            numbers = sorted({int(text) for text in texts if width in {0, len(text)}})
+            inside = ",".join(_ranges(numbers, width))
+            folded.append(f"{stem}[{inside}]" if len(numbers) > 1 else f"{stem}{inside}")
+    return ",".join(folded)
 
 
 def _ranges(numbers: Sequence[int], width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Everything that is known of a run, put together from its ledger and its scheduler's answer. Pure."""
+"""All that is known of a run, put together from its ledger and its scheduler's answer. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from hpctrain.ledger.derive import (
 from hpctrain.records import JobInfo, Skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from hpctrain.ledger.derive import Failure
     from hpctrain.ledger.events import Event
@@ -88,7 +89,7 @@ def status_of(
     total: int | None = None,
     checkpoint: Checkpoint | None = None,
     skipped: Sequence[Skipped] = (),
-    failure_log: str = "",
+    attempt_log: Callable[[int, int], Path] | None = None,
     label: str = "",
     flags: str = "",
     now: float | None = None,
@@ -102,9 +103,9 @@ def status_of(
         root: Its directory.
         cluster: "slurm" or "local".
         total: How many steps it is meant to do, where the ledger does not know.
-        checkpoint: The newest one that could be loaded; by default the newest saved one.
+        checkpoint: The newest one that could be loaded.
         skipped: Newer ones that could not; those that an attempt passed over are added.
-        failure_log: Pattern of the log of a failed rank, with {attempt} and {rank}.
+        attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
         label: How the user names the run; its name by default.
         flags: What the next command needs behind it.
         now: Seconds since the epoch.
@@ -113,12 +114,10 @@ def status_of(
     far = progress(events)
     if far.total is None and total is not None:
         far = Progress(**{**asdict(far), "total": total})
-    if checkpoint is None and far.saved_step is not None:
-        checkpoint = Checkpoint(f"step {far.saved_step}", far.saved_step, far.saved_t)
     failure = next((one.failure for one in reversed(done) if one.failure is not None), None)
     log = ""
-    if failure is not None and failure_log and failure.rank is not None:
-        log = failure_log.format(attempt=failure.attempt, rank=failure.rank)
+    if failure is not None and attempt_log is not None and failure.rank is not None:
+        log = str(attempt_log(failure.attempt, failure.rank))
     return RunStatus(
         name=name,
         root=root,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TRACEBACK_LINES = 30
 ATTEMPTS_SHOWN = 20
+SKIPPED_SHOWN = 8
 _BOLD, _GREEN, _YELLOW, _RED = "1", "32", "33", "31"
 _COLOURS = {
     RunState.RUNNING: _GREEN,
@@ -92,12 +93,12 @@ def _attempts(status: RunStatus, width: int) -> str:
 def _checkpoints(status: RunStatus, width: int) -> str:
     newest = status.checkpoint
     if newest is None:
-        lines = ["checkpoint  none so far"] if status.attempts else []
+        lines = ["checkpoint  none that could be loaded"] if status.attempts else []
     else:
         age = f", saved {duration(status.now - newest.t)} ago" if newest.t else ""
-        size = f", {size(newest.size_bytes)}" if newest.size_bytes else ""
-        lines = [f"checkpoint  {newest.name}{age}{size}"]
-    for one in status.skipped:
+        weight = f", {size(newest.size_bytes)}" if newest.size_bytes else ""
+        lines = [f"checkpoint  {newest.name}{age}{weight}"]
+    for one in status.skipped[:SKIPPED_SHOWN]:
         text = f"not taken   {one.name}: {one.reason}"
         lines += textwrap.wrap(
             text, width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False

@@ -75,14 +75,14 @@ def _cancelled(status: RunStatus, job: str) -> str:
 
 
 def _lost(status: RunStatus, known: str) -> str:
-    job, step = status.answer.job, status.progress.saved_step
+    job, newest = status.answer.job, status.checkpoint
     who = {"slurm": "SLURM"}.get(status.cluster, "the cluster")
     what = f"{who} no longer knows {known}"
     if job is not None:
         what = f"{known} is over ({job.state}), and the run is not"
     if status.standing.detail:
         what += f" ({status.standing.detail})"
-    onward = f"goes on from step {step}" if step else "starts it again"
+    onward = f"goes on from step {newest.step}" if newest else "starts it again"
     return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.agent.batch_side import conclude_job
+from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.ports import free_port
 from hpctrain.local import jobs
 from hpctrain.local.control import LocalControl
 from hpctrain.rundir.layout import RunDir
@@ -52,16 +52,22 @@ class Controller:
             code = self._supervise()
             if self.record.state == "COMPLETING" and self.record.reason == "cancelled":
                 return self._over("CANCELLED", code)
-            conclude_job(
-                self.run,
-                LocalControl(self.record.job_id),
-                job_id=self.record.job_id,
-                restarts=self._own_restarts,
-                exit_code=code,
-            )
+            code = self._conclude(code)
             self._take_requests()
             if not self._requeue:
                 return self._over("COMPLETED" if code == 0 else "FAILED", code)
+
+    def _conclude(self, code: int) -> int:
+        """What the batch script does under SLURM; returns the job's exit code."""
+        start = Start(
+            job_id=self.record.job_id,
+            restarts=self._own_restarts,
+            token=self.record.token,
+            nodes=list(self.record.nodes),
+            rc=code,
+            term=self.record.state == "COMPLETING",
+        )
+        return BatchSide(self.run, start, LocalControl(self.record.job_id)).finish()
 
     def _start(self) -> None:
         record = self.record
@@ -74,7 +80,7 @@ class Controller:
         self._own_restarts = record.restarts
         self._requeue, self._kill_at, self._warned = False, None, False
         jobs.write(record)
-        port = _free_port()
+        port = free_port(record.job_id, record.restarts)
         python = load_spec(self.run.spec).python or sys.executable
         self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
 
@@ -155,11 +161,10 @@ class Controller:
             if self.record.preempt_time is None:
                 self._signal(signal.SIGUSR2)
         if now >= end and self._kill_at is None:
-            self._end(reason="TimeLimit" if self.record.preempt_time is None else None)
             if self.record.preempt_time is not None and not self._requeue:
                 self._requeue = True
                 self.record.restarts += 1
-            jobs.write(self.record)
+            self._end(reason="TimeLimit" if self.record.preempt_time is None else None)
         if self._kill_at is not None and now >= self._kill_at:
             self._signal(signal.SIGKILL)
 
@@ -185,13 +190,6 @@ def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
         os.killpg(node.pid, signum)
     except ProcessLookupError:
         return  # all gone already
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main(arguments: list[str]) -> Any:

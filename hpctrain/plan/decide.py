@@ -41,7 +41,8 @@ def decide(
     if facts is None:
         return _guess(cause, outcome), Next.ASK_BATCH
     if is_requeued(facts, own_restarts):
-        return EndReason.PREEMPTED, Next.LEAVE
+        dead = facts.reason == "NodeDown"
+        return EndReason.NODE_FAILED if dead else EndReason.PREEMPTED, Next.LEAVE
     if is_cancelled(facts, own_restarts):
         return EndReason.CANCELLED, Next.STOP
     if facts.preempt_time is not None:
@@ -50,17 +51,26 @@ def decide(
         return EndReason.TIMED_OUT, Next.REQUEUE
     if cause is None and outcome == "user_error":
         return EndReason.USER_ERROR, Next.STOP
+    if cause is StopCause.TERM and outcome == "killed":
+        # SLURM knows of nothing: the SIGTERM is srun's own, after another node's agent had died.
+        return EndReason.CRASHED, Next.REQUEUE
     return _guess(cause, outcome), Next.REQUEUE
 
 
 def is_requeued(facts: JobFacts, own_restarts: int) -> bool:
     """Whether the scheduler has already decided to run this job again."""
+    if facts.state == "CANCELLED":  # cancelled while it was being requeued: it stays cancelled
+        return False
     return facts.restarts is not None and facts.restarts > own_restarts
 
 
 def is_cancelled(facts: JobFacts, own_restarts: int) -> bool:
-    """Whether somebody cancelled the job: it is ending, not requeued, and no time limit was met."""
-    if is_requeued(facts, own_restarts) or facts.preempt_time is not None:
+    """Whether somebody cancelled the job: it is ending, not requeued, and no time limit was met.
+
+    Also during the grace time of a preemption. When that time is over SLURM sets COMPLETING and the
+    higher restart count at once, so the two cannot be taken for each other (measured on 22.05).
+    """
+    if is_requeued(facts, own_restarts):
         return False
     if facts.state in ENDED_FOR_GOOD:
         return True

@@ -85,7 +85,7 @@ def as_text(plan: ResumePlan) -> str:
     lines = [f"run          {plan.run}"]
     for row in plan.looked_at:
         lines.append(
-            f"checkpoint   {'takes ' if row['taken'] else 'skips '} {row['name']}: {row['why']}"
+            f"checkpoint   {'takes' if row['taken'] else 'skips'} {row['name']}: {row['why']}"
         )
     if not plan.looked_at:
         lines.append("checkpoint   none yet: starts from the beginning")

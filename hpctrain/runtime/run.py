@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpctrain.checkpoint import retention, store
+from hpctrain.checkpoint import store
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.clusters import get_control
 from hpctrain.engines import state as engine_state
@@ -150,7 +150,6 @@ class Run:
         self._event("phase", name="initialised")
 
     # ---- what a program calls
-    # -----------------------------------------------------------------------
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
@@ -251,11 +250,9 @@ class Run:
             checkpoint=saved.path,
         )
         if self.world.rank == 0:
-            keep = self.settings.checkpoint
-            store.prune(self.dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
+            self._prune(self.dir, self._attempt)
 
     # ---- the loop's parts
-    # ---------------------------------------------------------------------------
 
     def _exchange(self) -> Wish:
         agreed = self._agreement.tick(self._wish())
@@ -303,6 +300,14 @@ class Run:
             self._event("save_failed", step=self.step, why=str(error))
             print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
 
+    def _prune(self, run_dir: RunDir, attempt: Attempt) -> None:
+        """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
+        keep = self.settings.checkpoint
+        try:
+            store.prune(run_dir, attempt, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        except CheckpointError as error:
+            self._event("prune_failed", why=str(error))
+
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event("stop_requested", cause=cause.value, rank=self.world.rank)
         self._save_or_go_on()  # a save that fails now must not turn an orderly stop into a crash
@@ -332,7 +337,6 @@ class Run:
         return None if count is None else int(count)
 
     # ---- state
-    # --------------------------------------------------------------------------------------
 
     def _snapshot(self) -> tuple[dict[str, torch.Tensor], Manifest]:
         tensors: dict[str, torch.Tensor] = {}
@@ -368,9 +372,8 @@ class Run:
         resumed = None
         if self.dir is not None and self._attempt is not None:
             started = time.monotonic()
-            if self.world.rank == 0:
-                retention.sweep(self.dir, self._attempt)
             chosen = store.choose(self.dir, self._attempt, self.world)
+            store.sweep(self.dir, self._attempt, self.world)
             if chosen.manifest is not None:
                 self._load(chosen, chosen.manifest)
                 resumed = chosen.manifest
@@ -417,13 +420,14 @@ class Run:
         self.step = self._saved_step = chosen.step
 
     # ---- small things
-    # -------------------------------------------------------------------------------
 
     def _start_watcher(self) -> Watcher | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:
             return None
         cluster = os.environ.get("HPCTRAIN_CLUSTER")
-        control = get_control(cluster, self._attempt.job_id) if cluster else None
+        control = None
+        if cluster:
+            control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)
         watcher = Watcher(
             request=self.dir.stop_request,
             job_id=self._attempt.job_id,

@@ -11,12 +11,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
-from hpctrain.runtime.agreement import STOP_USER, STOP_WARNED
+from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.records import JobControl
+    from hpctrain.records import JobControl, JobFacts
     from hpctrain.runtime.clock import JobClock
 
 POLL_S = 0.5
@@ -44,6 +44,7 @@ class Watcher:
         self._warned.set()
 
     def _watch(self) -> None:
+        self.stop = self._missed_stop()
         while not self.stop:
             if self._warned.wait(POLL_S):
                 self._warned.clear()
@@ -61,15 +62,34 @@ class Watcher:
             return False
         return str(request.get("job_id")) == self._job_id
 
+    def _missed_stop(self) -> int:
+        """A preemption announced before the listener stood; SLURM does not say it twice."""
+        try:
+            facts = self._ask()
+        except ClusterError:  # then the agent ends the ranks in time, if it has heard of one
+            return 0
+        return STOP_TERM if facts is not None and _is_ending(facts) else 0
+
     def _meaning_of_warning(self) -> int:
         """Stop now, or 0 where the job's clock will say when (as late as is safe)."""
-        if self._control is None:
-            return STOP_WARNED
         try:
-            facts = self._control.facts()
+            facts = self._ask()
         except ClusterError:
             return STOP_WARNED  # nobody can tell that it is not a preemption
+        if facts is None or _is_ending(facts) or self._clock.end_time is None:
+            return STOP_WARNED
+        return 0
+
+    def _ask(self) -> JobFacts | None:
+        """What the scheduler says of our job, with its end set on the clock; None without one."""
+        if self._control is None:
+            return None
+        facts = self._control.facts()
         if facts.end_time is not None:
             self._clock.end_time = facts.end_time
-        preempted = facts.preempt_time is not None or facts.state != "RUNNING"
-        return STOP_WARNED if preempted or self._clock.end_time is None else 0
+        return facts
+
+
+def _is_ending(facts: JobFacts) -> bool:
+    """Whether the job is preempted, or on its way out for another reason."""
+    return facts.preempt_time is not None or facts.state != "RUNNING"

@@ -1,25 +1,12 @@
-"""The second line of defence: what the batch script does once its srun has ended.
-
-Node 0's agent decides, writes the decision into the ledger and carries it out. Here it is carried
-out where the agent could not (no scontrol in a container, killed too early), and decided where no
-agent was left to do it.
-"""
+"""What the batch script does once its srun has ended: `agent/batch_side.py`, with SLURM's facts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpctrain.agent.aftermath import last_step, read_outcome
-from hpctrain.errors import ClusterError
-from hpctrain.ledger import events as ledger
-from hpctrain.plan.budget import allow
-from hpctrain.plan.decide import decide
-from hpctrain.records import EndReason, Next, StopCause
-from hpctrain.rundir.fence import read_fence, take_attempt
+from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.spec import load_spec
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts
 from hpctrain.slurm.parse import expand_nodes
@@ -27,27 +14,8 @@ from hpctrain.slurm.parse import expand_nodes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.plan.decide import Outcome
-    from hpctrain.records import JobControl, JobFacts
-
 PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
-EXIT_TRY_LATER = 75
-SUBMISSIONS = frozenset({"submit_intent", "submitted"})
-
-
-@dataclass(frozen=True)
-class Start:
-    """This start of the job, as the batch script knows it."""
-
-    job_id: str
-    restarts: int
-    token: str
-    nodes: list[str]
-    rc: int
-    """srun's exit code."""
-    term: bool
-    """Whether SIGTERM came to the batch shell."""
 
 
 def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
@@ -68,168 +36,3 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
     return BatchSide(RunDir(Path(root)), start, control).finish()
-
-
-class BatchSide:
-    """The end of one start of a job, seen from its batch script."""
-
-    def __init__(self, run: RunDir, start: Start, control: JobControl) -> None:
-        self._run = run
-        self._start = start
-        self._control = control
-        self._events = ledger.read(run)
-
-    def finish(self) -> int:
-        """Do what is still to be done; returns the job's exit code."""
-        attempt = self._attempt()
-        if self._is_superseded(attempt):
-            return 0
-        end = self._last("attempt_ended", attempt)
-        following = Next(end["next"]) if end else None
-        if end is None or following in {Next.ASK_BATCH, Next.RESTART}:
-            return self._decide(attempt)
-        if following is Next.REQUEUE:
-            return 0 if self._last("requeued", attempt) is not None else self._requeue(attempt)
-        if following is Next.LEAVE:
-            return 0
-        return self._exit_code(attempt, EndReason(end["reason"]))
-
-    def _attempt(self) -> int | None:
-        """The newest attempt of this start; None where no agent came so far."""
-        mine = [
-            event.attempt
-            for event in self._events
-            if event.kind == "attempt_started"
-            and event.attempt is not None
-            and event.data.get("job_id") == self._start.job_id
-            and event.data.get("restarts") == self._start.restarts
-        ]
-        return max(mine, default=None)
-
-    def _is_superseded(self, attempt: int | None) -> bool:
-        """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
-        for event in self._events:
-            if event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id:
-                return True
-        if attempt is None:
-            tokens = [e.data.get("token") for e in self._events if e.kind in SUBMISSIONS]
-            return bool(self._start.token and tokens and tokens[-1] != self._start.token)
-        fence = read_fence(self._run)
-        return fence is not None and fence.number > attempt
-
-    def _last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:
-        """The newest event of a kind that this attempt has."""
-        found = [e.data for e in self._events if e.kind == kind and e.attempt == attempt]
-        return found[-1] if found and attempt is not None else None
-
-    def _decide(self, attempt: int | None) -> int:
-        """Decide in the agents' place: they died, or could not ask SLURM."""
-        cause, outcome = self._cause_and_outcome(attempt)
-        try:
-            facts = self._control.facts()
-        except ClusterError as error:
-            self._append("requeue_failed", attempt, by="batch", why=str(error))
-            return EXIT_TRY_LATER
-        reason, following = decide(facts, self._start.restarts, cause, outcome)
-        if self._cancel_requested():
-            reason, following = EndReason.CANCELLED, Next.STOP
-        if following is Next.LEAVE:
-            # Our successor may be running already: it may not be fenced out by a new attempt of
-            # ours.
-            if attempt is not None:
-                self._record_end(attempt, reason, following, facts)
-            return 0
-        return self._carry_out(attempt or self._take_attempt(), reason, following, facts)
-
-    def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
-        """What asked for the stop and how the ranks ended, from what they left behind."""
-        left = {} if attempt is None else read_outcome(self._run, attempt)
-        asked = self._last("stop_requested", attempt) or {}
-        named = left.get("cause") or asked.get("cause")
-        cause = StopCause(named) if named else StopCause.TERM if self._start.term else None
-        outcome: Outcome = left.get("outcome") or ("killed" if cause else "crashed")
-        return cause, outcome
-
-    def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:
-        if following is Next.REQUEUE:
-            before = [e for e in self._events if not _is_end_of(e, attempt)]
-            verdict = allow(before, reason, load_spec(self._run.spec).settings.budget)
-            if not verdict.ok:
-                self._record_end(attempt, reason, Next.STOP, facts)
-                self._stop_for_good(attempt, reason, verdict.exit_code, verdict.why)
-                return verdict.exit_code
-        self._record_end(attempt, reason, following, facts)
-        if following is Next.REQUEUE:
-            return self._requeue(attempt)
-        if reason is EndReason.COMPLETED and self._last("done", attempt) is None:
-            self._append("done", attempt, step=last_step(self._events, attempt))
-        if reason is EndReason.USER_ERROR:
-            self._stop_for_good(attempt, reason, 1, self._detail())
-        return self._exit_code(attempt, reason)
-
-    def _requeue(self, attempt: int | None) -> int:
-        try:
-            self._control.requeue()
-        except ClusterError as error:
-            self._append("requeue_failed", attempt, by="batch", why=str(error))
-            return EXIT_TRY_LATER
-        self._append("requeued", attempt, by="batch")
-        return 0
-
-    def _take_attempt(self) -> int:
-        """A number for a start in which no agent came so far, so that it counts and can be seen."""
-        taken = take_attempt(self._run, job_id=self._start.job_id, restarts=self._start.restarts)
-        self._append(
-            "attempt_started",
-            taken.number,
-            nodes=self._start.nodes,
-            world_size=0,
-            ranks_per_node=0,
-            token=taken.token,
-            by="batch",
-        )
-        return taken.number
-
-    def _record_end(
-        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts
-    ) -> None:
-        self._append(
-            "attempt_ended",
-            attempt,
-            reason=reason.value,
-            next=following.value,
-            step=last_step(self._events, attempt),
-            detail=self._detail(),
-            facts=dict(vars(facts)),
-            by="batch",
-        )
-
-    def _detail(self) -> str:
-        return f"decided by the batch side: srun ended with exit code {self._start.rc}"
-
-    def _stop_for_good(self, attempt: int, reason: EndReason, code: int, why: str) -> None:
-        self._append("run_stopped", attempt, reason=reason.value, exit_code=code, detail=why)
-
-    def _exit_code(self, attempt: int | None, reason: EndReason) -> int:
-        """The job's exit code where nothing follows."""
-        stopped = self._last("run_stopped", attempt)
-        if stopped is not None:
-            return int(stopped["exit_code"])
-        return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1
-
-    def _cancel_requested(self) -> bool:
-        job_id = self._start.job_id
-        return any(
-            e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in self._events
-        )
-
-    def _append(self, kind: str, attempt: int | None, **fields: object) -> None:
-        if kind in {"attempt_started", "requeued"}:
-            fields |= {"job_id": self._start.job_id, "restarts": self._start.restarts}
-        ledger.append(self._run, kind, attempt=attempt, **fields)
-        self._events = ledger.read(self._run)
-
-
-def _is_end_of(event: ledger.Event, attempt: int) -> bool:
-    """Whether this is the (first) end of the attempt; the budget is asked without it."""
-    return event.kind == "attempt_ended" and event.attempt == attempt

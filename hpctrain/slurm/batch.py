@@ -16,9 +16,10 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from hpctrain.agent.ports import free_port
 from hpctrain.errors import ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.slurm.command import run as run_command
-from hpctrain.slurm.environment import free_port, own_job_id, own_restarts, resolves
+from hpctrain.slurm.environment import own_job_id, own_restarts, resolves
 from hpctrain.slurm.parse import expand_nodes, parse_config_seconds, parse_records
 
 if TYPE_CHECKING:

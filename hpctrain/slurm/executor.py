@@ -19,7 +19,7 @@ from submitit.slurm.slurm import SlurmJob
 
 from hpctrain.errors import ClusterError
 from hpctrain.rundir.layout import RunDir
-from hpctrain.slurm.command import run
+from hpctrain.slurm.command import QUERY_TIMEOUT_S, run
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import job_context
 
@@ -45,7 +45,13 @@ class AgentTask(Checkpointable):
         from hpctrain.agent.main import run_agent
 
         context = job_context()
-        control = SlurmControl(context.job_id, restarts=context.restarts, nodes=context.nodes)
+        # Half of KillWait at most: where slurmctld is silent, the batch side needs the other half.
+        control = SlurmControl(
+            context.job_id,
+            restarts=context.restarts,
+            nodes=context.nodes,
+            timeout_s=min(QUERY_TIMEOUT_S, context.kill_wait_s / 2),
+        )
         return run_agent(RunDir(Path(self.run_dir)), context, control)
 
 

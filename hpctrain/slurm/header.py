@@ -81,7 +81,15 @@ def quote(value: str) -> str:
 
 
 def pattern(path: str) -> str:
-    """The path for --output, where SLURM would read `%j` in a directory's name as the job's id."""
+    """The path for --output, where SLURM would read `%j` in a directory's name as the job's id.
+
+    Raises:
+        UsageError: the path has a backslash, by which SLURM turns patterns off and which it drops.
+    """
+    if "\\" in path:
+        raise UsageError(
+            f"{path!r} has a backslash, which SLURM's file names cannot hold: choose another place"
+        )
     return path.replace("%", "%%")
 
 

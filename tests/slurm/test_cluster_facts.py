@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,7 +49,7 @@ class Watched:
         reaction = f"--on {on}" if on else ""
         job_id = cluster.sbatch(
             *(f"--job-name={name}", f"--output={name}.out", "--open-mode=append"),
-            *("--signal=USR2@30", *sbatch),
+            *("--signal=USR2@30", "--time=60", *sbatch),
             f"--wrap=exec {watch} {name}-batch -- srun {srun} {watch} {name} {reaction}",
         )
         return cls(cluster, name, job_id)
@@ -61,9 +62,10 @@ class Watched:
             found[path.name.split(".")[1]] = [json.loads(line) for line in lines]
         return found
 
-    def signals(self, node: str, who: str = "") -> list[str]:
-        events = [event["event"] for event in self.diaries(who)[node]]
-        return [event for event in events if event.startswith("SIG")]
+    def signals(self, node: str, who: str = "", within: float = GRACE_S / 2) -> list[str]:
+        """Signals of a node's first attempt, from the first one on for so many seconds."""
+        events = [e for e in self.diaries(who)[node] if e["event"].startswith("SIG")]
+        return [e["event"] for e in events if e["t"] - events[0]["t"] < within]
 
     def event(self, name: str, timeout: float = 30, attempt: str = "unset") -> dict[str, Any]:
         """The first event of that name in a task's diary."""
@@ -142,11 +144,22 @@ def jobs(limited: Watched) -> dict[str, Watched]:
     return found
 
 
-def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
-    limited: Watched,
-) -> None:
+@pytest.fixture
+def three_nodes(limited: Watched) -> Iterator[SlurmCluster]:
+    """The cluster for one job on n1 to n3 (with --exclude=n4), and free of it afterwards."""
     c = limited.cluster
-    # --exclude: n4 is the limited job's
+    yield c
+    for job_id in c.run("squeue", "-h", "-o", "%A", check=True).stdout.split():
+        if job_id != limited.job_id:
+            c.end_job(job_id)
+    for node in c.nodes:
+        c.revive_node(node)
+
+
+def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
+    three_nodes: SlurmCluster,
+) -> None:
+    c = three_nodes
     job = Watched.submit(
         c, "elastic", "--exclude=n4", *ELASTIC, srun="--ntasks-per-node=1", on="SIGTERM=exit"
     )
@@ -159,17 +172,16 @@ def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
 
     assert c.job(job.job_id)["NodeList"] == "n[1,3]"
     assert c.pids_of_job(job.job_id, "n2"), "ranks of the lost node outlive their attempt"
-    c.revive_node("n2")
-    c.end_job(job.job_id)
 
 
-def test_a_task_count_in_the_header_takes_only_the_least_number_of_nodes(limited: Watched) -> None:
-    c = limited.cluster
+def test_a_task_count_in_the_header_takes_only_the_least_number_of_nodes(
+    three_nodes: SlurmCluster,
+) -> None:
+    c = three_nodes
     job = Watched.submit(c, "rigid", "--exclude=n4", *ELASTIC, "--ntasks-per-node=1")
     job.started(2)
 
     assert c.job(job.job_id)["NumNodes"] == "2"
-    c.end_job(job.job_id)
 
 
 def test_preemption_without_grace_sends_term_and_no_user_signal(jobs: dict[str, Watched]) -> None:
@@ -204,8 +216,9 @@ def test_preemption_with_grace_sends_term_and_leaves_the_job_running(
 
     assert seen["JobState"] in LIVE
     assert seen["Restarts"] == "0"
-    assert seen["PreemptTime"] not in {"None", "Unknown"}
     assert seen["Reason"] == "None"
+    end, decision = (datetime.fromisoformat(seen[key]) for key in ("EndTime", "PreemptTime"))
+    assert (end - decision).total_seconds() == pytest.approx(GRACE_S, abs=1)
     assert set(job.signals("n1")) == {"SIGTERM", "SIGCONT"}
 
 

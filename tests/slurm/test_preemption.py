@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
+from tests.support.recipe import assert_same_bits, consumed, full_state
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -14,16 +14,6 @@ pytestmark = pytest.mark.slurm
 STEPS = 60
 FOUR_BY_TWO = ("--nodes=4", "--ranks-per-node=2", "--time=10")
 SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The same training on the same eight ranks, never stopped, without SLURM."""
-    run = make_run(
-        tmp_path_factory.mktemp("undisturbed") / "run", train__steps=STEPS, train__dropout=0.0
-    )
-    train(run, 8)
-    return run
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,21 @@ def test_nothing_outlives_a_cluster_whose_owner_was_killed(tmp_path: Path) -> No
     wait_for(lambda: not folder.exists() and not _left_of(folder), 20, f"the end of {folder}")
 
 
+@pytest.mark.slurm
+def test_stop_clears_away_all_even_when_the_keeper_was_killed(tmp_path: Path) -> None:
+    cluster = SlurmCluster(tmp_path / "c")
+    cluster.start()
+    sleeper(cluster, "-N2")
+    keeper = cluster._daemons._keeper
+    assert keeper is not None
+
+    keeper.kill()
+    cluster.stop()
+
+    assert not (tmp_path / "c").exists()
+    assert _left_of(tmp_path / "c") == []
+
+
 @pytest.mark.parametrize(("required", "outcome"), [("", "1 skipped"), ("gpu,slurm", "1 error")])
 def test_where_slurm_is_missing_a_slurm_test_is_skipped_unless_required(
     required: str, outcome: str

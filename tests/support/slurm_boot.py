@@ -155,8 +155,8 @@ class Daemons:
         keeper, self._keeper = self._keeper, None
         self._pids.clear()
         keeper.communicate()  # the end of its stdin is its order to sweep
-        if keeper.returncode:
-            raise RuntimeError(f"processes of {self.at.folder} could not be killed")
+        if keeper.returncode:  # it was killed itself, and could not sweep
+            clear_away(self.at.folder)
 
     def descendants(self) -> list[int]:
         """Every live process of the cluster: daemons, slurmstepds and jobs."""
@@ -339,9 +339,13 @@ def sweep_stale() -> None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue  # alive
-            gone = functools.partial(_nothing_left, lock.parent)
-            wait_for(gone, 20, f"the end of the processes of {lock.parent}")
-            shutil.rmtree(lock.parent, ignore_errors=True)
+            clear_away(lock.parent)
+
+
+def clear_away(folder: Path) -> None:
+    """Kill what a dead keeper left and remove its folder."""
+    wait_for(functools.partial(_nothing_left, folder), 20, f"the end of the processes of {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _nothing_left(folder: Path) -> bool:

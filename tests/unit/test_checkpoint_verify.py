@@ -167,17 +167,3 @@ def test_dying_before_the_note_leaves_nothing_to_choose(run, attempt, monkeypatc
         verify.set_aside(run, find.look(run, 2000), "why", attempt)
 
     assert support.chosen(run) == 1000
-
-
-def test_going_back_moves_all_newer_ones_away(run, attempt):
-    support.save(run, attempt, 1000, 2000, 3000)
-
-    moved = verify.set_aside_newer(run, 1000, "resumed from step 1000", attempt)
-
-    assert [path.name for path in moved] == [
-        "step-0000003000.set-aside-1",
-        "step-0000002000.set-aside-1",
-    ]
-    assert support.chosen(run) == 1000
-    support.save(run, attempt, 2000)
-    assert support.chosen(run) == 2000

@@ -28,6 +28,12 @@ RUNNING = JobFacts("RUNNING", restarts=1)
             (EndReason.PREEMPTED, Next.REQUEUE),
         ),
         (
+            JobFacts("COMPLETING", restarts=1, preempt_time=1.0),
+            StopCause.TERM,
+            "stopped",
+            (EndReason.CANCELLED, Next.STOP),
+        ),
+        (
             JobFacts("COMPLETING", restarts=2),
             StopCause.TERM,
             "stopped",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.ledger import events as ledger
 from hpctrain.records import JobFacts
 from hpctrain.rundir.fence import read_fence, take_attempt
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.slurm.after import BatchSide, Start
 
 SUBMISSION = "run-12ab"
 RUNNING = JobFacts("RUNNING", restarts=0)

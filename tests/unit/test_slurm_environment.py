@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
+from hpctrain.agent.ports import PORTS, first_port, free_port
 from hpctrain.errors import ClusterError
 from hpctrain.slurm.batch import exports
-from hpctrain.slurm.environment import PORTS, first_port, free_port, job_context, master_addr
+from hpctrain.slurm.environment import job_context, master_addr
 
 JOB = {
     "SLURM_JOB_ID": "4711",

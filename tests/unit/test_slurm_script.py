@@ -18,6 +18,7 @@ from hpctrain.settings.spec import Entry, Spec
 from hpctrain.slurm.header import quote
 from hpctrain.slurm.script import body_path, render_script
 
+ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
 GOLDEN = Path(__file__).parent / "test_slurm_data" / "full_script.sh"
 ODD = "a b'c\"d$(touch pwned)`touch pwned`\\e;f&g*#h%j"
 
@@ -133,6 +134,11 @@ def test_percent_in_a_path_is_not_a_pattern():
     assert "#SBATCH --output=/runs/100%%j/jobs/gpt-small-12ab.out" in lines
 
 
+def test_backslash_in_a_path_is_refused():
+    with pytest.raises(UsageError, match="backslash"):
+        render(root="/runs/a\\b")
+
+
 def test_script_is_clean_for_shellcheck(tmp_path):
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
@@ -156,7 +162,7 @@ class Script:
 
     def __init__(self, folder, srun, **slurm):
         self.folder = folder
-        root = folder / ODD.replace("/", "")
+        root = folder / ODD_NAME
         (root / "jobs").mkdir(parents=True)
         (folder / "bin").mkdir()
         self.command("srun", srun)
@@ -209,8 +215,8 @@ def test_odd_values_reach_srun_unchanged(tmp_path):
 
     args = (tmp_path / "args").read_text().split("\0")
     assert ODD in args
-    assert args[-2].endswith(f"/{ODD}/jobs/tok")
-    assert f"--output={tmp_path}/{ODD.replace('%', '%%')}/jobs/tok-%t.out" in args
+    assert args[-2].endswith(f"/{ODD_NAME}/jobs/tok")
+    assert f"--output={tmp_path}/{ODD_NAME.replace('%', '%%')}/jobs/tok-%t.out" in args
     assert not (tmp_path / "pwned").exists()
     assert script.err == ""
 

@@ -1,0 +1,80 @@
+# What one does with a checkout. Everything runs in the active virtual environment, or in .venv,
+# which is made where none is active.
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.hpctrain-dev-installed
+export PATH := $(abspath $(BIN)):$(PATH)
+TESTS ?=
+PYTEST ?= pytest -q
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+.PHONY: install
+install: $(STAMP) ## make .venv where no virtual environment is active, and install hpctrain with its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -x "$(BIN)/python" ]; then \
+	  echo "making $(VENV)"; \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11 (or newer)" >&2; exit 3; }; \
+	  $(PYTHON) -m venv "$(VENV)" || \
+	    { rm -rf "$(VENV)"; echo "no venv module: as root, apt-get install python3-venv" >&2; exit 3; }; \
+	fi
+	@echo "installing hpctrain and its tools into $(VENV)"
+	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch "$@"
+
+.PHONY: demo
+demo: $(STAMP) ## the whole story on this machine, without SLURM: train, be preempted, come back smaller
+	@python demo/demo.py
+
+.PHONY: slurm
+slurm: $(STAMP)
+	@tests/support/install_slurm.sh >.slurm-install.log 2>&1 || \
+	  { tail -n 1 .slurm-install.log >&2; [ -z "$(HPCTRAIN_REQUIRE)" ]; }
+	@rm -f .slurm-install.log
+
+.PHONY: test
+test: slurm ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+	@$(PYTEST) $(TESTS)
+
+.PHONY: lint
+lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spelling
+	@ruff format --check --quiet . || { echo "run: ruff format ." >&2; exit 1; }
+	@ruff check --quiet .
+	@mypy --no-error-summary
+	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
+	@rm -f .lint-imports.log
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/train.sbatch tests/support/install_slurm.sh
+	@codespell hpctrain tests docs demo sbatch site-configs README.md CHANGELOG.md
+	@echo "lint: clean"
+
+.PHONY: check
+check: lint test ## lint and test: what continuous integration runs
+
+.PHONY: soak
+soak: slurm ## long campaigns of disturbances, for a night
+	@$(PYTEST) -m soak --timeout=0 $(TESTS)
+
+.PHONY: bench
+bench: $(STAMP) ## measure speed; prints ratios
+	@python benchmarks/run.py
+
+.PHONY: cluster
+cluster: slurm ## a SLURM of four nodes on this machine, to try things on; Ctrl-C ends it
+	@python -m tests.support.slurm_cluster up
+
+.PHONY: settings
+settings: $(STAMP) ## write docs/settings.md anew from the settings' own definitions
+	@python docs/generate_settings.py
+
+.PHONY: clean
+clean: ## remove what building and testing left behind
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,152 @@
+"""`hpctrain cancel`: stop a run for good, at once or after it has saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import json_option, runs_flag, runs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpctrain.ledger.events import Event
+    from hpctrain.ledger.status import Answer
+    from hpctrain.rundir.layout import RunDir
+
+
+@click.command(
+    name="cancel",
+    epilog="""\b
+Examples:
+  hpctrain cancel lm-3 --save     save, then leave; `hpctrain resume lm-3` loses no step
+  hpctrain cancel lm-3            at once; steps since the last checkpoint are lost
+""",
+)
+@click.argument("run", metavar="RUN")
+@click.option("--save", is_flag=True, help="Let it save and leave by itself.")
+@runs_option
+@json_option
+def command(*, run: str, save: bool, as_json: bool, runs: Path) -> None:
+    """Stop a run for good: it is not requeued.
+
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
+    """
+    from hpctrain.cli.job import ask
+    from hpctrain.cli.output import echo_json
+    from hpctrain.ledger import events as ledger
+    from hpctrain.rundir.find import find_run
+    from hpctrain.settings.spec import load_spec
+
+    found = find_run(run, runs=runs)
+    cluster = load_spec(found.spec).cluster
+    events = ledger.read(found)
+    answer = ask(cluster, events)
+    job_id = _live_job(found, answer, events)
+    saves = save and _can_save(answer, events)
+    if saves:
+        _ask_to_save(found, job_id, events)
+    else:
+        _cancel(found, job_id, cluster)
+    inside = found.root.parent == runs
+    name = f"{found.name}{runs_flag(runs)}" if inside else str(found.root)
+    if as_json:
+        action = "asked to save and stop" if saves else "cancelled"
+        echo_json({"run": found.name, "job_id": job_id, "action": action, "saves": saves})
+        return
+    click.echo(_report(found.name, job_id, events, asked=save, saves=saves))
+    click.echo(f"\n  hpctrain status {name}\n  hpctrain resume {name}")
+
+
+def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
+    """The job that may still write. Where the scheduler is silent, the one on record counts.
+
+    Raises:
+        UsageError: there is nothing to cancel.
+    """
+    from hpctrain.errors import ClusterUnreachable, UsageError
+    from hpctrain.ledger.derive import OVER, run_state, standing
+
+    if answer.job is not None and answer.job.alive:
+        return answer.job.job_id
+    state, known = run_state(events, answer.job, asked=answer.asked), standing(events).job_id
+    if not answer.asked and state not in OVER:
+        if known is None:
+            raise ClusterUnreachable(
+                f"{run.name}: nobody can say whether it has a job ({answer.problem}); try again"
+            )
+        return known
+    raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}")
+
+
+def _can_save(answer: Answer, events: Sequence[Event]) -> bool:
+    """Whether there are ranks that could save: what waits in the queue has nothing to save."""
+    from hpctrain.ledger.derive import RunState, run_state
+
+    return run_state(events, answer.job, asked=answer.asked) is RunState.RUNNING
+
+
+def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
+    """Leave the request that rank 0 looks for, whole or not at all."""
+    import json
+    import time
+
+    from hpctrain.ledger import events as ledger
+    from hpctrain.ledger.derive import standing
+
+    # Written down first: an attempt that ends for another reason meanwhile must not be requeued.
+    ledger.append(run, "cancel_requested", save=True, job_id=job_id)
+    request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
+    staged = run.stop_request.with_suffix(".new")
+    staged.write_text(json.dumps(request) + "\n")
+    staged.replace(run.stop_request)
+
+
+def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
+    """Cancel the job; that it was meant to is written down first, so that it is never requeued."""
+    from hpctrain.cli.job import TERMINAL_JOB
+    from hpctrain.clusters import get_cluster
+    from hpctrain.errors import ClusterError, UsageError
+    from hpctrain.ledger import events as ledger
+
+    if job_id.startswith(TERMINAL_JOB):
+        pid = job_id.removeprefix(TERMINAL_JOB)
+        raise UsageError(
+            f"{run.name} runs in a terminal (process {pid}); press Ctrl-C there, or use --save"
+        )
+    ledger.append(run, "cancel_requested", save=False, job_id=job_id)
+    try:
+        get_cluster(cluster).cancel(job_id)
+    except ClusterError as error:
+        raise type(error)(
+            f"job {job_id} was not cancelled: {error}; it is on record that {run.name} is not to "
+            "be requeued. Try again"
+        ) from error
+
+
+def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:
+    from hpctrain.ledger.derive import progress
+
+    step = progress(events).saved_step
+    if not saves:
+        kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
+        had = "; it was not training, so there was nothing more to save" if asked else ""
+        return f"cancelled job {job_id} of {name}; {kept}{had}"
+    lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
+    if not _listens(events):
+        lines.append(
+            "its program has not called hpctrain.init() so far; one that never does cannot hear "
+            f"this: `hpctrain cancel {name}` ends it at once"
+        )
+    return "\n".join(lines)
+
+
+def _listens(events: Sequence[Event]) -> bool:
+    """Whether the newest attempt's program is known to use hpctrain, and so sees the request."""
+    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
+    told = [e for e in events if e.attempt == newest]
+    return any(
+        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"} for e in told
+    )

@@ -1,0 +1,69 @@
+"""A run's newest job as its scheduler sees it, for `status`, `logs` and `cancel`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError, UsageError
+from hpctrain.ledger.status import Answer
+from hpctrain.records import JobInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.ledger.events import Event
+
+TERMINAL_JOB = "pid-"
+"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
+
+
+def ask(cluster: str, events: Sequence[Event]) -> Answer:
+    """What the scheduler knows of the run's newest job; an answer that did not come is no error.
+
+    Args:
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+    """
+    from hpctrain.clusters import get_cluster
+    from hpctrain.submit.launch import newest_submission
+
+    token, job_id = newest_submission(list(events))
+    if job_id is not None and job_id.startswith(TERMINAL_JOB):
+        return _ask_machine(job_id, events)
+    if token is None and job_id is None:
+        return Answer()
+    try:
+        scheduler = get_cluster(cluster)
+        found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
+    except (ClusterError, UsageError) as error:
+        return Answer(None, asked=False, problem=str(error))
+    return Answer(found)
+
+
+def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
+    """Whether the process of `hpctrain train` is still there, as far as this machine can tell."""
+    started = [e for e in events if e.kind == "attempt_started"][-1]
+    nodes = [str(node) for node in started.data.get("nodes") or ()]
+    if nodes != [os.uname().nodename]:
+        return Answer(
+            None, asked=False, problem=f"{job_id} ran in a terminal of {', '.join(nodes)}"
+        )
+    begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    # Another process may have the number by now; ours began before its attempt did.
+    if begun is None or begun > started.t + 1:
+        return Answer()
+    return Answer(JobInfo(job_id, "RUNNING", alive=True, nodes=nodes[0], start_time=begun))
+
+
+def _process_start(pid: str) -> float | None:
+    """When a process began, seconds since the epoch; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        boot = Path("/proc/stat").read_text().split("btime ", 1)[1].split(None, 1)[0]
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return None
+    if fields[0] == "Z":
+        return None
+    return int(boot) + int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,81 @@
+"""Log files that grow while they are read: whole lines only, from the start, or the last few.
+
+Nothing waits here and nothing is watched: inotify does not see what other nodes write over NFS.
+tests/unit/test_logs_cli.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_BLOCK = 1 << 16
+_AT_ONCE = 1 << 22
+_LONGEST = 1 << 16
+
+
+class LogFile:
+    """Reads a log line by line as it grows; one that is not there yet has no lines."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+        self._partial = b""
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that were completed since the last call, without their newlines.
+
+        A file that has become shorter was begun anew and is read from its start.
+        """
+        while content := self._more():
+            *whole, self._partial = (self._partial + content).split(b"\n")
+            yield from whole
+            if len(self._partial) > _LONGEST:  # a progress bar that never ends its line
+                yield self._partial
+                self._partial = b""
+
+    def rest(self) -> list[bytes]:
+        """The last line where it has no newline; for a log that nobody writes any more."""
+        partial, self._partial = self._partial, b""
+        return [partial] if partial else []
+
+    def _more(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._partial = 0, b""
+                file.seek(self._offset)
+                content = file.read(_AT_ONCE)
+        except FileNotFoundError:
+            return b""
+        self._offset += len(content)
+        return content
+
+
+def tail_offset(path: Path, count: int) -> tuple[int, int]:
+    """Where the last `count` lines begin, and how many there are; only the end is read."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            position, seen = end, 0
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                seen = 1  # a last line without its newline
+            while position > 0 and count > 0:
+                start = max(0, position - _BLOCK)
+                block = os.pread(file.fileno(), position - start, start)
+                at = len(block)
+                while (at := block.rfind(b"\n", 0, at)) >= 0:
+                    if start + at + 1 == end:
+                        seen = 1
+                        continue
+                    if seen == count:
+                        return start + at + 1, count
+                    seen += 1
+                position = start
+    except FileNotFoundError:
+        return 0, 0
+    return (0, seen) if count > 0 else (end, 0)

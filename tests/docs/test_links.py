@@ -1,0 +1,42 @@
+"""Links and file names in the documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[2]
+PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
+NAMED = re.compile(r"`((?:hpctrain|tests|docs|sbatch|site-configs|examples|demo)/[\w./-]+)`")
+ROOM_FILE = re.compile(r"`((?:[a-z]+/)+[a-z_]+\.(?:py|sh))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page):
+    text = page.read_text()
+    targets = [link for link, _ in LINK.findall(text) if "://" not in link]
+    dead = [link for link in targets if not (page.parent / link).exists()]
+
+    assert not dead, f"{page.name} links to {dead}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_is_there(page):
+    text = page.read_text()
+    gone = [name for name in NAMED.findall(text) if not (TOP / name).exists()]
+    gone += [
+        name
+        for name in ROOM_FILE.findall(text)
+        if not (TOP / name).exists() and not (TOP / "hpctrain" / name).exists()
+    ]
+
+    assert not gone, f"{page.name} names {gone}"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached = {link for link, _ in LINK.findall((TOP / "README.md").read_text())}
+
+    assert {f"docs/{page.name}" for page in (TOP / "docs").glob("*.md")} <= reached

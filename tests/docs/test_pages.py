@@ -1,0 +1,97 @@
+"""What the documents say of the code is what the code says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import EXIT_CODES
+from hpctrain.plan.decide import decide
+from hpctrain.records import JobFacts, StopCause
+from hpctrain.settings.merge import resolve
+from hpctrain.site.load import read_site
+
+TOP = Path(__file__).parents[2]
+DOCS = TOP / "docs"
+SITES = sorted((TOP / "site-configs").glob("*.toml"))
+
+
+def table(page, title):
+    """Rows of the table whose first column has this title, as lists of cells."""
+    lines = page.read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+@pytest.mark.parametrize("page", [TOP / "README.md", DOCS / "exit-codes.md"], ids=lambda p: p.name)
+def test_exit_codes_are_those_of_the_code(page):
+    rows = {int(code): meaning for code, meaning, *_ in table(page, "code")}
+
+    assert rows == EXIT_CODES
+
+
+def test_settings_page_is_current():
+    written = runpy.run_path(str(DOCS / "generate_settings.py"))["page"]()
+
+    assert (DOCS / "settings.md").read_text() == written, "run: make settings"
+
+
+def test_every_room_has_its_paragraph():
+    rooms = set(re.findall(r"^- `(\w+)`(?:, `(\w+)`)?:", _architecture(), re.MULTILINE))
+    named = {name for pair in rooms for name in pair if name}
+    package = TOP / "hpctrain"
+    there = {path.parent.name for path in package.glob("*/__init__.py")}
+    there |= {path.stem for path in package.glob("*.py") if not path.stem.startswith("_")}
+
+    assert named == there
+
+
+def test_order_of_rooms_is_the_one_that_lint_enforces():
+    picture = _architecture().split("```\ncli\n")[1].split("```")[0]
+    enforced = (TOP / ".importlinter").read_text().split("layers =\n")[1].split("exhaustive")[0]
+
+    assert _layers("cli\n" + picture) == _layers(re.sub(r"[:|]", " ", enforced))
+
+
+@pytest.mark.parametrize("path", SITES, ids=lambda path: path.stem)
+def test_every_site_config_loads(path):
+    site = read_site(path)
+
+    resolve([site.layer])
+    assert site.description
+
+
+@pytest.mark.parametrize("row", table(DOCS / "preemption.md", "ranks"), ids=" ".join)
+def test_decision_table_is_what_the_code_decides(row):
+    outcome, cause, state, restarts, preempt_time, reason, recorded, following = row
+    facts = JobFacts(
+        state="COMPLETING" if state == "any" else state,
+        restarts={"more": 3, "same": 2}.get(restarts),
+        preempt_time=1.0 if preempt_time == "set" else None,
+        reason=None if reason in {"-", "any"} else reason,
+    )
+
+    decided = decide(
+        None if state == "not asked" else facts,
+        2,
+        None if cause == "-" else StopCause(cause),
+        outcome,
+    )
+
+    assert decided == (recorded, following)
+
+
+def _architecture():
+    return (DOCS / "architecture.md").read_text()
+
+
+def _layers(text):
+    return [sorted(line.split()) for line in text.splitlines() if line.strip()]

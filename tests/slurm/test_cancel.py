@@ -1,0 +1,143 @@
+"""What was cancelled stays cancelled; what was asked to save first loses nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpctrain.checkpoint import find
+from tests.support.recipe import assert_same_bits, full_state
+from tests.support.scenario import cli, submit
+from tests.support.slurm_config import KILL_WAIT_S
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 60
+ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05}
+SLOW_SAVE = {"train.dim": 512, "train.layers": 8, "train.heads": 8, "train.global_batch": 2}
+GONE_S = KILL_WAIT_S + 2
+
+
+def cancel_and_wait(run, cancel):
+    """Cancel, wait until the job and all its processes are gone; how long that took."""
+    began = time.monotonic()
+    cancel(run.job_id)
+    run.slurm.wait_job(run.job_id, "CANCELLED", timeout=GONE_S + 20)
+    run.wait("the end of its processes", lambda: not run.slurm.pids_of_job(run.job_id))
+    return time.monotonic() - began
+
+
+def assert_cancelled_for_good(run):
+    record = run.slurm.job(run.job_id)
+    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0"), run.story()
+    assert run.ends() == [("cancelled", "stop")]
+    assert not run.events("requeued")
+    assert run.status()["state"] == "cancelled"
+
+
+def test_a_run_that_was_asked_to_save_goes_on_bit_equal_and_is_not_resumed_before_it_has_ended(
+    slurm, tmp_path, undisturbed
+):
+    settings = {"train.steps": STEPS, "train.step_delay_s": 0.1}
+    shape = ("--nodes=4", "--ranks-per-node=2", "--time=10")
+    run = submit(slurm, tmp_path, *shape, sets=settings)
+    run.wait_step(5)
+    early = cli(slurm, tmp_path, "resume", "run")
+    run.cli("cancel", "run", "--save")
+    slurm.wait_job(run.job_id, "COMPLETED", timeout=40)
+    stopped = run.status()
+    run.job_id = str(run.cli("resume", "run").split("job ")[1].split()[0])
+    run.wait_done()
+
+    assert early.returncode == 5
+    assert early.stderr.count("\n") == 1
+    assert f"job {stopped['job_id']} (running)" in early.stderr
+    assert stopped["state"] == "stopped"
+    assert run.ends() == [("stopped", "stop"), ("completed", "stop")]
+    assert run.restored()[1] >= 5
+    assert run.steps_lost() == [0]
+    assert_same_bits(full_state(undisturbed, STEPS), full_state(run.dir, STEPS))
+
+
+def test_scancel_of_a_training_run_ends_it_for_good(slurm, tmp_path):
+    run = submit(slurm, tmp_path, "--nodes=2", sets=ENDLESS)
+    run.wait_step(3)
+
+    seconds = cancel_and_wait(run, slurm.cancel)
+
+    assert seconds < GONE_S
+    assert_cancelled_for_good(run)
+
+
+def test_scancel_in_the_middle_of_a_save_ends_it_for_good_and_the_leftover_is_not_in_the_way(
+    slurm, tmp_path
+):
+    sets = ENDLESS | SLOW_SAVE | {"checkpoint.interval_steps": 1}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", sets=sets)
+    run.wait_event("saved", count=2)
+    run.wait("a save that is under way", lambda: find.staged(run.dir))
+
+    seconds = cancel_and_wait(run, slurm.cancel)
+
+    assert seconds < GONE_S
+    assert_cancelled_for_good(run)
+    (left,) = find.staged(run.dir)
+    newest = find.steps(run.dir)[0]
+    run.cli("resume", "run")
+    assert run.wait_event("restored", attempt=2).data["step"] == newest
+    assert run.wait_event("saved", attempt=2).data["step"] == left.step
+    assert not [one for one in find.staged(run.dir) if one.attempt == 1]
+    run.cli("cancel", "run")
+
+
+def test_scancel_during_the_grace_time_of_a_preemption_ends_it_for_good(slurm, tmp_path):
+    slow = {**ENDLESS, "train.step_delay_s": 6}
+    run = submit(slurm, tmp_path, "--nodes=1", "--partition=grace", sets=slow)
+    run.wait_step(1)
+    slurm.submit_urgent(4)
+    slurm.wait_job(run.job_id, lambda record: record.get("PreemptTime", "None") != "None")
+
+    seconds = cancel_and_wait(run, slurm.cancel)
+
+    assert seconds < GONE_S
+    assert_cancelled_for_good(run)
+
+
+def test_a_run_that_waits_in_the_queue_stays_cancelled(slurm, tmp_path):
+    """Also one that waits for its second start after a preemption."""
+    first = submit(slurm, tmp_path, "--nodes=4", name="first", sets=ENDLESS)
+    first.wait_step(2)
+    urgent = slurm.submit_urgent(4)
+    slurm.wait_job(first.job_id, "PENDING", timeout=30)
+    second = submit(slurm, tmp_path, "--nodes=1", name="second", sets=ENDLESS)
+    third = submit(slurm, tmp_path, "--nodes=1", name="third", sets=ENDLESS)
+
+    slurm.cancel(first.job_id)
+    slurm.cancel(second.job_id)
+    told = third.cli("cancel", "third", "--save")
+    slurm.cancel(urgent)
+
+    assert "nothing more to save" in told
+    for run, attempts in ((first, 1), (second, 0), (third, 0)):
+        assert slurm.wait_job(run.job_id, "CANCELLED")["Restarts"] == str(attempts)
+        assert run.status()["state"] == "cancelled"
+        assert len(run.events("attempt_started")) == attempts
+    assert slurm.run("squeue", "-h", "-p", "work").stdout == ""
+    assert third.cli("resume", "third", "--dry-run").startswith("run          third")
+
+
+def test_cancel_ends_a_training_run_for_good_and_resume_takes_its_newest_checkpoint(
+    slurm, tmp_path
+):
+    sets = {**ENDLESS, "checkpoint.interval_steps": 4}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", sets=sets)
+    run.wait_event("saved")
+
+    seconds = cancel_and_wait(run, lambda _: run.cli("cancel", "run"))
+
+    assert seconds < GONE_S
+    assert_cancelled_for_good(run)
+    newest = find.steps(run.dir)[0]
+    plan = run.cli("resume", "run", "--dry-run")
+    assert f"takes step-{newest:010d}" in plan

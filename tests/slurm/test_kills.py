@@ -1,0 +1,74 @@
+"""What dies without a word: a rank, an agent, slurmctld. Each time the run goes on and finishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.support import processes
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+SETTINGS = {
+    "train.steps": 80,
+    "train.step_delay_s": 0.2,
+    "checkpoint.interval_steps": 5,
+}
+
+
+def _rank_pid(slurm, job_id, rank):
+    """The newest process of the job that is this rank: it was forked with RANK in its environment."""
+    for pid in slurm.pids_of_job(job_id):
+        log = f"rank-{rank:05d}.log"
+        if any(path.endswith(log) for path in processes.open_files(pid)):
+            return pid
+    return None
+
+
+def _agent_pid(slurm, run, node):
+    """The process of the node that is the parent of its ranks."""
+    ranks = {
+        pid
+        for pid in slurm.pids_of_job(run.job_id, node=node)
+        if any("/rank-" in path for path in processes.open_files(pid))
+    }
+    parents = {int(_stat(pid)[1]) for pid in ranks} - ranks
+    assert len(parents) == 1, (ranks, parents)
+    return parents.pop()
+
+
+def _stat(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()
+
+
+def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp_path):
+    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run.wait_event("saved", attempt=1)
+
+    # Rank 3: its node's agent sees it first, all ranks start again inside the allocation.
+    os.kill(run.wait("rank 3", lambda: _rank_pid(slurm, run.job_id, 3)), signal.SIGKILL)
+    run.wait_event("restored", attempt=2)
+    failure = run.wait_event("failure")
+    assert (failure.data["rank"], failure.data["node"]) == (3, "n2")
+    assert "SIGKILL" in failure.data["summary"]
+    assert slurm.job(run.job_id)["Restarts"] == "0", run.story()
+
+    # The agent of node 1: its ranks die with it, the step ends, the batch side requeues.
+    run.wait_event("saved", attempt=2)
+    os.kill(_agent_pid(slurm, run, "n2"), signal.SIGKILL)
+    run.wait_event("restored", attempt=3)
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+    assert len(run.events("requeued")) == 1
+
+    # slurmctld: nobody needs it while training runs.
+    slurm.kill_slurmctld()
+    run.wait_event("saved", attempt=3, count=2)
+    slurm.start_slurmctld()
+    run.wait_done()
+
+    assert [reason for reason, _ in run.ends()] == ["crashed", "crashed", "completed"]
+    assert all(lost <= 5 for lost in run.steps_lost())

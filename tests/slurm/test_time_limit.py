@@ -1,0 +1,73 @@
+"""The time limit: the clock stops a run as late as is safe, with or without a warning from SLURM."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.support.recipe import assert_same_bits, full_state
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 60
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.step_delay_s": 1.0,
+    "slurm.signal_lead_s": 0,
+    "run.stop_margin_s": 8,
+}
+
+
+def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, undisturbed):
+    """No signal is asked for (no --signal line): only the job's end, known from SLURM, counts."""
+    run = submit(slurm, tmp_path, "--nodes=4", "--ranks-per-node=2", "--time=1", sets=SETTINGS)
+
+    run.wait_done(timeout_s=200)
+
+    assert "--signal" not in next(run.dir.jobs.glob("*.sh")).read_text()
+    assert run.ends()[0] == ("timed_out", "requeue")
+    assert run.ends()[-1][0] == "completed"
+    assert {e.data["cause"] for e in run.events("stop_requested")} == {"clock"}
+    assert set(run.steps_lost()) == {0}
+    assert run.restored()[1] > 10  # it used its time: it did not leave at the first opportunity
+    assert_same_bits(full_state(undisturbed, STEPS), full_state(run.dir, STEPS))
+
+
+def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_path):
+    """Trap 5: with a limit of a minute SLURM warns in its first round; the clock knows better."""
+    settings = SETTINGS | {"slurm.signal_lead_s": 30}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=settings)
+
+    run.wait_done(timeout_s=200)
+
+    assert len(run.ends()) <= 2
+    assert set(run.steps_lost()) <= {0}
+
+
+def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues(slurm, tmp_path):
+    """Trap 14: as in a container, the ranks and agents have no scontrol; only the batch script has."""
+    container = tmp_path / "container-python"
+    container.write_text(
+        '#!/bin/sh\ncase "$*" in *hpctrain.slurm.task*) PATH=/none ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    container.chmod(0o755)
+    settings = SETTINGS | {
+        "train.steps": 25,
+        "train.step_delay_s": 0.4,
+        "slurm.setup": [f"export HPCTRAIN_PYTHON={container}"],
+    }
+    run = submit(
+        slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings
+    )
+    run.wait_step(3)
+
+    slurm.run("scancel", "-s", "USR2", run.job_id, check=True)
+    run.wait_done()
+
+    assert run.events("stop_requested")[0].data["cause"] == "sigusr2"
+    assert ("timed_out", "ask_batch") in run.ends()
+    assert [e.data["by"] for e in run.events("requeued")] == ["batch"]
+    assert run.steps_lost() == [0]

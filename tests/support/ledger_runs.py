@@ -1,0 +1,106 @@
+"""Run directories with real ledgers, for tests of what is derived from them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.ledger.events import append
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.schema import Settings
+from hpctrain.settings.spec import Entry, Spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BATCH = 8
+"""Samples of one step."""
+
+
+class Story:
+    """Writes a run's ledger event by event, a second apart, as the real writers do."""
+
+    def __init__(
+        self, root: Path, *, t: float = 1_763_700_000.0, cluster: str = "local", steps: int = 400
+    ) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.run = RunDir(root)
+        self.t = t
+        settings = Settings()
+        settings.train.steps = steps
+        entry = Entry(kind="recipe", cwd=str(root))
+        Spec(root.name, "id", t, cluster, "", entry, settings).dump(self.run.spec)
+
+    def add(self, kind: str, attempt: int | None = None, **fields: Any) -> Story:
+        self.t += 1
+        append(self.run, kind, attempt=attempt, **{"t": self.t, **fields})
+        return self
+
+    def submitted(self, job_id: str = "17", token: str = "tok-1", **fields: Any) -> Story:
+        self.add("submit_intent", token=token, script=f"{token}.sh")
+        return self.add(
+            "submitted",
+            token=token,
+            job_id=job_id,
+            cluster="local",
+            nodes="4",
+            by="submit",
+            **fields,
+        )
+
+    def started(
+        self, attempt: int, job_id: str = "17", nodes: tuple[str, ...] = ("n1", "n2"), **fields: Any
+    ) -> Story:
+        where = {"nodes": list(nodes), "world_size": 2 * len(nodes), "ranks_per_node": 2}
+        more = {"restarts": 0, "token": "x", "by": "start", **fields}
+        return self.add("attempt_started", attempt, job_id=job_id, **where, **more)
+
+    def restored(self, attempt: int, step: int = 0, skipped: list[dict[str, Any]] | None = None):
+        name = f"step-{step:010d}" if step else None
+        return self.add(
+            "restored", attempt, step=step, checkpoint=name, world_size=4, skipped=skipped or []
+        )
+
+    def steps(self, attempt: int, first: int, last: int, loss: float = 2.5) -> Story:
+        samples = {"sample_first": (first - 1) * BATCH, "sample_last": last * BATCH}
+        seconds = 0.5 * (last - first + 1)
+        return self.add(
+            "steps", attempt, first=first, last=last, **samples, loss=loss, seconds=seconds
+        )
+
+    def saved(self, attempt: int, step: int) -> Story:
+        name = f"step-{step:010d}"
+        return self.add("saved", attempt, step=step, bytes=4096, seconds=0.1, checkpoint=name)
+
+    def ended(self, attempt: int, reason: str, following: str, **fields: Any) -> Story:
+        more = {"by": "agent", "facts": {}, **fields}
+        return self.add("attempt_ended", attempt, reason=reason, next=following, **more)
+
+    def log(self, attempt: int, rank: int, text: str) -> Path:
+        """Add to a rank's log."""
+        path = self.run.rank_log(attempt, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+        return path
+
+
+def local_job(folder: Path, job_id: str, **fields: Any) -> None:
+    """A job of the embedded cluster as its controller would leave it on disk."""
+    from hpctrain.local import jobs
+
+    record = jobs.LocalJobRecord(
+        job_id=job_id,
+        token="tok-1",
+        run_dir="",
+        min_nodes=1,
+        max_nodes=4,
+        time_s=60,
+        signal_lead_s=5,
+    )
+    for name, value in fields.items():
+        setattr(record, name, value)
+    (folder / job_id).mkdir(parents=True, exist_ok=True)
+    staged = folder / job_id / "job.json.new"
+    staged.write_text(json.dumps(vars(record)))
+    staged.replace(folder / job_id / "job.json")

@@ -1,0 +1,153 @@
+"""`hpctrain cancel`: what was cancelled stays cancelled, and --save loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.ledger.events import read
+from tests.support.ledger_runs import Story, local_job
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HPCTRAIN_RUNS", raising=False)
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def running(runs, tmp_path) -> Story:
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    story = Story(runs / "lm").submitted("local-17").started(1, "local-17").restored(1)
+    return story.steps(1, 1, 50).saved(1, 50)
+
+
+def cancel(*argv: str, capsys) -> tuple[int, str, str]:
+    code = main(["cancel", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def requests(tmp_path: Path) -> list[dict]:
+    folder = tmp_path / "local" / "local-17"
+    return [json.loads(path.read_text()) for path in folder.glob("request-*.json")]
+
+
+def newest(story: Story):
+    return read(story.run)[-1]
+
+
+def test_a_running_run_is_cancelled_after_it_is_on_record(running, tmp_path, capsys):
+    code, out, _ = cancel("lm", capsys=capsys)
+
+    assert code == 0
+    assert newest(running).kind == "cancel_requested"
+    assert newest(running).data == {"save": False, "job_id": "local-17"}
+    [request] = requests(tmp_path)
+    assert request["operation"] == "cancel"
+    assert "cancelled job local-17 of lm; its newest checkpoint is of step 50" in out
+    assert "hpctrain resume lm" in out
+    assert not running.run.stop_request.exists()
+
+
+def test_save_leaves_a_request_for_rank_0_and_cancels_nothing(running, tmp_path, capsys):
+    code, out, _ = cancel("lm", "--save", capsys=capsys)
+
+    assert code == 0
+    request = json.loads(running.run.stop_request.read_text())
+    assert (request["job_id"], request["token"]) == ("local-17", "tok-1")
+    assert newest(running).data == {"save": True, "job_id": "local-17"}
+    assert requests(tmp_path) == []
+    assert "asked lm (job local-17) to save and leave; it is not requeued" in out
+    assert "hpctrain.init()" not in out
+    assert list(running.run.root.glob("*.new")) == []
+
+
+def test_save_warns_where_the_program_may_not_hear_it(runs, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    Story(runs / "lm").submitted("local-17").started(1, "local-17")
+    _, out, _ = cancel("lm", "--save", capsys=capsys)
+    assert "has not called hpctrain.init() so far" in out
+
+
+def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="PENDING")
+    story = Story(runs / "lm").submitted("local-17")
+    code, out, _ = cancel("lm", "--save", capsys=capsys)
+    assert code == 0
+    assert newest(story).data == {"save": False, "job_id": "local-17"}
+    assert len(requests(tmp_path)) == 1
+    assert not story.run.stop_request.exists()
+    assert "nothing more to save" in out
+
+
+def test_a_job_whose_submission_was_never_confirmed_is_found_by_its_token(runs, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="PENDING")
+    story = Story(runs / "lm").add("submit_intent", token="tok-1", script="tok-1.sh")
+    assert cancel("lm", capsys=capsys)[0] == 0
+    assert newest(story).data["job_id"] == "local-17"
+    assert len(requests(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--save"]])
+def test_a_run_without_a_live_job_is_one_line_and_nothing_is_written(runs, tmp_path, capsys, flags):
+    local_job(tmp_path / "local", "local-17", state="COMPLETED")
+    story = Story(runs / "lm").submitted("local-17").started(1, "local-17").add("done", 1, step=4)
+    before = story.run.events.read_bytes()
+
+    code, out, err = cancel("lm", *flags, capsys=capsys)
+
+    assert (code, out) == (2, "")
+    assert err == "hpctrain: error: lm has no job that could be cancelled: it is done\n"
+    assert story.run.events.read_bytes() == before
+    assert not story.run.stop_request.exists()
+
+
+def test_a_silent_slurm_is_an_error_but_the_wish_is_on_record(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    story = Story(runs / "lm", cluster="slurm").submitted("17").started(1)
+    code, _, err = cancel("lm", capsys=capsys)
+    assert code == 6
+    assert "job 17 was not cancelled" in err
+    assert "not to be requeued" in err
+    assert len(err.splitlines()) == 1
+    assert newest(story).kind == "cancel_requested"
+
+
+def test_save_works_while_slurm_is_silent_since_rank_0_reads_a_file(
+    runs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    story = Story(runs / "lm", cluster="slurm").submitted("17").started(1)
+    assert cancel("lm", "--save", capsys=capsys)[0] == 0
+    assert json.loads(story.run.stop_request.read_text())["job_id"] == "17"
+
+
+def test_a_run_in_a_terminal_is_told_from_one_that_has_ended(runs, capsys):
+    here = os.uname().nodename
+    story = Story(runs / "lm").add(
+        "attempt_started", 1, job_id=f"pid-{os.getpid()}", nodes=[here], t=4e9
+    )
+    code, _, err = cancel("lm", capsys=capsys)
+    assert code == 2
+    assert "press Ctrl-C there, or use --save" in err
+    assert cancel("lm", "--save", capsys=capsys)[0] == 0
+    assert story.run.stop_request.exists()
+    Story(runs / "gone").add("attempt_started", 1, job_id="pid-999999999", nodes=[here])
+    assert "it is lost" in cancel("gone", capsys=capsys)[2]
+
+
+def test_json_says_what_was_done(running, capsys):
+    _, out, _ = cancel("lm", "--save", "--json", capsys=capsys)
+    assert json.loads(out) == {
+        "run": "lm",
+        "job_id": "local-17",
+        "action": "asked to save and stop",
+        "saves": True,
+    }

@@ -1,0 +1,233 @@
+"""The ledger: every fact is whole or not there, whoever writes beside it and however a writer ends."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+
+import pytest
+
+from hpctrain.ledger.events import Event, Tail, append, read
+from hpctrain.records import EndReason, Skipped
+from hpctrain.rundir.layout import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def test_a_fact_is_read_back_with_its_fields(run):
+    append(run, "saved", attempt=2, step=400, checkpoint=Path("/x/step-1"), nodes=["a", "b"])
+
+    [event] = read(run)
+
+    assert (event.kind, event.attempt) == ("saved", 2)
+    assert event.data == {"step": 400, "checkpoint": "/x/step-1", "nodes": ["a", "b"]}
+    assert abs(event.t - time.time()) < 5
+
+
+def test_enums_sets_and_dataclasses_become_plain_json(run):
+    @dataclass
+    class Facts:
+        state: str
+
+    append(run, "x", reason=EndReason.PREEMPTED, facts=Facts("RUNNING"), ranks={2, 1})
+    append(run, "y", skipped=[Skipped(1, "step-1", "torn")])
+
+    first, second = read(run)
+    assert first.data == {"reason": "preempted", "facts": {"state": "RUNNING"}, "ranks": [1, 2]}
+    assert second.data["skipped"] == [{"step": 1, "name": "step-1", "reason": "torn"}]
+
+
+def test_a_loss_that_is_not_a_number_stays_valid_json_and_can_be_read_as_a_float(run):
+    append(run, "steps", loss=float("nan"), more=[float("-inf"), 1.5])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    json.loads(run.events.read_text(), parse_constant=refuse)
+    [event] = read(run)
+    assert event.data == {"loss": "nan", "more": ["-inf", 1.5]}
+    assert float(event.data["loss"]) != float(event.data["loss"])
+
+
+def test_something_that_is_no_json_is_refused_before_anything_is_written(run):
+    with pytest.raises(TypeError, match="an event holds JSON values"):
+        append(run, "x", thing=object())
+    assert not run.events.exists()
+
+
+def test_the_time_of_a_fact_can_be_given(run):
+    append(run, "phase", attempt=1, name="batch_started", t=12.5)
+    assert read(run)[0].t == 12.5
+
+
+def test_no_ledger_has_no_facts(run):
+    assert read(run) == []
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"t": 2, "kind": "sav',
+        b'{"t": 2, "kind": "saved", "attempt": 1, "step": 4',
+        b"\xff\xfe{",
+        b"\0\0\0\0",
+        b"[1, 2]",
+        b'{"kind": "no time"}',
+        b'{"t": "soon", "kind": "x"}',
+        b'{"t": 1}',
+        b"null",
+        b"}{",
+    ],
+)
+def test_a_torn_last_line_is_left_out_and_the_next_fact_begins_a_line_of_its_own(run, torn):
+    append(run, "first")
+    with run.events.open("ab") as file:
+        file.write(torn)
+
+    assert [e.kind for e in read(run)] == ["first"]
+    append(run, "second")
+
+    assert [e.kind for e in read(run)] == ["first", "second"]
+    assert run.events.read_bytes().endswith(b"}\n")
+
+
+def test_garbage_between_facts_is_left_out(run):
+    append(run, "first")
+    with run.events.open("ab") as file:
+        file.write(b"srun: error: something\n\n\xff\xff\n" + b"\0" * 100)
+        file.write(b'{"t": 2, "kind": "after a gap", "attempt": null}\n')
+
+    assert [e.kind for e in read(run)] == ["first", "after a gap"]
+
+
+def test_a_last_line_that_lacks_only_its_newline_counts_once(run):
+    run.events.write_bytes(b'{"t": 1, "kind": "whole"}')
+    tail = Tail(run.events)
+
+    assert [e.kind for e in tail.new()] == ["whole"]
+    append(run, "next")
+
+    assert [e.kind for e in tail.new()] == ["next"]
+    assert [e.kind for e in read(run)] == ["whole", "next"]
+
+
+def test_a_tail_gives_each_fact_once_and_waits_for_the_rest_of_a_line(run):
+    tail = Tail(run.events)
+    assert tail.new() == []
+    append(run, "first")
+    assert [e.kind for e in tail.new()] == ["first"]
+    with run.events.open("ab") as file:
+        file.write(b'{"t": 3, "kind": ')
+        file.flush()
+        assert tail.new() == []
+        file.write(b'"second"}\n')
+    assert [e.kind for e in tail.new()] == ["second"]
+    assert tail.new() == []
+
+
+def test_a_ledger_that_was_replaced_by_a_shorter_one_is_read_from_its_start(run):
+    tail = Tail(run.events)
+    for number in range(10):
+        append(run, f"old-{number}")
+    tail.new()
+    run.events.unlink()
+    append(run, "new")
+    assert [e.kind for e in tail.new()] == ["new"]
+
+
+def _append_many(root: str, writer: int, count: int) -> None:
+    for number in range(count):
+        append(RunDir(Path(root)), "mark", attempt=writer, number=number, pad="x" * (number * 20))
+
+
+def test_eight_processes_writing_at_once_lose_and_tear_nothing(run):
+    context = multiprocessing.get_context("spawn")
+    writers = [
+        context.Process(target=_append_many, args=(str(run.root), writer, 500))
+        for writer in range(8)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    lines = run.events.read_bytes().splitlines()
+    assert len(lines) == 4000
+    assert all(json.loads(line)["kind"] == "mark" for line in lines)
+    for writer in range(8):
+        own = [e.data["number"] for e in read(run) if e.attempt == writer]
+        assert own == list(range(500))
+
+
+def test_a_writer_that_hangs_with_the_lock_does_not_keep_a_fact_from_being_written(run):
+    append(run, "first")
+    with run.events.open("ab") as holder:
+        flock(holder, LOCK_EX)
+        started = time.monotonic()
+        append(run, "second")
+        assert time.monotonic() - started < 5
+    assert [e.kind for e in read(run)] == ["first", "second"]
+
+
+def test_a_child_forked_during_a_write_does_not_keep_the_lock(run):
+    # What a fork in another thread does: the child has a copy of the descriptor, for life.
+    script = f"""
+import fcntl, os, sys, time
+from pathlib import Path
+from hpctrain.ledger import events
+from hpctrain.rundir.layout import RunDir
+real = events._ends_whole
+def fork_then(descriptor):
+    if os.fork() == 0:
+        os.set_inheritable(descriptor, True)
+        sys.stdin.read()
+        os._exit(0)
+    return real(descriptor)
+events._ends_whole = fork_then
+run = RunDir(Path({str(run.root)!r}))
+events.append(run, "first")
+events._ends_whole = real
+started = time.monotonic()
+events.append(run, "second")
+print(time.monotonic() - started)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], input="", capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 0.5
+    assert [e.kind for e in read(run)] == ["first", "second"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_an_error_and_not_a_lost_fact(run):
+    run.events.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        append(run, "x")
+
+
+def test_importing_the_ledger_imports_nothing_heavy():
+    script = "import sys, hpctrain.ledger.events; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    heavy = {"asyncio", "torch", "numpy", "click", "rich", "filelock", "submitit", "subprocess"}
+    assert heavy & set(done.stdout.split()) == set()
+
+
+def test_events_are_values():
+    assert Event(1.0, "x", 2, {"a": 1}) == Event(1.0, "x", 2, {"a": 1})

@@ -1,0 +1,144 @@
+"""Exactly once: the ledger proves which samples are in the final weights."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.ledger.events import Event, read
+from hpctrain.ledger.lineage import coverage, lineage
+from tests.support.ledger_runs import BATCH, Story
+
+
+@pytest.fixture
+def story(tmp_path) -> Story:
+    return Story(tmp_path / "lm").submitted()
+
+
+def check(story: Story) -> tuple[list[tuple[int, int]], list[str]]:
+    events = read(story.run)
+    return coverage(events), lineage(events).problems
+
+
+def test_an_undisturbed_run_used_one_range_of_samples(story):
+    story.started(1).restored(1).steps(1, 1, 60).steps(1, 61, 100)
+    assert check(story) == ([(0, 100 * BATCH)], [])
+
+
+def test_steps_that_were_done_again_count_once(story):
+    story.started(1).restored(1).steps(1, 1, 50).saved(1, 50).steps(1, 51, 80)
+    story.started(2).restored(2, 50).steps(2, 51, 100)
+    assert check(story) == ([(0, 100 * BATCH)], [])
+    pieces = lineage(read(story.run)).pieces
+    assert [(p.attempt, p.first, p.last) for p in pieces] == [(1, 1, 50), (2, 51, 100)]
+
+
+def test_a_restore_over_several_attempts_cuts_all_that_it_goes_back_behind(story):
+    story.started(1).restored(1).steps(1, 1, 40).saved(1, 40).steps(1, 41, 50).saved(1, 50)
+    story.started(2).restored(2, 50).steps(2, 51, 90).saved(2, 90)
+    story.started(3).restored(3, 40).steps(3, 41, 100)
+    assert check(story) == ([(0, 100 * BATCH)], [])
+
+
+def test_a_cut_inside_a_step_mark_finds_the_exact_sample(story):
+    story.started(1).restored(1).steps(1, 1, 80)
+    story.started(2).restored(2, 50).steps(2, 51, 100)
+    assert check(story) == ([(0, 100 * BATCH)], [])
+
+
+def test_a_cut_inside_a_mark_of_uneven_steps_is_said_to_be_inexact(story):
+    story.started(1).restored(1)
+    story.add("steps", 1, first=1, last=3, sample_first=0, sample_last=10)
+    story.started(2).restored(2, 2)
+    assert check(story)[1] == [
+        "attempt 2 restored step 2, which lies inside a step mark: its sample position is not exact"
+    ]
+
+
+def test_a_beginning_from_nothing_cuts_everything(story):
+    story.started(1).restored(1).steps(1, 1, 30)
+    story.started(2).restored(2, 0).steps(2, 1, 30)
+    assert check(story) == ([(0, 30 * BATCH)], [])
+
+
+def test_what_a_zombie_did_is_not_in_the_weights(story):
+    story.started(1).restored(1).steps(1, 1, 50).saved(1, 50)
+    story.started(2).restored(2, 50).steps(1, 51, 70).steps(2, 51, 60).steps(1, 71, 90)
+    story.steps(2, 61, 100)
+    assert check(story) == ([(0, 100 * BATCH)], [])
+
+
+def test_skipped_samples_are_a_gap(story):
+    story.started(1).restored(1).steps(1, 1, 50).saved(1, 50)
+    story.started(2).restored(2, 50)
+    story.add("steps", 2, first=51, last=60, sample_first=51 * BATCH, sample_last=61 * BATCH)
+    ranges, problems = check(story)
+    assert ranges == [(0, 400), (408, 488)]
+    assert problems == ["gap: samples 400 to 407 are missing before attempt 2's"]
+
+
+def test_samples_used_twice_are_an_overlap(story):
+    story.started(1).restored(1).steps(1, 1, 50).saved(1, 50)
+    story.started(2).restored(2, 50)
+    story.add("steps", 2, first=51, last=60, sample_first=392, sample_last=480)
+    assert check(story)[1] == ["overlap: samples 392 to 399 were used again by attempt 2"]
+
+
+def test_steps_that_no_mark_tells_of_are_a_gap(story):
+    story.started(1).restored(1).steps(1, 1, 50)
+    story.started(2).restored(2, 60).steps(2, 61, 100)
+    assert check(story)[1] == [
+        "attempt 2 restored step 60, but steps 51 to 60 are not in the ledger",
+        "gap: steps 51 to 60 are missing before attempt 2's",
+        "gap: samples 400 to 479 are missing before attempt 2's",
+    ]
+
+
+def test_a_first_step_that_is_not_the_first_is_a_gap(story):
+    story.started(1).restored(1).steps(1, 3, 10)
+    assert check(story)[1] == [
+        "gap: steps 1 to 2 are missing before attempt 1's",
+        "gap: samples 0 to 15 are missing before attempt 1's",
+    ]
+
+
+def test_a_program_that_counts_no_samples_still_has_its_steps_checked(story):
+    story.started(1).restored(1)
+    for first, last in ((1, 10), (12, 20)):
+        story.add("steps", 1, first=first, last=last, sample_first=None, sample_last=None)
+    assert check(story) == ([], ["gap: steps 11 to 11 are missing before attempt 1's"])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 30),
+            st.lists(st.integers(1, 9), max_size=3),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_is_killed_and_restored_correctly_is_covered_exactly_once(life):
+    """Attempts that do some steps, save at some of them, and restore the newest or an older save."""
+    events: list[Event] = []
+    saves, number = [0], 0
+    for number, (count, offsets, older) in enumerate(life, start=1):
+        if older and len(saves) > 1:
+            saves.pop()
+        step = saves[-1]
+        events.append(Event(0, "attempt_started", number, {"job_id": "1"}))
+        events.append(Event(0, "restored", number, {"step": step}))
+        done = step
+        for length in [*offsets, count]:
+            mark = {"sample_first": done * BATCH, "sample_last": (done + length) * BATCH}
+            first, done = done + 1, done + length
+            events.append(Event(0, "steps", number, {"first": first, "last": done, **mark}))
+            if length != count:
+                saves.append(done)
+        end = done
+    found = lineage(events)
+    assert found.problems == []
+    if number:
+        assert coverage(events) == [(0, end * BATCH)]

@@ -1,0 +1,86 @@
+"""What is pickled, what is read from sbatch, and what importing the room costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from submitit.core.utils import DelayedSubmission
+
+from hpctrain.errors import ClusterError
+from hpctrain.slurm import task
+from hpctrain.slurm.executor import PICKLE, AgentTask, HpctrainExecutor, load_task
+
+read_id = HpctrainExecutor._get_job_id_from_submission_command
+
+
+@pytest.mark.parametrize(
+    "printed", ["4711\n", "4711;alps\n", b"4711\n", "Welcome to Alps!\nproject ok\n4711\n"]
+)
+def test_job_id_is_read_whatever_the_site_prints_before_it(printed):
+    assert read_id(printed) == "4711"
+
+
+@pytest.mark.parametrize("printed", ["", "Submitted nothing\n"])
+def test_submission_without_an_id_is_an_error(printed):
+    with pytest.raises(ClusterError, match="printed no job id"):
+        read_id(printed)
+
+
+def test_pickled_task_is_the_same_task(tmp_path):
+    DelayedSubmission(AgentTask(tmp_path)).dump(tmp_path / PICKLE)
+
+    function, args, kwargs = load_task(tmp_path)
+
+    assert isinstance(function, AgentTask)
+    assert (function.run_dir, list(args), kwargs) == (str(tmp_path), [], {})
+
+
+def test_interrupted_task_goes_on_as_itself(tmp_path):
+    agent = AgentTask(tmp_path)
+
+    again = agent.checkpoint()
+
+    assert again.function is agent
+
+
+def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "spec.json").write_text("{}")
+
+    code = task.main([str(tmp_path)])
+
+    assert code == 6
+    assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
+
+
+def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+
+    code = task.main([str(tmp_path)])
+
+    assert code == 2
+    assert "holds neither submitted.pkl nor spec.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("batch", {"torch", "numpy", "submitit", "dataclasses", "click"}),
+        ("client", {"torch", "numpy", "submitit", "click"}),
+        ("script", {"torch", "numpy", "submitit", "click"}),
+        ("after", {"torch", "numpy", "submitit", "click"}),
+        ("executor", {"torch"}),
+    ],
+)
+def test_importing_is_cheap(module, unwanted):
+    code = f"import sys, hpctrain.slurm.{module}; print(*sys.modules)"
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+    assert f"hpctrain.slurm.{module}" in loaded
+    assert not unwanted & set(loaded)
