@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    { rm -rf "$(VENV)"; echo "no venv module: as root, apt-get install python3-venv" >&2; exit 3; }; \
 	fi
 	@echo "installing hpctrain and its tools into $(VENV)"
-	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch "$@"
 
 .PHONY: demo

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.errors import ClusterError
-from hpctrain.plan.decide import is_cancelled
+from hpctrain.plan.decide import is_cancelled, is_ending
 from hpctrain.records import StopCause
 
 if TYPE_CHECKING:
@@ -121,13 +121,15 @@ class StopWatch:
             self.facts = self._ask()
         except ClusterError:
             return  # asked again in a moment; until then the time limits known so far hold
-        if self.facts.end_time is not None and self.facts.state == "RUNNING":
+        if self.facts.end_time is not None and not is_ending(self.facts):
             self.end_time = self.facts.end_time
 
     def _in_grace(self) -> bool:
-        """Preempted with a grace time: the kill comes at the moved end of the job, not after KillWait."""
-        return (
-            self.facts is not None
-            and self.facts.state == "RUNNING"
-            and self.facts.preempt_time is not None
-        )
+        """Preempted with a grace time: the kill comes at the job's moved end, not after KillWait.
+
+        A job without a time limit has no end that could be moved; then KillWait is what is known.
+        """
+        facts = self.facts
+        if facts is None or facts.preempt_time is None or facts.end_time is None:
+            return False
+        return not is_ending(facts)

@@ -57,6 +57,11 @@ def decide(
     return _guess(cause, outcome), Next.REQUEUE
 
 
+def is_ending(facts: JobFacts) -> bool:
+    """Whether the job is on its way out; SLURM says SIGNALING for a moment while it still runs."""
+    return facts.state == "COMPLETING" or facts.state in ENDED_FOR_GOOD
+
+
 def is_requeued(facts: JobFacts, own_restarts: int) -> bool:
     """Whether the scheduler has already decided to run this job again."""
     if facts.state == "CANCELLED":  # cancelled while it was being requeued: it stays cancelled

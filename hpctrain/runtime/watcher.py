@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
+from hpctrain.plan.decide import is_ending
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 
 if TYPE_CHECKING:
@@ -92,4 +93,4 @@ class Watcher:
 
 def _is_ending(facts: JobFacts) -> bool:
     """Whether the job is preempted, or on its way out for another reason."""
-    return facts.preempt_time is not None or facts.state != "RUNNING"
+    return facts.preempt_time is not None or is_ending(facts)

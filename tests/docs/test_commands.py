@@ -20,7 +20,7 @@ from hpctrain.cli.main import COMMANDS, cli
 TOP = Path(__file__).parents[2]
 PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:^<!-- test: ([^\n]*) -->\n)?^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`hpctrain ([a-z-]+)")
+INLINE = re.compile(r"`hpctrain ([a-z][a-z-]*)")
 RUN = "run"
 NOT_RUN = {
     "make demo": "tests/e2e/test_demo.py runs what it calls",
@@ -90,7 +90,7 @@ def test_the_readmes_loop_is_the_examples():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
 def test_the_shown_session_runs(page, tmp_path):
-    """Each command exits 0 on a machine without sbatch; between them one waits as a person would."""
+    """Each command exits 0 where there is no sbatch; between them one waits as a person would."""
     (tmp_path / "hpctrain.toml").write_text(TINY)
     with _machine(tmp_path) as call:
         for line in commands(TOP / page, RUN):

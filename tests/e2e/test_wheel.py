@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[2]
-NEEDED = ("click", "filelock")
+NEEDED = ("click", "filelock", "xxhash")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Call the `hpctrain` of a fresh environment with the wheel, click and filelock in it."""
+    """Call the `hpctrain` of a fresh environment with the wheel and what login commands need."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(TOP, source, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))

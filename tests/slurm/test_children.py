@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slurm
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "children.py"
 
 
-def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_longer(
-    slurm, tmp_path
-):
+def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_longer(slurm, tmp_path):
     run = submit(
         slurm,
         tmp_path,

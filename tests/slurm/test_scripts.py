@@ -1,4 +1,4 @@
-"""Programs of the user's own: one that knows nothing of hpctrain, one that raises, one that dies."""
+"""Programs of the user's own: one knows nothing of hpctrain, one raises, one dies."""
 
 from __future__ import annotations
 

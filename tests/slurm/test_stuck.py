@@ -1,4 +1,4 @@
-"""A rank that cannot answer a stop: the wait for it is bounded, and the job comes back all the same."""
+"""A rank that cannot answer a stop: the wait is bounded, and the job comes back all the same."""
 
 from __future__ import annotations
 

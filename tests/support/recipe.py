@@ -9,7 +9,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.data.order import SampleOrder
 from hpctrain.ledger import events as ledger
+from hpctrain.ledger.derive import live
 from hpctrain.rundir.fence import take_attempt
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.schema import Settings
@@ -47,8 +49,23 @@ def make_run(root: Path, **changes: Any) -> RunDir:
     return run
 
 
-def train(run: RunDir, world_size: int, *, stop_at: int | None = None, victim: int = 0) -> list[Any]:
-    """One attempt; with `stop_at` rank `victim` alone gets SIGTERM at that step."""
+def train(
+    run: RunDir,
+    world_size: int,
+    *,
+    stop_at: int | None = None,
+    kill_at: int | None = None,
+    victim: int = 0,
+) -> list[Any]:
+    """One attempt of the recipe.
+
+    Args:
+        run: The run.
+        world_size: Ranks.
+        stop_at: Rank `victim` alone gets SIGTERM at that step.
+        kill_at: Rank `victim` is killed (SIGKILL) at its so-manieth flush or rename of a file.
+        victim: Which rank.
+    """
     attempt = take_attempt(run, job_id="test", restarts=0)
     run.attempt(attempt.number).mkdir(parents=True)
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
@@ -56,15 +73,24 @@ def train(run: RunDir, world_size: int, *, stop_at: int | None = None, victim: i
     os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(run.attempt(attempt.number))
     ledger.append(run, "attempt_started", attempt=attempt.number, world_size=world_size)
     try:
-        return launch(_rank, world_size, stop_at=stop_at, victim=victim)
+        return launch(
+            _rank,
+            world_size,
+            may_fail=kill_at is not None,
+            stop_at=stop_at,
+            kill_at=kill_at,
+            victim=victim,
+        )
     finally:
         for name in ("HPCTRAIN_RUN_DIR", "HPCTRAIN_ATTEMPT", "HPCTRAIN_ATTEMPT_DIR"):
             del os.environ[name]
 
 
-def _rank(stop_at: int | None, victim: int) -> None:
+def _rank(stop_at: int | None, kill_at: int | None, victim: int) -> None:
     from hpctrain.recipes.lm import train as recipe
 
+    if kill_at is not None and int(os.environ["RANK"]) == victim:
+        _die_at(kill_at)
     real = recipe.lr_at
 
     def lr_at(step: int, **rest: Any) -> float:
@@ -74,6 +100,28 @@ def _rank(stop_at: int | None, victim: int) -> None:
 
     recipe.lr_at = lr_at
     recipe.main()
+
+
+def _die_at(call: int) -> None:
+    """Kill this process in the middle of a save: before its `call`-th flush or rename."""
+    seen = 0
+
+    def dying(real: Any) -> Any:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += "checkpoints" in _path(args[0])
+            if seen > call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return act
+
+    for name in ("fsync", "rename", "replace"):
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def _path(target: Any) -> str:
+    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
 
 
 def full_state(run: RunDir, step: int) -> dict[str, Any]:
@@ -115,7 +163,12 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def consumed(run: RunDir) -> list[int]:
-    """The sample indices that made up the final weights, from the ranks' own records.
+    """The sample indices that made up the final weights, from the ranks' own records."""
+    return [index for _, indices in sorted(consumed_by_step(run).items()) for index in indices]
+
+
+def consumed_by_step(run: RunDir) -> dict[int, list[int]]:
+    """The same by step: what all ranks consumed in it.
 
     Each attempt wrote one line for each step; of a step that was redone only the last attempt's counts.
     """
@@ -128,4 +181,27 @@ def consumed(run: RunDir) -> list[int]:
                 if step not in steps or steps[step][0] < attempt:
                     steps[step] = (attempt, [])
                 steps[step][1].extend(indices)
-    return [index for step in sorted(steps) for index in steps[step][1]]
+    return {step: indices for step, (_, indices) in steps.items()}
+
+
+def samples_of_step(run: RunDir, step: int) -> list[int]:
+    """What the sample order says that a step consumes, whoever does it."""
+    from hpctrain.data.tokens import TokenFile
+    from hpctrain.recipes.lm import corpus
+    from hpctrain.settings.spec import load_spec
+
+    train = load_spec(run.spec).settings.train
+    sequences = TokenFile(run.data / "tokens.bin").len_sequences(train.seq_len)
+    size, _ = corpus.split(sequences, global_batch=train.global_batch)
+    batch = train.global_batch
+    return SampleOrder(size, train.seed).indices((step - 1) * batch, step * batch)
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    """The loss of each step in the final weights' history; the run's `log_every_s` must be 0."""
+    found: dict[int, float] = {}
+    for event in live(ledger.read(run)):
+        if event.kind == "steps":
+            assert event.data["first"] == event.data["last"]
+            found[int(event.data["last"])] = float(event.data["loss"])
+    return found

@@ -194,17 +194,17 @@ def test_a_run_without_a_submission_is_only_created(tmp_path):
 
 
 def test_an_unconfirmed_submission_is_submitting_until_its_job_is_found(tmp_path):
-    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh")
+    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh")  # noqa: S106
     assert state(story, None) is RunState.SUBMITTING
     assert state(story, job("PENDING")) is RunState.PENDING
-    story.add("submit_failed", token="t", why="invalid account")
+    story.add("submit_failed", token="t", why="invalid account")  # noqa: S106
     assert state(story, None) is RunState.FAILED
     assert "invalid account" in standing(read(story.run)).detail
 
 
 def test_a_job_may_start_before_sbatchs_answer_is_written_down(tmp_path):
-    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)
-    story.add("submitted", token="t", job_id="17")
+    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)  # noqa: S106
+    story.add("submitted", token="t", job_id="17")  # noqa: S106
     assert standing(read(story.run)).phase is RunState.RUNNING
 
 
@@ -292,6 +292,32 @@ def test_a_cancelled_run_that_is_resumed_is_no_longer_cancelled(story):
     story.add("cancel_requested", save=False, job_id="17").submitted("18", "tok-2")
     assert state(story, job("PENDING")) is RunState.PENDING
     assert state(story, None) is RunState.LOST
+
+
+def test_a_job_that_somebody_starts_by_hand_after_a_cancel_is_not_cancelled(story):
+    story.started(1).add("cancel_requested", save=False, job_id="17").started(2, "18")
+    assert standing(read(story.run)).cancel == ""
+    assert state(story, None, asked=False) is RunState.RUNNING
+
+
+def test_a_cancel_stands_while_the_same_job_starts_once_more(story):
+    story.started(1).add("cancel_requested", save=True, job_id="17").started(2)
+    assert standing(read(story.run)).cancel == "save"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        ("done", {"step": 9}, RunState.DONE),
+        ("run_stopped", {"exit_code": 93, "detail": "x"}, RunState.STOPPED),
+    ],
+)
+def test_an_end_for_good_is_not_undone_by_a_later_word_on_the_same_attempt(
+    story, kind, fields, expected
+):
+    story.started(1).add(kind, 1, **fields).ended(1, "preempted", "requeue", by="batch")
+    story.add("requeued", 1, by="batch")
+    assert state(story, None) is expected
 
 
 def test_a_restart_inside_the_allocation_is_running(story):

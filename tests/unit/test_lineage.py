@@ -121,7 +121,7 @@ def test_a_program_that_counts_no_samples_still_has_its_steps_checked(story):
     )
 )
 def test_whatever_is_killed_and_restored_correctly_is_covered_exactly_once(life):
-    """Attempts that do some steps, save at some of them, and restore the newest or an older save."""
+    """Attempts that do some steps, save at some, and restore the newest or an older save."""
     events: list[Event] = []
     saves, number = [0], 0
     for number, (count, offsets, older) in enumerate(life, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from hpctrain.cli import log_follow
 from hpctrain.cli.main import main
+from hpctrain.ledger.events import read
 from hpctrain.rundir.logs import LogFile, tail_offset
 from tests.support.ledger_runs import Story, local_job
 
@@ -176,6 +178,21 @@ def test_the_last_lines_begin_where_they_should(tmp_path, size, ending, count):
 
 def test_a_file_that_is_not_there_has_no_last_lines(tmp_path):
     assert tail_offset(tmp_path / "none", 5) == (0, 0)
+
+
+def test_lines_that_are_seen_only_after_an_attempts_end_are_still_printed(runs):
+    """Over NFS the ledger may be ahead of another node's log."""
+    story = Story(runs / "lm").submitted("17").started(1, "17").ended(1, "crashed", "requeue")
+    out = io.BytesIO()
+    printer = log_follow.Printer(story.run, out, frozenset({0}))
+    printer.show(read(story.run), over=False)
+    story.log(1, 0, "late\n")
+    printer.show(read(story.run), over=False)
+    printer.show(read(story.run), over=True)
+    assert out.getvalue().decode().splitlines()[1:] == [
+        "late",
+        "--- attempt 1 ended: crashed, next: requeue ---",
+    ]
 
 
 # ---- -f -----------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_running_run_shows_its_step_its_attempts_and_the_next_commands(
     lines = out.splitlines()
     assert lines[0].startswith("lm-3  running  step 278/400 (69 %)  loss 2.5  500 ms/step, about")
     assert lines[1].startswith("job local-17 on n[1-2,4], last heard of ")
-    row = r"\s+".join(["2", "local-17", r"n\[1-2,4\]", ".*", "crashed", "120-150", "30", "restart"])
+    row = r"2 +local-17 +n\[1-2,4\] +.* +crashed +120-150 +30 +restart"
     assert re.search(row, out)
     assert "3 attempts, 30 steps lost in all" in out
     assert "not taken   step-0000000130: shard a is missing" in out
@@ -338,5 +338,7 @@ def test_status_never_imports_torch(runs, story):
     script = "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
     script += "from hpctrain.cli.main import main; sys.exit(main(['status', 'lm-3']))"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr

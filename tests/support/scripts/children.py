@@ -1,7 +1,7 @@
-"""A training program with children of every kind: DataLoader workers, spawned and forked, a command.
+"""A training program with children: DataLoader workers, spawned and forked, and a command.
 
-Each attempt leaves `children-N.json` in the working directory: at its start the children's pids, and
-`end-N.json` at its end, whatever its end is, with those that live.
+Attempt N leaves two lists of pids in the working directory: `children-N.json` with all of them, and
+`end-N.json` with those that live when it leaves its loop, in whatever way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     pids = [*(worker.pid for worker in workers), command.pid]
     Path(f"children-{attempt}.json").write_text(json.dumps(pids))
     try:
-        for _step in run.steps(total=40):
+        for _step in run.steps(total=30):
             optimizer.zero_grad()
             for stream in streams:
                 samples, _made_by = next(stream)

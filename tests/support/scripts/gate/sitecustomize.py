@@ -29,6 +29,7 @@ class Gate:
             time.sleep(0.05)  # in which handlers run, as they do between the lines of an import
 
 
-if "HPCTRAIN_TEST_GATE" in os.environ and "SLURM_NODEID" in os.environ:
-    if "SLURM_RESTART_COUNT" not in os.environ:
-        sys.meta_path.insert(0, Gate())
+is_agent = "SLURM_NODEID" in os.environ
+is_first_start = "SLURM_RESTART_COUNT" not in os.environ
+if "HPCTRAIN_TEST_GATE" in os.environ and is_agent and is_first_start:
+    sys.meta_path.insert(0, Gate())

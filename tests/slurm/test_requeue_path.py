@@ -1,0 +1,71 @@
+"""Trap 14: the way back is blocked, slow, or forbidden; each ends as documented."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.scenario import cli, submit
+
+pytestmark = pytest.mark.slurm
+
+SETTINGS = {"train.steps": 60, "train.step_delay_s": 0.2}
+
+
+def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_path):
+    """The stop comes while slurmctld is down: nobody can be asked, and the requeue waits for it."""
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run.wait_step(3)
+    pids = slurm.pids_of_job(run.job_id)
+
+    slurm.kill_slurmctld()
+    for pid in pids:
+        _signal_if_rank(pid)
+    run.wait_event("stopped")
+    run.wait_event("attempt_ended")
+    slurm.start_slurmctld()
+    run.wait_done(timeout_s=150)
+
+    assert run.ends()[0][1] in {"ask_batch", "requeue"}
+    assert run.steps_lost() == [0]
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+
+
+def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(slurm, tmp_path):
+    settings = SETTINGS | {"train.steps": 25}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings)
+    run.wait_step(3)
+    slurm.run("scontrol", "update", f"jobid={run.job_id}", "Requeue=0", check=True)
+
+    for pid in slurm.pids_of_job(run.job_id):
+        _signal_if_rank(pid)
+    slurm.wait_job(run.job_id, ("FAILED", "COMPLETED"), timeout=60)
+
+    failed = run.wait_event("requeue_failed")
+    assert "disabled" in failed.data["why"].lower()
+    assert slurm.job(run.job_id)["ExitCode"] == "75:0"
+    assert run.status()["state"] not in {"running", "pending", "done"}
+    told = run.cli("resume", run.dir.name)
+    assert "takes step-" in told
+    run.wait_event("done", timeout_s=90)
+    assert run.steps_lost() == [0]
+
+
+def test_a_partition_that_slurm_does_not_have_is_one_line_and_leaves_nothing(slurm, tmp_path):
+    done = cli(slurm, tmp_path, "submit", "--name=p", "--cluster=slurm", "--partition=nosuch")
+
+    assert done.returncode == 6
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "nosuch" in done.stderr or "partition" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    assert not slurm.run("squeue", "-h").stdout
+
+
+def _signal_if_rank(pid):
+    """SIGTERM to the processes that write a rank's log: the ranks alone, not their agent."""
+    import os
+    import signal
+
+    from tests.support import processes
+
+    if any("/rank-" in path for path in processes.open_files(pid)):
+        os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,155 @@
+"""How often a run may start again: one budget for each cause, and a stop where nothing moves."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.ledger.events import Event
+from hpctrain.plan.budget import EXIT_STOPPED, allow, attempts_without_progress
+from hpctrain.records import EndReason
+from hpctrain.settings.schema import BudgetSettings
+
+BUDGET_OF = {
+    EndReason.PREEMPTED: "preemptions",
+    EndReason.REQUEUED: "preemptions",
+    EndReason.TIMED_OUT: "time_limits",
+    EndReason.NODE_FAILED: "nodes",
+    EndReason.CRASHED: "crashes",
+    EndReason.USER_ERROR: "crashes",
+    EndReason.UNKNOWN: "crashes",
+}
+NO_LIMITS = {"preemptions": 0, "time_limits": 0, "nodes": 0, "crashes": 0, "no_progress": 0}
+UNBUDGETED = sorted(set(EndReason) - set(BUDGET_OF))
+reasons = st.sampled_from(sorted(EndReason))
+
+
+def ends(*reasons):
+    """A ledger of attempts that ended like this, one after the other."""
+    return [
+        Event(float(number), "attempt_ended", number, {"reason": reason.value})
+        for number, reason in enumerate(reasons, start=1)
+    ]
+
+
+def attempt(number, *, restored, saved=()):
+    """What one attempt writes: the step that it began at, and those that it committed."""
+    begun = Event(float(number), "restored", number, {"step": restored})
+    return [begun, *(Event(number + 0.5, "saved", number, {"step": step}) for step in saved)]
+
+
+def submitted(t):
+    return Event(float(t), "submitted", None, {"token": "t"})
+
+
+def test_preemptions_a_time_limit_and_a_crash_do_not_use_each_others_budgets():
+    history = ends(*[EndReason.PREEMPTED] * 5, EndReason.TIMED_OUT, EndReason.CRASHED)
+    budget = BudgetSettings(preemptions=6, time_limits=2, crashes=2, nodes=1, no_progress=0)
+    causes = [
+        EndReason.PREEMPTED,
+        EndReason.TIMED_OUT,
+        EndReason.CRASHED,
+        EndReason.NODE_FAILED,
+    ]
+
+    assert all(allow(history, cause, budget).ok for cause in causes)
+    for cause in causes:
+        once_more = [*history, *ends(cause)]
+        verdicts = {other: allow(once_more, other, budget).ok for other in causes}
+        assert verdicts == {other: other is not cause for other in causes}
+
+
+def test_by_default_any_number_of_preemptions_and_time_limits_leaves_the_crash_budget_whole():
+    history = ends(*[EndReason.PREEMPTED] * 100, *[EndReason.TIMED_OUT] * 100)
+
+    assert allow(history, EndReason.PREEMPTED).ok
+    assert allow(history, EndReason.TIMED_OUT).ok
+    crashes = BudgetSettings().crashes
+    assert allow([*history, *ends(*[EndReason.CRASHED] * (crashes - 1))], EndReason.CRASHED).ok
+    assert not allow([*history, *ends(*[EndReason.CRASHED] * crashes)], EndReason.CRASHED).ok
+
+
+@given(st.lists(reasons, max_size=30), st.sampled_from(sorted(BUDGET_OF)), st.integers(0, 8))
+def test_only_ends_of_the_same_cause_count(history, reason, limit):
+    name = BUDGET_OF[reason]
+    same = sum(BUDGET_OF.get(one) == name for one in history)
+
+    verdict = allow(ends(*history), reason, BudgetSettings(**{**NO_LIMITS, name: limit}))
+
+    assert verdict.ok == (limit == 0 or same + 1 <= limit)
+    assert verdict.exit_code == (0 if verdict.ok else EXIT_STOPPED)
+
+
+@given(st.lists(reasons, max_size=30), reasons)
+def test_a_limit_of_zero_is_no_limit(history, reason):
+    assert allow(ends(*history), reason, BudgetSettings(**NO_LIMITS)).ok
+
+
+@pytest.mark.parametrize("reason", UNBUDGETED)
+def test_an_end_that_nobody_can_repeat_has_no_budget(reason):
+    history = ends(*[reason] * 50)
+
+    tight = BudgetSettings(preemptions=1, time_limits=1, nodes=1, crashes=1, no_progress=0)
+
+    assert allow(history, reason, tight).ok
+
+
+def test_the_verdict_names_the_cause_its_count_and_the_setting():
+    verdict = allow(ends(EndReason.CRASHED), EndReason.CRASHED, BudgetSettings(crashes=1))
+
+    assert verdict.why == "2 attempts ended by crashed, budget.crashes is 1"
+
+
+def test_a_resume_begins_new_budgets():
+    spent = [*ends(EndReason.CRASHED), *attempt(2, restored=0), *attempt(3, restored=0)]
+    budget = BudgetSettings(crashes=1, no_progress=2)
+
+    assert not allow(spent, EndReason.CRASHED, budget).ok
+    assert allow([*spent, submitted(9)], EndReason.CRASHED, budget).ok
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(1, 5))
+def test_only_attempts_in_a_row_without_a_new_step_count_and_the_limit_stops_them(moved, limit):
+    events, step = [], 0
+    for number, moves in enumerate(moved, start=1):
+        events += attempt(number, restored=step, saved=[step + 1] if moves else [])
+        step += moves
+    idle = len(list(takewhile(lambda moves: not moves, reversed(moved))))
+    budget = BudgetSettings(**{**NO_LIMITS, "no_progress": limit})
+
+    assert attempts_without_progress(events) == idle
+    assert allow(events, EndReason.PREEMPTED, budget).ok == (idle < limit)
+    assert allow(events, EndReason.PREEMPTED, BudgetSettings(**NO_LIMITS)).ok
+
+
+def test_a_step_that_was_committed_before_is_no_progress():
+    fell_back = [
+        *attempt(1, restored=0, saved=[10, 20]),
+        *attempt(2, restored=10, saved=[20]),  # the checkpoint of step 20 was torn
+        *attempt(3, restored=10, saved=[15]),
+    ]
+
+    assert attempts_without_progress(fell_back) == 2
+    assert attempts_without_progress([*fell_back, *attempt(4, restored=20, saved=[21])]) == 0
+
+
+def test_attempts_that_never_reached_the_restore_are_not_judged():
+    idle = attempt(1, restored=0)
+    taken_away = [Event(2.0, "attempt_started", 2, {}), *ends(EndReason.PREEMPTED)]
+
+    assert attempts_without_progress([*idle, *taken_away]) == 1
+    assert attempts_without_progress([*ends(*[EndReason.CRASHED] * 9)]) == 0
+
+
+def test_a_lack_of_progress_says_how_long_and_which_setting():
+    events = [*attempt(1, restored=0), *attempt(2, restored=0)]
+
+    verdict = allow(events, EndReason.CRASHED, BudgetSettings(no_progress=2))
+
+    assert verdict.exit_code == EXIT_STOPPED == 93
+    assert verdict.why == (
+        "2 attempts in a row without one new committed step (budget.no_progress is 2)"
+    )

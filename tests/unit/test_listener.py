@@ -1,0 +1,47 @@
+"""Stop signals are heard in a rank, and its children are born deaf to them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+RANK = """
+import multiprocessing, os, signal, subprocess, sys
+from multiprocessing import resource_tracker
+from hpctrain.runtime.listener import Listener
+
+def show(_=None):
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    print({signal.SIGTERM, signal.SIGUSR2} <= mask, flush=True)
+
+if __name__ == "__main__":
+    listener = Listener()
+    listener.start()
+    for method in ("spawn", "fork"):
+        context = multiprocessing.get_context(method)
+        lock = context.Lock()
+        worker = context.Process(target=show, args=(lock,))
+        worker.start()
+        worker.join()
+    tracker = resource_tracker._resource_tracker._pid
+    for signum in (signal.SIGUSR2, signal.SIGTERM):
+        for pid in (tracker, os.getpid()):
+            os.kill(pid, signum)
+    listener.heard.wait()
+    while not (listener.term and listener.warned):
+        pass
+    print(resource_tracker._resource_tracker._check_alive(), flush=True)
+"""
+
+
+def test_spawned_and_forked_children_have_the_stop_signals_blocked_and_the_rank_hears_them(
+    tmp_path,
+):
+    script = tmp_path / "rank.py"  # spawned workers import their parent's main module
+    script.write_text(RANK)
+
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout.split()) == (0, ["True"] * 3), done.stderr
