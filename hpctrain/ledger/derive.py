@@ -16,7 +16,7 @@ from hpctrain.ledger.values import member, number, text, whole
 from hpctrain.records import EndReason, Next, Skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hpctrain.ledger.events import Event
 
@@ -122,6 +122,19 @@ class Progress:
     saved_bytes: int | None = None
 
 
+def _condensed(events: Iterable[Event]) -> Iterator[Event]:
+    """The events that count; of step marks in a row the last, which is most of a long ledger."""
+    mark: Event | None = None
+    for event in live(events):
+        if mark is not None and not (event.kind == "steps" and event.attempt == mark.attempt):
+            yield mark
+        mark = event if event.kind == "steps" else None
+        if mark is None:
+            yield event
+    if mark is not None:
+        yield mark
+
+
 @dataclass
 class _Draft:
     """An attempt while its events are being read."""
@@ -136,7 +149,7 @@ def attempts(events: Iterable[Event]) -> list[AttemptView]:
     """Every attempt in order, with what it cost."""
     drafts: dict[int, _Draft] = {}
     newest: _Draft | None = None
-    for event in live(events):
+    for event in _condensed(events):
         if event.kind == "submitted" and event.data.get("from_step") is not None and newest:
             newest.went_back = True
         if event.attempt is None:
@@ -156,7 +169,7 @@ def attempts(events: Iterable[Event]) -> list[AttemptView]:
 def progress(events: Iterable[Event]) -> Progress:
     """How far the run is; a restore of an older step takes it back."""
     now = Progress()
-    for event in live(events):
+    for event in _condensed(events):
         data = event.data
         if event.kind == "submitted" and data.get("total_steps") is not None:
             now = replace(now, total=whole(data["total_steps"]))

@@ -128,7 +128,7 @@ def status_of(
         cluster=cluster,
         attempts=done,
         checkpoint=checkpoint,
-        skipped=passed_over(events, skipped),
+        skipped=passed_over(events, done, skipped),
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),
@@ -137,10 +137,12 @@ def status_of(
     )
 
 
-def passed_over(events: Sequence[Event], on_disk: Sequence[Skipped] = ()) -> list[Skipped]:
+def passed_over(
+    events: Sequence[Event], done: Sequence[AttemptView], on_disk: Sequence[Skipped] = ()
+) -> list[Skipped]:
     """Checkpoints that were not taken, each with its first reason, the highest step first."""
     found: dict[str, Skipped] = {}
-    for attempt in attempts(events):
+    for attempt in done:
         for one in attempt.skipped:
             found.setdefault(one.name, one)
     for event in events:

@@ -93,7 +93,9 @@ def _attempts(status: RunStatus, width: int) -> str:
 def _checkpoints(status: RunStatus, width: int) -> str:
     newest = status.checkpoint
     if newest is None:
-        lines = ["checkpoint  none that could be loaded"] if status.attempts else []
+        begun = status.progress.saved_step is not None or status.skipped
+        none = "none that could be loaded" if begun else "none so far"
+        lines = [f"checkpoint  {none}"] if status.attempts else []
     else:
         age = f", saved {duration(status.now - newest.t)} ago" if newest.t else ""
         weight = f", {size(newest.size_bytes)}" if newest.size_bytes else ""

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+QUEUE = 1000
+
+
 class Board:
     """Scalars by step; the writer is made with the first one, since importing it takes a second."""
 
@@ -26,7 +29,10 @@ class Board:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._resumed_step)
+            # A short queue makes the training loop wait for the writer's thread, scalar by scalar.
+            self._writer = SummaryWriter(
+                str(self._folder), purge_step=self._resumed_step, max_queue=QUEUE
+            )
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 

@@ -43,3 +43,34 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
     assert run.steps_lost()[0] == first.steps_lost <= EVERY
     assert_every_sample_was_used_once(run, STEPS)
     assert losses(run.dir) == pytest.approx(losses(undisturbed), rel=1e-4)
+
+
+def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(slurm, tmp_path):
+    """Trap 11: slurmd of node n1 dies, the agent and the ranks do not notice and go on training."""
+    settings = SETTINGS | {"train.steps": 100, "train.step_delay_s": 0.2}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", sets=settings)
+    run.wait_event("saved")
+
+    slurm.kill_node("n1", leave_ranks=True)
+    zombies = slurm.pids_of_job(run.job_id, "n1")
+    run.wait_step(EVERY, attempt=2)
+    run.wait("the end of the old ranks", lambda: not slurm.pids_of_job(run.job_id, "n1"))
+    step = run.wait_step(2 * EVERY, attempt=2)
+    run.wait_step(step + EVERY, attempt=2)
+
+    assert zombies
+    first, last = attempts(run.events())
+    assert (first.nodes, last.nodes) == (("n1",), ("n2",))
+    assert first.reason == "node_failed"
+    assert run.events("fenced")[0].attempt == 1
+    assert "may not write any more" in (run.dir.rank_log(1, 0)).read_text()
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+    assert run.events("attempt_ended", attempt=2) == []
+    taken_over = run.events("attempt_started", attempt=2)[0].t
+    assert [e for e in run.events("saved", attempt=1) if e.t > taken_over] == []
+    newer = [one for one in find.candidates(run.dir) if one.step > last.first_step]
+    assert newer
+    assert {one.manifest.attempt for one in newer} == {2}
+    assert [problem for one in newer for problem in verify.verify(one)] == []
+    assert not [one for one in find.staged(run.dir) if one.attempt == 1]
+    run.cli("cancel", "run")

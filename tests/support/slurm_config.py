@@ -100,7 +100,10 @@ class Ports:
 
 
 def slurm_conf(at: Layout, ports: Ports, *, user: str, user_signal: bool) -> str:
-    """slurm.conf; `user_signal` says whether preemption sends the job's own --signal."""
+    """slurm.conf; `user_signal` says whether preemption sends the job's own --signal.
+
+    Two clusters on one machine number their jobs differently: a job's ports derive from its id.
+    """
     host = socket.gethostname()
     shape = f"CPUS={CPUS_PER_NODE} Sockets=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1"
     nodes = "\n".join(
@@ -114,6 +117,7 @@ def slurm_conf(at: Layout, ports: Ports, *, user: str, user_signal: bool) -> str
 ClusterName={CLUSTER}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports.slurmctld}
+FirstJobId={ports.slurmctld}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge

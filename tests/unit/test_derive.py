@@ -329,3 +329,11 @@ def test_an_unknown_end_without_a_follow_up_is_a_failure(story):
     story.started(1).ended(1, "user_error", "stop", detail="ValueError: x")
     assert state(story, None) is RunState.FAILED
     assert standing(read(story.run)).detail == "ValueError: x"
+
+
+def test_of_step_marks_in_a_row_the_last_counts_and_none_is_lost_at_a_change_of_attempt(story):
+    story.started(1).restored(1).steps(1, 1, 10).steps(1, 11, 20).saved(1, 20).steps(1, 21, 25)
+    story.started(2).restored(2, 20).steps(2, 21, 22).steps(2, 23, 29)
+    assert [view.last_step for view in attempts(read(story.run))] == [25, 29]
+    assert lost(story) == [5, None]
+    assert progress(read(story.run)).step == 29

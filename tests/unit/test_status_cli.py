@@ -172,6 +172,11 @@ def test_a_damaged_newest_checkpoint_is_shown_with_its_reason_and_the_next_as_ne
     assert "not taken   step-0000000140: manifest is missing" in out
 
 
+def test_a_run_that_has_not_saved_yet_has_no_damaged_checkpoint(runs):
+    story = Story(runs / "lm").submitted("17").started(1).restored(1).steps(1, 1, 5)
+    assert "checkpoint  none so far" in shown(story)
+
+
 def test_what_the_running_attempt_is_writing_is_no_damage(runs, story, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     for attempt in (2, 3):
