@@ -15,7 +15,7 @@ from pathlib import Path
 
 RANKS = 8
 REPEATS = 3
-PROGRAM = '''
+PROGRAM = """
 import os, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,15 +28,18 @@ dist.barrier()
 if dist.get_rank() == 0:
     open(os.environ["DONE_FILE"], "w").write(str(time.time()))
 dist.destroy_process_group()
-'''
+"""
 
 
 def timed(command: list[str], done: Path, env: dict[str, str]) -> float:
     """Seconds until rank 0 says that the first step is done."""
     started = time.time()
     subprocess.run(
-        command, check=True, env={**os.environ, **env, "DONE_FILE": str(done)},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command,
+        check=True,
+        env={**os.environ, **env, "DONE_FILE": str(done)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     seconds = float(done.read_text()) - started
     done.unlink()
@@ -61,7 +64,8 @@ def ours(folder: Path, script: Path, method: str) -> float:
     record = jobs.create(jobs.LocalJobRecord("", "bench", str(RunDir(root).root), 1, 1, 600, 60))
     done = root / "done"
     return timed(
-        [sys.executable, "-m", "hpctrain.local.controller", record.job_id], done,
+        [sys.executable, "-m", "hpctrain.local.controller", record.job_id],
+        done,
         {"HPCTRAIN_LOCAL_DIR": str(root / "local")},
     )
 
@@ -72,8 +76,14 @@ def main() -> None:
         folder = Path(name)
         script = folder / "first_step.py"
         script.write_text(PROGRAM)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    f"--nproc-per-node={RANKS}", str(script)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            str(script),
+        ]
         rows: dict[str, list[float]] = {"torchrun": [], "hpctrain, spawn": [], "hpctrain, fork": []}
         for _ in range(REPEATS):
             rows["torchrun"].append(timed(torchrun, folder / "done", {"OMP_NUM_THREADS": "1"}))
@@ -82,7 +92,9 @@ def main() -> None:
     base = min(rows["torchrun"])
     for label, seconds in rows.items():
         times = " ".join(f"{s:.2f}" for s in seconds)
-        print(f"{label:18} best {min(seconds):6.2f} s   {base / min(seconds):5.2f} x torchrun's speed   ({times})")
+        print(
+            f"{label:18} best {min(seconds):6.2f} s   {base / min(seconds):5.2f} x torchrun's speed   ({times})"
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ STEP_S = 0.02
 
 def bare() -> float:
     """Seconds per step without hpctrain."""
-    from hpctrain.runtime.world import join_world
+    from hpctrain.world import join_world
 
     join_world()
     started = time.perf_counter()
@@ -57,9 +57,7 @@ def main() -> None:
     for turn in range(3):
         with tempfile.TemporaryDirectory() as name:
             plain = statistics.median(launch(bare, RANKS))
-            run = make_run(
-                Path(name) / "run", run__log_every_s=5.0, checkpoint__interval_steps=0
-            )
+            run = make_run(Path(name) / "run", run__log_every_s=5.0, checkpoint__interval_steps=0)
             measured = _with_run(run)
             with_us = statistics.median(seconds for seconds, _ in measured)
             cpu = statistics.median(cpu for _, cpu in measured)

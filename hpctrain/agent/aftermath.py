@@ -16,7 +16,7 @@ from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.budget import allow
-from hpctrain.plan.decide import Outcome, decide
+from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
 from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence
 
@@ -110,9 +110,11 @@ class Aftermath:
         )
         may = (
             reason is EndReason.CRASHED
+            and self._is_current(attempt)
             and restarts < min(self._spec.settings.run.restarts_in_job, PORTS - 1)
             and allow(events, reason, self._spec.settings.budget).ok
             and not self._cancelled(events)
+            and not self._is_left_behind(attempt)
         )
         if may:
             self._record_failure(attempt, failure)
@@ -121,10 +123,21 @@ class Aftermath:
             )
         return may
 
-    def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
-        """Decide, write down, carry out. Returns the exit code of the task."""
+    def _is_left_behind(self, attempt: int) -> bool:
+        """Whether the job goes on, or has ended, without us: a dead node may leave its agent alive."""
         fence = read_fence(self._run)
         if fence is None or fence.number != attempt:
+            return True
+        try:
+            facts = self._control.facts()
+        except ClusterError:
+            return False  # nobody can tell; where a successor begins, the fence stops us
+        own = self._context.restarts
+        return is_requeued(facts, own) or is_cancelled(facts, own)
+
+    def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
+        """Decide, write down, carry out. Returns the exit code of the task."""
+        if not self._is_current(attempt):
             ledger.append(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
             return 0  # a zombie must not requeue the job that took over
         left = read_outcome(self._run, attempt)
@@ -207,6 +220,11 @@ class Aftermath:
             ledger.append(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
             return
         ledger.append(self._run, "requeued", attempt=attempt, by="agent")
+
+    def _is_current(self, attempt: int) -> bool:
+        """Whether no newer attempt has taken the run over."""
+        fence = read_fence(self._run)
+        return fence is not None and fence.number == attempt
 
     def _cancelled(self, events: list[ledger.Event]) -> bool:
         return any(

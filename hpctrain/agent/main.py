@@ -83,14 +83,15 @@ def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
 
 
 def _preload() -> None:
-    """Import once per node what every rank needs; forked ranks share it. CUDA is not initialised by it."""
+    """Import once per node what every rank needs; forked ranks share it.
+
+    Nothing here may initialise CUDA: a forked rank could not use it any more.
+    """
     from importlib import import_module
 
     for name in PRELOAD:
         import_module(name)
-    from hpctrain.runtime.listener import start_resource_tracker
-
-    start_resource_tracker()
+    signals.start_resource_tracker()
     gc.collect()
     gc.freeze()  # so that a collection in a rank does not copy the shared pages
 
@@ -116,8 +117,13 @@ def _run_rounds(
     )
 
     def begin(world_size: int) -> Attempt:
-        attempt = take_attempt(run, job_id=context.job_id, restarts=context.restarts)
         again = agent.end is not None
+        attempt = take_attempt(
+            run,
+            job_id=context.job_id,
+            restarts=context.restarts,
+            follows=agent.attempt_number if again else None,
+        )
         ledger.append(
             run,
             "attempt_started",
@@ -126,7 +132,7 @@ def _run_rounds(
             restarts=context.restarts,
             nodes=list(context.nodes),
             world_size=world_size,
-            ranks_per_node=ranks_per_node(spec),
+            ranks_per_node=spec.settings.slurm.ranks(),
             token=attempt.token,
             by="restart" if again else "start",
             **({} if again else {"agent_started": started, "imported": imported}),
@@ -146,7 +152,7 @@ def _run_rounds(
     )
     workers = WorkerSpec(
         role="rank",
-        local_world_size=ranks_per_node(spec),
+        local_world_size=spec.settings.slurm.ranks(),
         entrypoint=run_rank,
         args=(_task(spec),),
         rdzv_handler=handler,
@@ -167,12 +173,6 @@ def _run_rounds(
     if hooks is None or agent.end is None:
         return 0
     return aftermath.conclude(agent.attempt_number, agent.end, watch)
-
-
-def ranks_per_node(spec: Spec) -> int:
-    """Ranks on each node: as set, else one per GPU, else one."""
-    slurm = spec.settings.slurm
-    return slurm.ranks_per_node or slurm.gpus_per_node or 1
 
 
 def _task(spec: Spec) -> object:

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -139,7 +139,8 @@ class NodeAgent(LocalElasticAgent):
         self._attempt_dir = attempt_dir
         self._hooks = hooks
         self._round = 0
-        self._first_port: int = spec.rdzv_handler.master_port
+        self._static = cast("StaticTCPRendezvous", spec.rdzv_handler)
+        self._first_port = self._static.master_port
         self._old_stores: list[Any] = []
         self._remaining_restarts = MANY
 
@@ -195,7 +196,7 @@ class NodeAgent(LocalElasticAgent):
         self._remaining_restarts -= 1
         self._old_stores.append(self._group_store)
         spec = self._worker_group.spec
-        old = spec.rdzv_handler
+        old = self._static
         handler = StaticTCPRendezvous(
             old.master_addr,
             self._first_port + self._round,
@@ -204,7 +205,7 @@ class NodeAgent(LocalElasticAgent):
             old.run_id,
             int(old.timeout.total_seconds()),
         )
-        spec.rdzv_handler = self._rdzv_handler = handler
+        spec.rdzv_handler = self._rdzv_handler = self._static = handler
         spec.master_port = handler.master_port
 
     def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:

@@ -57,3 +57,17 @@ def ignore_all() -> None:
     """
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
+
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker, if there is none, out of the storm's reach.
+
+    As it starts it unblocks SIGTERM in the thread that asked for it (CPython 3.11). Left to the
+    first spawned DataLoader worker, that worker would be born without the mask, and die of the
+    storm before the save.
+    """
+    from multiprocessing import resource_tracker
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -14,9 +14,9 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpctrain.checkpoint import commit, find, retention, verify
 from hpctrain.checkpoint.digest import file_digest
@@ -24,15 +24,17 @@ from hpctrain.checkpoint.manifest import FileEntry, Manifest
 from hpctrain.checkpoint.names import step_name
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.ledger import events as ledger
-from hpctrain.runtime.world import broadcast, gather
+from hpctrain.world import broadcast, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import torch
+
     from hpctrain.rundir.fence import Attempt
     from hpctrain.rundir.layout import RunDir
-    from hpctrain.runtime.world import World
+    from hpctrain.world import World
 
 METADATA = ".metadata"
 
@@ -82,31 +84,25 @@ def save(
     """
     started = time.monotonic()
     step = manifest.step
-    staged, problem = None, ""
-    if world.rank == 0:
-        try:
-            staged = commit.stage(run, step, attempt)
-        except (HpctrainError, OSError) as error:
-            problem = _line(error)
-    staged, problem = broadcast(world, (staged, problem))
-    if problem:
-        raise CheckpointError(f"step {step} could not be staged: {problem}")
+    staged = _on_rank_0(world, lambda: commit.stage(run, step, attempt))
     entries, problem = _write(staged, world, tensors)
-    problems = [text for text in gather(world, problem) if text]
     everything = [entry for part in gather(world, entries) for entry in part]
-    if world.rank == 0 and not problems:
-        try:
-            manifest.files = sorted(everything, key=lambda entry: entry.name)
-            commit.publish(run, staged, manifest, attempt)
-        except (HpctrainError, OSError) as error:
-            problems = [_line(error)]
-    problems = broadcast(world, problems)
+    problems = [text for text in gather(world, problem) if text]
     if problems:
-        if world.rank == 0:
-            commit.discard(staged)
+        _on_rank_0(world, lambda: commit.discard(staged))
         raise CheckpointError(f"step {step} was not committed: {problems[0]}")
+    manifest.files = sorted(everything, key=lambda entry: entry.name)
+    _on_rank_0(world, lambda: _publish(run, staged, manifest, attempt))
     size = sum(entry.size for entry in everything)
     return Saved(step, step_name(step), size, time.monotonic() - started)
+
+
+def _publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> None:
+    try:
+        commit.publish(run, staged, manifest, attempt)
+    except HpctrainError:
+        commit.discard(staged)
+        raise
 
 
 def _write(
@@ -116,7 +112,7 @@ def _write(
     try:
         writer = FileSystemWriter(staged, thread_count=1, sync_files=True, overwrite=False)
         with _alone_is_fine():
-            dcp.save(
+            dcp_save(
                 tensors,
                 storage_writer=writer,
                 process_group=world.control,
@@ -236,7 +232,7 @@ def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None
     """
     try:
         with _alone_is_fine():
-            dcp.load(
+            dcp_load(
                 tensors,
                 storage_reader=FileSystemReader(chosen.path),  # type: ignore[arg-type]
                 process_group=world.control,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from hpctrain.cli.options import runs_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.group(
@@ -17,7 +24,7 @@ def command() -> None:
     """The embedded cluster: look at it, and rehearse a preemption or a dead node."""
 
 
-def _job_id(run: str, runs: str | None) -> str:
+def _job_id(run: str, runs: Path) -> str:
     from hpctrain.errors import UsageError
     from hpctrain.ledger import events as ledger
     from hpctrain.rundir.find import find_run
@@ -54,8 +61,8 @@ def list_jobs(as_json: bool) -> None:
     "--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start."
 )
 @click.option("--grace", "grace_s", type=float, default=0.0, help="Grace time in seconds.")
-@click.option("--runs", metavar="DIR", help="Folder of all runs.")
-def preempt(run: str, leave: int, grace_s: float, runs: str | None) -> None:
+@runs_option
+def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
     from hpctrain.local import jobs
 
@@ -66,8 +73,8 @@ def preempt(run: str, leave: int, grace_s: float, runs: str | None) -> None:
 
 @command.command("free")
 @click.argument("run")
-@click.option("--runs", metavar="DIR", help="Folder of all runs.")
-def free_nodes(run: str, runs: str | None) -> None:
+@runs_option
+def free_nodes(run: str, runs: Path) -> None:
     """The nodes are free again from the next start on."""
     from hpctrain.local import jobs
 
@@ -77,8 +84,8 @@ def free_nodes(run: str, runs: str | None) -> None:
 @command.command("fail-node")
 @click.argument("run")
 @click.option("--node", type=int, default=0, help="Which node dies.")
-@click.option("--runs", metavar="DIR", help="Folder of all runs.")
-def fail_node(run: str, node: int, runs: str | None) -> None:
+@runs_option
+def fail_node(run: str, node: int, runs: Path) -> None:
     """A node dies without a word."""
     from hpctrain.local import jobs
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hpctrain.rundir.find import RUNS_VARIABLE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-RUNS_VARIABLE = "HPCTRAIN_RUNS"
 
 
 def runs_option(function: _Function) -> _Function:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from hpctrain.cli.options import runs_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(
@@ -29,14 +34,14 @@ Examples:
 @click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--runs", metavar="DIR", help="Folder of all runs [HPCTRAIN_RUNS or ./runs].")
+@runs_option
 def command(
     run: str,
     sets: tuple[str, ...],
     from_step: int | None,
     dry_run: bool,
     as_json: bool,
-    runs: str | None,
+    runs: Path,
     **flags: Any,
 ) -> None:
     """Go on with a run that is not running.

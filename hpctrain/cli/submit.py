@@ -205,7 +205,7 @@ def _report(
 def _job_text(prepared: Prepared, job_id: str | None) -> str:
     spec = prepared.spec
     slurm = spec.settings.slurm
-    ranks = slurm.ranks_per_node or slurm.gpus_per_node or 1
+    ranks = slurm.ranks()
     site = f", site {spec.site}" if spec.site else ""
     shape = f"nodes {slurm.nodes}, ranks per node {ranks}{site}"
     return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from hpctrain.cli.options import runs_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(
@@ -17,8 +24,8 @@ Examples:
 @click.option("--name", help="Name of the run; one that exists is gone on with.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--config", metavar="FILE", help="Settings file [hpctrain.toml].")
-@click.option("--runs", metavar="DIR", help="Folder of all runs [HPCTRAIN_RUNS or ./runs].")
-def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: str | None) -> None:
+@runs_option
+def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: Path) -> None:
     """Train the shipped language model in this terminal.
 
     Ctrl-C saves and leaves; the same command with the same --name goes on from there.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.runtime.world import World
     from hpctrain.settings.schema import EngineSettings
+    from hpctrain.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -35,7 +35,9 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
     Collective under a sharding engine: every rank calls it. The optimizer's state is made if it is
     not there yet (zeros, step 0).
     """
-    state = {MODEL + name: value for name, value in get_model_state_dict(model).items()}
+    state: dict[str, Any] = {
+        MODEL + name: value for name, value in get_model_state_dict(model).items()
+    }
     if optimizer is not None:
         for name, value in _optimizer_state(model, optimizer).items():
             if name.startswith("state."):
@@ -45,7 +47,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
 
 def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.Tensor]) -> None:
     """Put loaded tensors back. Collective under a sharding engine: every rank calls it."""
-    weights = {k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)}
+    weights: dict[str, Any] = {k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)}
     set_model_state_dict(model, weights)
     if optimizer is None:
         return

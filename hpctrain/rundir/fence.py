@@ -55,10 +55,25 @@ def read_fence(run: RunDir) -> Attempt | None:
         return None
 
 
-def take_attempt(run: RunDir, *, job_id: str, restarts: int) -> Attempt:
-    """Begin the next attempt; every older one is refused from here on. Called by one agent only."""
+def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None = None) -> Attempt:
+    """Begin the next attempt; every older one is refused from here on. Called by one agent only.
+
+    Args:
+        run: The run.
+        job_id: The job that the attempt runs in.
+        restarts: Which start of the job.
+        follows: The number of the attempt that goes on with this one in the same allocation.
+
+    Raises:
+        Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
+    """
     with run_lock(run):
         previous = read_fence(run)
+        if previous is not None and _is_left_behind(previous, job_id, restarts, follows):
+            raise Fenced(
+                f"job {job_id} (start {restarts}) may not go on: attempt {previous.number} has "
+                f"taken {run.name} over"
+            )
         attempt = Attempt(
             number=1 if previous is None else previous.number + 1,
             token=secrets.token_hex(8),
@@ -72,6 +87,13 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int) -> Attempt:
             os.fsync(file.fileno())
         staged.replace(run.fence)
         return attempt
+
+
+def _is_left_behind(newest: Attempt, job_id: str, restarts: int, follows: int | None) -> bool:
+    """Whether a dead node's agent, which lives on, would take the run from its own successor."""
+    if newest.job_id == job_id and newest.restarts > restarts:
+        return True
+    return follows is not None and newest.number != follows
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hpctrain.records import StopCause
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.world import World
+    from hpctrain.world import World
 
 LATENCY_S = 0.25
 """How late a wish to stop may be noticed because of batching; small against any KillWait."""

@@ -10,25 +10,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
+
+from hpctrain.agent.signals import STOP_SIGNALS as HEARD
+from hpctrain.agent.signals import start_resource_tracker
 
 if TYPE_CHECKING:
     from types import FrameType
-
-HEARD = (signal.SIGTERM, signal.SIGUSR2)
-
-
-def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker, if there is none, out of the storm's reach.
-
-    As it starts it unblocks SIGTERM in the thread that asked for it (CPython 3.11). Left to the
-    first spawned DataLoader worker, that worker would be born without the mask, and die of the
-    storm before the save.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Listener:

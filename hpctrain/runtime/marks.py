@@ -5,14 +5,23 @@ One line covers all steps since the last, so a long run's ledger stays small.
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.ledger import events as ledger
 
 if TYPE_CHECKING:
     from hpctrain.rundir.fence import Attempt
     from hpctrain.rundir.layout import RunDir
+
+
+def note(run: RunDir, kind: str, attempt: Attempt, **fields: Any) -> None:
+    """Write a fact into the ledger; a disk that is full costs the fact, never the training."""
+    try:
+        ledger.append(run, kind, attempt=attempt.number, **fields)
+    except OSError as error:
+        print(f"hpctrain: the ledger misses {kind}: {error}", file=sys.stderr, flush=True)
 
 
 class StepMarks:
@@ -42,10 +51,10 @@ class StepMarks:
         """Write what has been gathered; before a save, so that the ledger is never behind a checkpoint."""
         now = time.monotonic()
         if self._first is not None:
-            ledger.append(
+            note(
                 self._run,
                 "steps",
-                attempt=self._attempt.number,
+                self._attempt,
                 first=self._first,
                 last=self._last,
                 sample_first=self._samples[0],

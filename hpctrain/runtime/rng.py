@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.world import World
+    from hpctrain.world import World
 
 PREFIX = "rng."
 

@@ -38,11 +38,11 @@ from hpctrain.runtime.agreement import (
 from hpctrain.runtime.board import Board
 from hpctrain.runtime.clock import JobClock
 from hpctrain.runtime.listener import Listener
-from hpctrain.runtime.marks import StepMarks
+from hpctrain.runtime.marks import StepMarks, note
 from hpctrain.runtime.watcher import Watcher
-from hpctrain.runtime.world import World, broadcast, join_world
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
+from hpctrain.world import World, broadcast, join_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -439,7 +439,7 @@ class Run:
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            ledger.append(self.dir, kind, attempt=self._attempt.number, **fields)
+            note(self.dir, kind, self._attempt, **fields)
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
         if self._board is not None:

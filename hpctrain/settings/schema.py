@@ -51,6 +51,10 @@ class SlurmSettings:
     )
     network: str = setting("", "SLURM's --network")
 
+    def ranks(self) -> int:
+        """Ranks on each node: as set, else one per GPU, else one."""
+        return self.ranks_per_node or self.gpus_per_node or 1
+
 
 @dataclass
 class RunSettings:

@@ -58,11 +58,6 @@ def is_exclusive(settings: SlurmSettings) -> bool:
     return settings.exclusive == "yes"
 
 
-def ranks_per_node(settings: SlurmSettings) -> int:
-    """Ranks on each node: as set, else one per GPU, else one."""
-    return settings.ranks_per_node or settings.gpus_per_node or 1
-
-
 def quote(value: str) -> str:
     """The value as one word of a #SBATCH line.
 
@@ -95,7 +90,7 @@ def pattern(path: str) -> str:
 
 def _resources(settings: SlurmSettings) -> list[tuple[str, str]]:
     """What is asked of each node."""
-    cpus = settings.cpus_per_rank * ranks_per_node(settings)
+    cpus = settings.cpus_per_rank * settings.ranks()
     return [
         ("gpus-per-node", str(settings.gpus_per_node) if settings.gpus_per_node else ""),
         ("mincpus", str(cpus) if cpus else ""),

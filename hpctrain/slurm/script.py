@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from hpctrain.site.paths import data_dir
-from hpctrain.slurm.header import header_lines, ranks_per_node
+from hpctrain.slurm.header import header_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def body_path() -> Path:
 
 def srun_options(settings: SlurmSettings) -> list[str]:
     """What the run adds to the srun line: CPUs for all ranks of a node, then the user's own."""
-    cpus = settings.cpus_per_rank * ranks_per_node(settings)
+    cpus = settings.cpus_per_rank * settings.ranks()
     return [*([f"--cpus-per-task={cpus}"] if cpus else []), *settings.srun_args]
 
 

@@ -64,8 +64,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     choice = find.choose(run, at_step=from_step)
     found = choice.found
     manifest = found.manifest if found is not None else None
-    slurm = spec.settings.slurm
-    ranks = slurm.ranks_per_node or slurm.gpus_per_node or 1
+    ranks = spec.settings.slurm.ranks()
     return ResumePlan(
         run=run.name,
         step=found.step if found else 0,

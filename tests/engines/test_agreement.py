@@ -16,7 +16,7 @@ def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     """`count` times: one rank is signalled at a random moment; the step at which this rank stops."""
     from hpctrain.runtime.agreement import STOP_TERM, Agreement, Wish
     from hpctrain.runtime.listener import Listener
-    from hpctrain.runtime.world import join_world
+    from hpctrain.world import join_world
 
     listener = Listener()
     listener.start()
@@ -53,7 +53,7 @@ def test_one_signalled_rank_stops_all_at_the_same_step(step_s, signum):
 
 def _saves(save_from: int) -> list[int]:
     from hpctrain.runtime.agreement import Agreement, Wish
-    from hpctrain.runtime.world import join_world
+    from hpctrain.world import join_world
 
     world = join_world()
     agreement = Agreement(world)

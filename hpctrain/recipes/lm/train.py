@@ -22,7 +22,7 @@ from hpctrain.engines.engine import global_sum
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
 from hpctrain.recipes.lm.schedule import lr_at
-from hpctrain.runtime.world import broadcast
+from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
     from hpctrain.data.batches import StepBatch
