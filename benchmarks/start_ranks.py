@@ -1,7 +1,7 @@
 """Start of 8 ranks: our agent against torchrun and spawn, on the same program in the same run.
 
-Printed: seconds from starting the launcher to the end of the first DDP step on all ranks, and the ratio.
-Run it on a quiet machine: python benchmarks/start_ranks.py
+Printed: seconds from starting the launcher to the end of the first DDP step on all ranks, and the
+ratio. Run it on a quiet machine: python benchmarks/start_ranks.py
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def main() -> None:
     for label, seconds in rows.items():
         times = " ".join(f"{s:.2f}" for s in seconds)
         print(
-            f"{label:18} best {min(seconds):6.2f} s   {base / min(seconds):5.2f} x torchrun's speed   ({times})"
+            f"{label:18} best {min(seconds):6.2f} s   "
+            f"{base / min(seconds):5.2f} x torchrun's speed   ({times})"
         )
 
 

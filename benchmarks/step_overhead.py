@@ -1,7 +1,8 @@
-"""Stop agreement and bookkeeping per step, against the same loop without them: 8 ranks, 20 ms steps.
+"""Stop agreement and bookkeeping per step, against the same loop without: 8 ranks, 20 ms steps.
 
-A step is a sleep of 20 ms, so that 8 ranks on few cores do not measure each other. Both loops end each
-step in the same barrier-free way; what is added is `run.steps` (agreement, clock, marks) and `run.log`.
+A step is a sleep of 20 ms, so that 8 ranks on few cores do not measure each other. Both loops end
+each step in the same barrier-free way; what is added is `run.steps` (agreement, clock, marks) and
+`run.log`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which scheduler is meant: the one place that knows all of them. Imported lazily, so nothing heavy comes with it."""
+"""Which scheduler is meant: the one place that knows all of them.
+
+Each is imported only when it is asked for, so nothing heavy comes with this module.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ NAMES = ("slurm", "local")
 
 
 def default_cluster() -> str:
-    """ "slurm" where there is an sbatch, else the embedded local cluster."""
+    """The one to use where none is named: slurm where there is an sbatch, else local."""
     return "slurm" if shutil.which("sbatch") else "local"
 
 

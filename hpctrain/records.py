@@ -102,7 +102,7 @@ class JobRequest:
 
     run_dir: Path
     token: str
-    """Unique for this submission; also the stem of the script's file name, by which a job is found again."""
+    """Unique for this submission; also the stem of the script's name, by which a job is found."""
     script_path: Path
     """runs/<name>/jobs/<token>.sh, already written."""
     script: str
@@ -154,7 +154,7 @@ class JobControl(Protocol):
         """
 
     def previous_end(self) -> EndReason:
-        """Why this job's previous start ended, where the scheduler remembers; UNKNOWN where it does not."""
+        """Why this job's previous start ended; UNKNOWN where the scheduler does not remember."""
 
     def requeue(self) -> None:
         """Ask for this job to be run again; being requeued already counts as success.
@@ -167,7 +167,7 @@ class JobControl(Protocol):
 
 @dataclass(frozen=True)
 class JobContext:
-    """Where this agent stands in its job: filled in by `slurm/` or `local/` from their environment."""
+    """Where this agent stands in its job, as `slurm/` or `local/` read it in their environment."""
 
     job_id: str
     restarts: int

@@ -1,1 +1,1 @@
-"""One agent per node: starts the ranks, bounds how long a stop may take, decides how the attempt ended."""
+"""One agent per node: starts the ranks, bounds how long a stop takes, says how an attempt ended."""

@@ -1,9 +1,8 @@
-"""Why did the attempt end, and what follows? Asked of the scheduler, decided once, written down
-first.
+"""Why did the attempt end, and what follows? Decided once, and written down first.
 
-Runs in node 0's agent only. The decision is written into the ledger before it is carried out,
-because carrying it out (`scontrol requeue`) is what gets this process killed; where it could not be
-carried out the batch side reads it there and does it (`agent/batch_side.py`).
+The scheduler is asked. Runs in node 0's agent only. The decision is written into the ledger before
+it is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed;
+where it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Aftermath:
         return self._control.facts()
 
     def stale_submission(self) -> str:
-        """Why this job must not run, or "": a job of an older submission would be a second writer."""
+        """Why this job must not run, or "": an older submission's job would be a second writer."""
         token = self._context.token
         newest = ""
         for event in ledger.read(self._run):
@@ -70,10 +69,16 @@ class Aftermath:
             return ""
         if newest == "cancelled":
             return f"job {self._context.job_id} was cancelled; it does not start again"
-        return f"job {self._context.job_id} belongs to an older submission of {self._run.name}; it leaves"
+        return (
+            f"job {self._context.job_id} belongs to an older submission of {self._run.name}; "
+            "it leaves"
+        )
 
     def bury_the_dead(self) -> None:
-        """Write down the end of an attempt that could not do so itself: a dead node, a kill without warning."""
+        """Write down the end of an attempt that could not do so itself.
+
+        Its node died, or it was killed without warning.
+        """
         fence = read_fence(self._run)
         if fence is None:
             return
@@ -124,7 +129,7 @@ class Aftermath:
         return may
 
     def _is_left_behind(self, attempt: int) -> bool:
-        """Whether the job goes on, or has ended, without us: a dead node may leave its agent alive."""
+        """Whether the job goes on or has ended without us: a dead node's agent may live on."""
         fence = read_fence(self._run)
         if fence is None or fence.number != attempt:
             return True
@@ -170,7 +175,7 @@ class Aftermath:
         return self._crash_kind(attempt, end.failure)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
-        """An error that the program raised before its first step comes again however often it starts."""
+        """A program's error before its first step is its user's: it would come at every start."""
         if failure is None or failure.kind == "signal" or is_echo(failure):
             return "crashed"
         moved = any(

@@ -1,4 +1,4 @@
-"""Which failure came first? When one rank dies, the others fail in their collectives a moment later."""
+"""Which failure came first? When one rank dies, the others fail in their collectives soon after."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ECHOES = (
     "Timed out waiting",
     "NCCL communicator was aborted",
 )
-"""What a rank says when a peer went away: an effect, never the cause while another failure is known."""
+"""What a rank says when a peer went away: never the cause while another failure is known."""
 
 
 def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list[FailureReport]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_S = 600
 PRELOAD = (
-    "torch._dynamo",  # the first optimizer step imports it: 1.1 s in every rank (research runtime.md 1.10)
+    # The first optimizer step imports it: 1.1 s in every rank (research runtime.md 1.10).
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint.filesystem",
@@ -63,7 +64,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
 
 
 def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
-    """The environment of the ranks: what the user has set in the job's environment wins over the spec."""
+    """The environment of the ranks: what is set in the job's own environment wins over the spec."""
     for name, value in spec.env.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault(
@@ -135,7 +136,7 @@ def _run_rounds(
             ranks_per_node=spec.settings.slurm.ranks(),
             token=attempt.token,
             by="restart" if again else "start",
-            **({} if again else {"agent_started": started, "imported": imported}),
+            **({} if again else _start_times(started, imported)),
         )
         return attempt
 
@@ -173,6 +174,13 @@ def _run_rounds(
     if hooks is None or agent.end is None:
         return 0
     return aftermath.conclude(agent.attempt_number, agent.end, watch)
+
+
+def _start_times(started: float, imported: float) -> dict[str, float]:
+    """What the time between the job's start and the ranks' went to, seconds since the epoch."""
+    times = {"agent_started": started, "imported": imported}
+    batch = os.environ.get("HPCTRAIN_BATCH_STARTED")
+    return times | ({"batch_started": float(batch)} if batch else {})
 
 
 def _task(spec: Spec) -> object:

@@ -1,5 +1,4 @@
-"""The agent of one node, on torch's elastic agent: starts the ranks, and ends a round as all nodes
-agree.
+"""The agent of one node, on torch's elastic agent: starts ranks, ends a round as all nodes agree.
 
 A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates:
 it takes the attempt's number, gathers what the nodes report, and publishes one verdict that all
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 SETTLE_S = 1.0
-"""After the first failure other nodes have this long to report theirs: one of them may be the cause."""
+"""How long other nodes have to report theirs after the first failure: one may be the cause."""
 GOODBYE_S = 5.0
-"""The store lives in node 0's agent: it stays this long at most for the others to read the verdict."""
+"""How long node 0's agent, where the store lives, stays at most for others to read the verdict."""
 MANY = 1_000_000
 
 Ending = Literal["left", "failed", "killed"]
@@ -316,6 +315,6 @@ class NodeAgent(LocalElasticAgent):
         return f"round/{self._round}/{name}"
 
     def _processes(self) -> list[Any]:
-        """The ranks' process objects; torch keeps them to itself, and their sentinels are what is awaited."""
+        """The ranks' process objects, whose sentinels are awaited; torch keeps them to itself."""
         context = getattr(self._pcontext, "_pc", None)
         return [] if context is None else list(context.processes)

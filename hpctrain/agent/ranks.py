@@ -1,5 +1,4 @@
-"""What a rank does from its first instruction to its last: signals, output, the program, its
-failure.
+"""What a rank does from first to last: its signals, its output, the program, its failure.
 
 A rank is forked from an agent that has imported torch once (`docs/decisions.md`), or spawned where
 `run.start_method` says so. CUDA must not have been initialised in the agent.
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 EXIT_HANG_S = 10.0
-"""A rank that raised must be gone by then: its peers wait in a collective until its sockets close."""
+"""A rank that raised is gone by then: peers wait in a collective until its sockets close."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def failure_path(attempt_dir: Path, rank: int) -> Path:
 
 
 def run_rank(task: RankTask) -> None:
-    """Run the program as one rank. Called in the rank's own process; the environment is torchrun's."""
+    """Run the program as one rank, in the rank's own process and with torchrun's environment."""
     signals.ignore_all()
     _die_with_agent()
     rank = int(os.environ["RANK"])
@@ -62,7 +61,7 @@ def run_rank(task: RankTask) -> None:
         if leaving.code not in (None, 0):
             _report(attempt_dir, rank, leaving)
             raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the agent must hear of it
         _report(attempt_dir, rank, error)
         _exit_even_if_stuck(1)
         sys.exit(1)
@@ -145,6 +144,6 @@ def _exit_even_if_stuck(code: int) -> None:
 
 
 def _end_children() -> None:
-    """Kill worker processes that are left: they ignore SIGTERM, so Python's own exit would wait for ever."""
+    """Kill worker processes that are left: they ignore SIGTERM, and Python's exit awaits them."""
     for child in multiprocessing.active_children():
         child.kill()

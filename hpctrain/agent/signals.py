@@ -1,10 +1,9 @@
-"""Signals that an agent has received. Standard library only: it stands before the first heavy
-import.
+"""Signals that an agent has received, noted from before the first heavy import on.
 
-SLURM's step signals reach every process of the step, and the default action of SIGUSR2 and SIGTERM
-kills (submitit#1760, pytorch#154849). So the batch body starts the task with both ignored, and
-`install` turns that into "note it" within the first milliseconds of Python. A handler only notes;
-the agent's loop acts.
+Standard library only, for that reason. SLURM's step signals reach every process of the step, and
+the default action of SIGUSR2 and SIGTERM kills (submitit#1760, pytorch#154849). So the batch body
+starts the task with both ignored, and `install` turns that into "note it" within the first
+milliseconds of Python. A handler only notes; the agent's loop acts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ def _note(signum: int, _frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Note stop signals from now on, and survive the others. Main thread only; harmless when repeated."""
+    """Note stop signals from now on, and survive the others.
+
+    Main thread only; harmless when repeated.
+    """
     for signum in STOP_SIGNALS:
         signal.signal(signum, _note)
     for signum in set(SHIELDED) - set(STOP_SIGNALS):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.records import JobContext, JobFacts
 
 LEAVE_S = 3.0
-"""Kept free between the end of the ranks and the scheduler's SIGKILL: enough to ask and to requeue."""
+"""Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
 ASK_AGAIN_S = 2.0
 
 
@@ -80,7 +80,7 @@ class StopWatch:
         self._asked_at = float("-inf")
 
     def look(self) -> Verdict:
-        """Take in new signals, ask the scheduler where it helps, and say whether the ranks must go."""
+        """Take in signals, ask the scheduler where it helps, and say whether the ranks must go."""
         self._take_in()
         if self.cause is not None and self._ask is not None:
             self._ask_scheduler()

@@ -1,5 +1,4 @@
-"""The seam to the storage layer: tensors by name into a staged directory, and back at any world
-size.
+"""The seam to storage: tensors by name into a staged directory, and back at any world size.
 
 The only module of this room that imports torch. Underneath lie torch DCP's own file writer and
 reader; a later layer replaces them here (design section 8). One writer thread: with more, DCP can
@@ -9,6 +8,7 @@ lose a thread's I/O error and still commit (pytorch#191391).
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -160,7 +160,7 @@ def choose(run: RunDir, attempt: Attempt, world: World) -> Chosen:
             )
         damaged = {"step": found.step, "name": found.path.name, "reason": problems[0]}
         skipped = [*skipped, damaged]
-        _on_rank_0(world, lambda: _give_up(run, attempt, found, damaged))
+        _on_rank_0(world, functools.partial(_give_up, run, attempt, found, damaged))
 
 
 def asked_step(run: RunDir) -> int | None:
@@ -225,7 +225,8 @@ def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
 
 def load(chosen: Chosen, world: World, tensors: dict[str, torch.Tensor]) -> None:
     """Read a chosen checkpoint into these tensors, in place, whatever world size wrote it.
-    Collective.
+
+    Collective: every rank calls it.
 
     Raises:
         CheckpointError: the checkpoint does not hold what this program asks for.

@@ -1,4 +1,4 @@
-"""`hpctrain local`: the embedded cluster of this machine, to see it and to rehearse what SLURM does."""
+"""`hpctrain local`: see this machine's embedded cluster, and rehearse what SLURM does."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ Examples:
 @runs_option
 def command(
     run: str,
+    *,
     sets: tuple[str, ...],
     from_step: int | None,
     dry_run: bool,

@@ -1,1 +1,1 @@
-"""Engines: how a model is parallelised, and how its state is named. One on-disk format for all of them."""
+"""Engines: how a model is parallelised and its state is named; one format on disk for all."""

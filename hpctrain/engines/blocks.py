@@ -1,4 +1,4 @@
-"""Which submodules are a model's repeated blocks? They are what is sharded and recomputed one by one."""
+"""Which submodules are a model's repeated blocks? They are sharded and recomputed one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The children of the model's largest list of modules of one class; empty where there is none."""
+    """The children of the model's largest list of modules of one class; empty without one."""
     best: list[nn.Module] = []
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):

@@ -75,7 +75,7 @@ class Engine:
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one microbatch; gradients travel in the last one only."""
+        """Around one microbatch's forward and backward pass; gradients travel in the last only."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         quiet = isinstance(self.model, DistributedDataParallel) and not last
@@ -85,11 +85,11 @@ class Engine:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of a loss that is already weighted by its share of the global batch."""
+        """Accumulate gradients of a loss already weighted by its share of the global batch."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> float:
-        """Clip over all ranks, update, clear the gradients; returns the gradients' norm before clipping."""
+        """Clip over all ranks, update, clear the gradients; returns their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         limit = self._clip_norm or float("inf")
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)

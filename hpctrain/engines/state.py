@@ -29,8 +29,7 @@ MODEL, OPTIM = "model.", "optim."
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor of the model and the optimizer by its full name, sharing memory with the live
-    ones.
+    """Every tensor of the model and the optimizer by its full name; memory is shared, not copied.
 
     Collective under a sharding engine: every rank calls it. The optimizer's state is made if it is
     not there yet (zeros, step 0).
@@ -47,7 +46,9 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
 
 def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.Tensor]) -> None:
     """Put loaded tensors back. Collective under a sharding engine: every rank calls it."""
-    weights: dict[str, Any] = {k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)}
+    weights: dict[str, Any] = {
+        k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)
+    }
     set_model_state_dict(model, weights)
     if optimizer is None:
         return
@@ -60,7 +61,10 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Torch makes missing state by a real step and leaves Adam's count at 1 (research runtime.md 1.9)."""
+    """The optimizer's state by name; where there was none yet, it is that of step 0.
+
+    Torch makes missing state by a real step and leaves Adam's count at 1 (research runtime.md 1.9).
+    """
     fresh = not optimizer.state
     rates = [group["lr"] for group in optimizer.param_groups]
     with _quiet():

@@ -1,1 +1,4 @@
-"""The embedded cluster: nodes are processes of this machine. For laptops, demos, and runs without SLURM."""
+"""The embedded cluster: nodes are processes of this machine.
+
+For laptops, demos, and runs without SLURM.
+"""

@@ -1,5 +1,4 @@
-"""Plays SLURM for one local job: starts the nodes, signals, enforces limits, starts again when
-asked.
+"""Plays SLURM for one local job: starts nodes, signals, enforces limits, restarts when asked.
 
 It keeps to what SLURM was seen to do (shared design `slurm-facts.md`), so that the agents meet the
 same order of events here as there. Run as ``python -m hpctrain.local.controller JOB_ID``.

@@ -1,1 +1,1 @@
-"""Decisions as pure functions: data in, data out. Nothing here speaks to SLURM, the disk or torch."""
+"""Decisions as pure functions, data in and data out: no talk to SLURM, the disk or torch."""

@@ -99,7 +99,7 @@ def attempts_without_progress(events: Sequence[Event]) -> int:
 
 
 def _since_resume(events: Sequence[Event]) -> Sequence[Event]:
-    """The part of the ledger after the last submit or resume: a person who resumes starts a new budget."""
+    """The ledger from the last submit or resume on: a person who resumes starts a new budget."""
     start = 0
     for position, event in enumerate(events):
         if event.kind == "submitted":

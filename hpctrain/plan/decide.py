@@ -1,9 +1,8 @@
-"""Why is the job being stopped, and what must follow? Decision table B of the research
-(`launch.md`).
+"""Why is the job being stopped, and what must follow?
 
-A job that exits 0 inside its grace time is COMPLETED and never comes back; a cancelled job that
-asks for a requeue rises from the dead. Only the scheduler knows which of the two it is, so it is
-asked.
+Decision table B of the research (`launch.md`). A job that exits 0 inside its grace time is
+COMPLETED and never comes back; a cancelled job that asks for a requeue rises from the dead. Only
+the scheduler knows which of the two it is, so it is asked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ they did not leave in time; a rank died; the program raised before it had done a
 ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
 
 
-def decide(
+def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
     facts: JobFacts | None, own_restarts: int, cause: StopCause | None, outcome: Outcome
 ) -> tuple[EndReason, Next]:
     """Why the attempt ended and what follows.

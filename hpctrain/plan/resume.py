@@ -83,10 +83,10 @@ def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list
 def as_text(plan: ResumePlan) -> str:
     """The plan as people read it."""
     lines = [f"run          {plan.run}"]
-    for row in plan.looked_at:
-        lines.append(
-            f"checkpoint   {'takes' if row['taken'] else 'skips'} {row['name']}: {row['why']}"
-        )
+    lines.extend(
+        f"checkpoint   {'takes' if row['taken'] else 'skips'} {row['name']}: {row['why']}"
+        for row in plan.looked_at
+    )
     if not plan.looked_at:
         lines.append("checkpoint   none yet: starts from the beginning")
     if plan.saved_world_size is not None:
@@ -95,6 +95,7 @@ def as_text(plan: ResumePlan) -> str:
         even = "" if item.is_even else ", shares differ by one sample (the loss is weighted)"
         lines.append(
             f"mesh         {item.nodes} nodes, dp={item.world_size} ({plan.engine}); global batch "
-            f"{item.global_batch} = {item.micro_batches} x up to {item.largest_micro_batch} per rank{even}"
+            f"{item.global_batch} = {item.micro_batches} x up to {item.largest_micro_batch} "
+            f"per rank{even}"
         )
     return "\n".join(lines)

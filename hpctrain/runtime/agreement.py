@@ -51,7 +51,7 @@ class Wish:
 
     @property
     def cause(self) -> StopCause | None:
-        """What asks for a stop; None for none, or for a warning that rank 0 has yet to understand."""
+        """What asks for a stop; None for nothing, or for a warning not yet understood by rank 0."""
         return CODES[self.stop] if self.stop > WARNED else None
 
 

@@ -1,4 +1,7 @@
-"""When is the last moment at which a save still fits before the job's end? Pure: times in, answer out."""
+"""When is the last moment at which a save still fits before the job's end?
+
+Pure: times in, answer out.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StepMarks:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has been gathered; before a save, so that the ledger is never behind a checkpoint."""
+        """Write what has been gathered; before a save, lest the ledger be behind a checkpoint."""
         now = time.monotonic()
         if self._first is not None:
             note(

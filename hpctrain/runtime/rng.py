@@ -1,5 +1,4 @@
-"""Random number generators of this rank as tensors, so that they travel in the checkpoint without
-pickle.
+"""This rank's random number generators as tensors, to travel in the checkpoint without pickle.
 
 At another world size the saved ones have no owner: each rank then starts from (seed, step, rank),
 which is the same however often the run is disturbed.

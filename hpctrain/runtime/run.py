@@ -1,5 +1,4 @@
-"""The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes by
-itself.
+"""The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
 Order of a step: exchange wishes, leave if all agreed to, hand the step to the program, count it,
 save when due. Decisions that ranks must share go through `agreement.py`; nothing collective runs
@@ -56,12 +55,13 @@ if TYPE_CHECKING:
 
 
 class Stopped(SystemExit):
-    """The run was saved and this process must leave; passes through the program like a normal exit."""
+    """The run was saved and this process must leave; passes the program like a normal exit."""
 
 
 def init(settings: Settings | None = None) -> Run:
-    """Join the run that hpctrain started this process for. Collective: every rank calls it once,
-    early.
+    """Join the run that hpctrain started this process for.
+
+    Collective: every rank calls it once, early.
 
     Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
     directory: nothing is saved, and a stop signal ends it after the step in hand.
@@ -78,7 +78,7 @@ def init(settings: Settings | None = None) -> Run:
     attempt = _attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
-    return Run(world, settings, run_dir, attempt, listener, spec)
+    return Run(world, settings, run_dir=run_dir, attempt=attempt, listener=listener, spec=spec)
 
 
 def _attempt(run_dir: RunDir | None, world: World) -> Attempt | None:
@@ -119,6 +119,7 @@ class Run:
         self,
         world: World,
         settings: Settings,
+        *,
         run_dir: RunDir | None,
         attempt: Attempt | None,
         listener: Listener,
@@ -188,6 +189,8 @@ class Run:
         self._model = model if model is not None else self._model
         self._optimizer = optimizer if optimizer is not None else self._optimizer
         self._data = data if data is not None else self._data
+        for name, thing in others.items():  # said now, not when the first save fails
+            tracked.split(name, tracked.state_of(thing), {})
         self._tracked.update(others)
 
     def steps(self, total: int) -> Iterator[int]:
@@ -207,11 +210,10 @@ class Run:
         self._finish()
 
     def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop. Collective: call it in validation, warm-up and other
-        long loops.
+        """Whether all ranks agreed to stop; for validation, warm-up and other long loops.
 
-        Every rank calls it equally often. After True, go back to the step loop: it saves and
-        leaves.
+        Collective: every rank calls it equally often. After True, go back to the step loop: it
+        saves and leaves.
         """
         agreed = self._exchange()
         if agreed.cause is not None:
@@ -219,7 +221,7 @@ class Run:
         return self._cause is not None
 
     def log(self, **values: float) -> None:
-        """Scalars of the step in hand, for TensorBoard and the ledger (`loss`). Rank 0's values count."""
+        """Scalars of the step in hand, for TensorBoard and the ledger (`loss`); rank 0's count."""
         if self.world.rank != 0:
             return
         if self._marks is not None and "loss" in values:
@@ -229,7 +231,8 @@ class Run:
 
     def save(self) -> None:
         """Commit a checkpoint of the current step, unless there is one or no step was done.
-        Collective.
+
+        Collective: every rank calls it.
 
         Raises:
             CheckpointError: it was not committed; nothing is lost, the older ones stand.
@@ -343,7 +346,7 @@ class Run:
         if self._model is not None:
             tensors.update(engine_state.collect(self._model, self._optimizer))
         extra = {
-            name: tracked.split(f"tracked.{name}", thing.state_dict(), tensors)
+            name: tracked.split(f"tracked.{name}", tracked.state_of(thing), tensors)
             for name, thing in self._tracked.items()
         }
         tensors.update(rng.capture(self.world))
@@ -412,7 +415,7 @@ class Run:
             engine_state.apply(self._model, self._optimizer, loaded)
         for name, thing in self._tracked.items():
             if name in manifest.extra:
-                thing.load_state_dict(tracked.join(manifest.extra[name], tensors))
+                tracked.restore(thing, tracked.join(manifest.extra[name], tensors))
         if self._data is not None and manifest.data:
             self._data.load_state_dict(manifest.data)
         if same_world:

@@ -41,7 +41,7 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def warn(self) -> None:
-        """Somebody got SIGUSR2: find out whether the job is preempted or only near its time limit."""
+        """Somebody got SIGUSR2: find out whether the job is preempted or near its time limit."""
         self._warned.set()
 
     def _watch(self) -> None:

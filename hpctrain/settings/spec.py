@@ -1,4 +1,4 @@
-"""spec.json: a run's resolved settings, each with its origin. Written by submit, read by everything else."""
+"""spec.json: a run's resolved settings, each with its origin; submit writes it, all others read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry:
     """Absolute path of the script as submitted (inside the snapshot where there is one)."""
     args: list[str] = field(default_factory=list)
     cwd: str = ""
-    """Working directory of the ranks: where `submit` was called, so that relative data paths hold."""
+    """The ranks' working directory: where `submit` was called, so that relative paths hold."""
     python_path: list[str] = field(default_factory=list)
     """Put in front of PYTHONPATH: the snapshot's counterparts of the checkout's entries."""
 
@@ -54,7 +54,7 @@ class Spec:
     entry: Entry
     settings: Settings = field(default_factory=Settings)
     origins: dict[str, str] = field(default_factory=dict)
-    """"slurm.nodes" -> "flag --nodes", "hpctrain.toml:3", "site mysite (…/mysite.toml:7)", "default"."""
+    """Setting to origin: "default", "flag --nodes", "hpctrain.toml:3", "site x (.../x.toml:7)"."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the ranks that the site and the user set. No secrets: see `submit`."""
     env_origins: dict[str, str] = field(default_factory=dict)
@@ -84,7 +84,8 @@ def load_spec(path: Path) -> Spec:
         raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None
     if raw["format"] > FORMAT:
         raise NotFound(
-            f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; use a newer hpctrain"
+            f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; "
+            "use a newer hpctrain"
         )
     raw["entry"] = Entry(**raw["entry"])
     raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None

@@ -56,7 +56,7 @@ class SlurmControl:
     def facts(self) -> JobFacts:
         """Ask slurmctld about our own job."""
         facts = self._facts(time.monotonic() + self.timeout_s)
-        if facts.reason is None and self._is_requeued(facts) and self._lost_a_node():
+        if self._is_requeued(facts) and self._lost_a_node():
             return replace(facts, reason=NODE_DOWN)
         return facts
 

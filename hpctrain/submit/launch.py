@@ -51,7 +51,8 @@ def launch(run: RunDir, spec: Spec, *, by: str, from_step: int | None = None) ->
         alive = live_job(run, cluster)
         if alive is not None:
             raise RunAlive(
-                f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
+                f"{run.name} has job {alive.job_id} ({alive.state.lower()}), "
+                "which may still write; "
                 f"`hpctrain cancel {run.name}` it first, or let it go on"
             )
         return _submit(run, spec, cluster, by=by, from_step=from_step)
@@ -139,8 +140,8 @@ def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
             return found.job_id
         if time.monotonic() > deadline:
             raise ClusterUnreachable(
-                f"{error}; no job with token {token} was found. Try again: if it was accepted after all, "
-                "it will be found by its token and not started twice"
+                f"{error}; no job with token {token} was found. Try again: if it was accepted "
+                "after all, it will be found by its token and not started twice"
             ) from error
         time.sleep(LOOK_AGAIN_S)
 

@@ -42,7 +42,8 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
         if before != now:
             raise UsageError(
                 f"train.{name} was {before!r} and cannot become {now!r} on the way "
-                f"({origins[f'train.{name}']}): weights or sample order would not fit; start a new run"
+                f"({origins[f'train.{name}']}): weights or sample order would not fit; "
+                "start a new run"
             )
     return replace(spec, settings=settings, origins=origins), notes
 

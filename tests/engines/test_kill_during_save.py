@@ -1,6 +1,6 @@
 """Trap 10: SIGKILL in the middle of a save, at each flush and rename, on either rank.
 
-Promise 3: a checkpoint is either committed or not there; promise 1: the run ends the same all the same.
+Promise 3: a checkpoint is either committed or not there; promise 1: the run ends as if undisturbed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promises 1 and 4 on real process groups: bit-equal at the same world size, any engine to any other."""
+"""Promises 1 and 4 on real ranks: bit-equal at the same world size, any engine to any other."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ SETTINGS = {
 
 
 def _rank_pid(slurm, job_id, rank):
-    """The newest process of the job that is this rank: it was forked with RANK in its environment."""
+    """The process of the job that is this rank: the one that has its log open."""
     for pid in slurm.pids_of_job(job_id):
         log = f"rank-{rank:05d}.log"
         if any(path.endswith(log) for path in processes.open_files(pid)):
@@ -41,8 +42,7 @@ def _agent_pid(slurm, run, node):
 
 
 def _stat(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp_path):

@@ -11,6 +11,14 @@ from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
 
+SCRIPT = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("world of", dist.get_world_size(), flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+"""
 STEPS = 60
 EVERY = 5
 SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1, "checkpoint.interval_steps": EVERY}
@@ -61,7 +69,6 @@ def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(s
     assert zombies
     first, last = attempts(run.events())
     assert (first.nodes, last.nodes) == (("n1",), ("n2",))
-    assert first.reason == "node_failed"
     assert run.events("fenced")[0].attempt == 1
     assert "may not write any more" in (run.dir.rank_log(1, 0)).read_text()
     assert slurm.job(run.job_id)["Restarts"] == "1"
@@ -73,4 +80,25 @@ def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(s
     assert {one.manifest.attempt for one in newer} == {2}
     assert [problem for one in newer for problem in verify.verify(one)] == []
     assert not [one for one in find.staged(run.dir) if one.attempt == 1]
+    run.cli("cancel", "run")
+
+
+def test_an_agent_that_a_dead_node_left_behind_does_not_start_its_ranks_again(slurm, tmp_path):
+    """Its rank loses its peer, to SLURM's SIGKILL, before the next attempt has begun."""
+    script = tmp_path / "plain.py"
+    script.write_text(SCRIPT)
+    run = submit(slurm, tmp_path, "--nodes=2", "--no-snapshot", script=[str(script)])
+    log = run.dir.rank_log(1, 0)
+    run.wait("the first attempt's ranks", lambda: log.exists() and "world" in log.read_text())
+
+    slurm.kill_node("n1", leave_ranks=True)
+    run.wait("the end of the old agent", lambda: not slurm.pids_of_job(run.job_id, "n1"))
+    log = run.dir.rank_log(2, 0)
+    run.wait("the next attempt's ranks", lambda: log.exists() and "world" in log.read_text())
+
+    starts = [(e.data["by"], e.data["restarts"]) for e in run.events("attempt_started")]
+    assert starts == [("start", 0), ("start", 1)]
+    assert {following for _, following in run.ends()} == {"leave"}
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+    assert run.events("attempt_started")[1].data["nodes"] == ["n2", "n3"]
     run.cli("cancel", "run")

@@ -1,4 +1,4 @@
-"""The main job: preempted, saved, requeued, back, done, and equal bit for bit to a run left in peace."""
+"""The main job: preempted, saved, requeued, back, done, and bit-equal to a run left in peace."""
 
 from __future__ import annotations
 

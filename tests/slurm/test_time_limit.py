@@ -1,4 +1,4 @@
-"""The time limit: the clock stops a run as late as is safe, with or without a warning from SLURM."""
+"""The time limit: the clock stops a run as late as is safe, whether SLURM warns or not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_pa
 
 
 def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues(slurm, tmp_path):
-    """Trap 14: as in a container, the ranks and agents have no scontrol; only the batch script has."""
+    """Trap 14: as in a container, only the batch script has scontrol, no rank and no agent."""
     container = tmp_path / "container-python"
     container.write_text(
         '#!/bin/sh\ncase "$*" in *hpctrain.slurm.task*) PATH=/none ;; esac\n'
@@ -59,9 +59,7 @@ def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues
         "train.step_delay_s": 0.4,
         "slurm.setup": [f"export HPCTRAIN_PYTHON={container}"],
     }
-    run = submit(
-        slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings
-    )
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings)
     run.wait_step(3)
 
     slurm.run("scancel", "-s", "USR2", run.job_id, check=True)

@@ -45,7 +45,11 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         ranks = [
-            context.Process(target=_rank, args=(fn, rank, world_size, port, out, kwargs))
+            context.Process(
+                target=_rank,
+                args=(fn, rank, world_size),
+                kwargs={"port": port, "out": out, "kwargs": kwargs},
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -63,11 +67,18 @@ def launch(
         assert not hung, f"ranks {hung} hung"
         codes = [process.exitcode for process in ranks]
         assert codes == [0] * world_size, f"exit codes {codes}"
-        return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+        results = [out / f"{rank}.pkl" for rank in range(world_size)]
+        return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
 
 
 def _rank(
-    fn: Callable[..., Any], rank: int, world_size: int, port: int, out: Path, kwargs: dict[str, Any]
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    *,
+    port: int,
+    out: Path,
+    kwargs: dict[str, Any],
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -82,6 +93,6 @@ def _rank(
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     except SystemExit as leaving:
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(("exit", leaving.code)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the test shows it, whatever it is
         (out / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     os._exit(0)

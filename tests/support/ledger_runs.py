@@ -36,7 +36,7 @@ class Story:
         append(self.run, kind, attempt=attempt, **{"t": self.t, **fields})
         return self
 
-    def submitted(self, job_id: str = "17", token: str = "tok-1", **fields: Any) -> Story:  # noqa: S107
+    def submitted(self, job_id: str = "17", token: str = "tok-1", **fields: Any) -> Story:
         self.add("submit_intent", token=token, script=f"{token}.sh")
         return self.add(
             "submitted",
@@ -91,7 +91,7 @@ def local_job(folder: Path, job_id: str, **fields: Any) -> None:
 
     record = jobs.LocalJobRecord(
         job_id=job_id,
-        token="tok-1",  # noqa: S106
+        token="tok-1",
         run_dir="",
         min_nodes=1,
         max_nodes=4,

@@ -1,4 +1,4 @@
-"""The shipped recipe on real gloo ranks, with a stop at a chosen step: what the engine tests share."""
+"""What the engine tests share: the shipped recipe on real gloo ranks, stopped at a chosen step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.ledger import events as ledger
@@ -17,9 +18,6 @@ from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.gloo import launch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = {
     "train.steps": 12,
@@ -121,7 +119,7 @@ def _die_at(call: int) -> None:
 
 
 def _path(target: Any) -> str:
-    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+    return str(Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target)
 
 
 def full_state(run: RunDir, step: int) -> dict[str, Any]:
@@ -170,7 +168,8 @@ def consumed(run: RunDir) -> list[int]:
 def consumed_by_step(run: RunDir) -> dict[int, list[int]]:
     """The same by step: what all ranks consumed in it.
 
-    Each attempt wrote one line for each step; of a step that was redone only the last attempt's counts.
+    Each attempt wrote one line for each step; of a step that was redone only the last attempt's
+    counts.
     """
     steps: dict[int, tuple[int, list[int]]] = {}
     for folder in sorted((run.root / "attempts").iterdir()):

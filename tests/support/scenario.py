@@ -1,4 +1,4 @@
-"""A run on the real cluster, driven as a user drives it: the command line, and what the ledger says.
+"""A run on the real cluster, driven as a user drives it: by the command line, read by its ledger.
 
 run = submit(slurm, tmp_path, "--nodes", "4", "--ranks-per-node", "2", sets=TINY)
 run.wait_step(5)
@@ -8,6 +8,7 @@ run.wait_state("done")
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -124,7 +125,7 @@ class RunHandle:
         numbers = sorted(n for n in starts if n is not None)
         return [
             max(0, last.get(one, starts[one]) - starts[following])
-            for one, following in zip(numbers, numbers[1:], strict=False)
+            for one, following in itertools.pairwise(numbers)
         ]
 
     def status(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_pat
 
 def test_a_job_whose_submission_was_never_confirmed_is_found_by_its_token(runs, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="PENDING")
-    story = Story(runs / "lm").add("submit_intent", token="tok-1", script="tok-1.sh")  # noqa: S106
+    story = Story(runs / "lm").add("submit_intent", token="tok-1", script="tok-1.sh")
     assert cancel("lm", capsys=capsys)[0] == 0
     assert newest(story).data["job_id"] == "local-17"
     assert len(requests(tmp_path)) == 1

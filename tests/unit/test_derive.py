@@ -194,17 +194,17 @@ def test_a_run_without_a_submission_is_only_created(tmp_path):
 
 
 def test_an_unconfirmed_submission_is_submitting_until_its_job_is_found(tmp_path):
-    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh")  # noqa: S106
+    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh")
     assert state(story, None) is RunState.SUBMITTING
     assert state(story, job("PENDING")) is RunState.PENDING
-    story.add("submit_failed", token="t", why="invalid account")  # noqa: S106
+    story.add("submit_failed", token="t", why="invalid account")
     assert state(story, None) is RunState.FAILED
     assert "invalid account" in standing(read(story.run)).detail
 
 
 def test_a_job_may_start_before_sbatchs_answer_is_written_down(tmp_path):
-    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)  # noqa: S106
-    story.add("submitted", token="t", job_id="17")  # noqa: S106
+    story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)
+    story.add("submitted", token="t", job_id="17")
     assert standing(read(story.run)).phase is RunState.RUNNING
 
 

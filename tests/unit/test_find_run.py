@@ -44,7 +44,7 @@ def test_a_name_goes_before_a_job_id(runs):
 
 
 def test_an_adopted_job_and_one_submitted_by_hand_are_found(runs):
-    append(find_run("lm-1"), "submit_adopted", token="t", job_id="55")  # noqa: S106
+    append(find_run("lm-1"), "submit_adopted", token="t", job_id="55")
     Story(runs / "by-hand").started(1, "56")
     assert find_run("55").name == "lm-1"
     assert find_run("56").name == "by-hand"
@@ -61,7 +61,7 @@ def test_an_ambiguous_beginning_is_refused_with_the_names(runs):
 
 def test_a_dash_means_the_newest_submission_not_the_newest_file(runs):
     assert find_run("-").name == "lm-2"
-    append(find_run("vision"), "submitted", token="t", job_id="171")  # noqa: S106
+    append(find_run("vision"), "submitted", token="t", job_id="171")
     assert find_run("-").name == "vision"
 
 

@@ -1,8 +1,7 @@
-"""The training program that we ship: reads like any user's own, and uses nothing that theirs could
-not.
+"""The training program that we ship, written like any user's own.
 
-Every rank runs `main`. All that survives an interruption is in the engine, in `data`, and in the
-step.
+It uses nothing that theirs could not. Every rank runs `main`. All that survives an interruption is
+in the engine, in `data`, and in the step.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _forward_backward(run: Run, engine: Engine, tokens: TokenFile, batch: StepBa
 
 
 def _weighted_loss(run: Run, engine: Engine, tokens: TokenFile, piece: Piece) -> torch.Tensor:
-    """Sum of the token losses of a piece's samples; a sample of weight 0 only keeps ranks in step."""
+    """Sum of the token losses of a piece's samples; one of weight 0 only keeps ranks in step."""
     device = run.world.device
     sequences = torch.from_numpy(tokens.batch(piece.indices, run.settings.train.seq_len)).to(device)
     weights = torch.tensor(piece.weights, device=device)

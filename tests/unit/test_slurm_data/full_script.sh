@@ -66,6 +66,7 @@ hpctrain_rc=143
 if [ "$hpctrain_term" = 0 ]; then
   # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
   # its own affair. In SLURM's file names %% is a percent sign.
+  mkdir -p "$HPCTRAIN_RUN_DIR/jobs" # srun starts no task whose output it cannot open
   hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \

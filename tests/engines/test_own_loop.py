@@ -1,0 +1,45 @@
+"""The documented example of an own loop: stopped and started again, it ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.layout import RunDir
+from tests.support.recipe import assert_same_bits, full_state
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+STEPS = 200
+STOP_AT = 50
+STOPPED = f"""
+import itertools, os, runpy, signal
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = itertools.count(1)
+def stop(*_):
+    if next(steps) == {STOP_AT}:
+        os.kill(os.getpid(), signal.SIGTERM)
+register_optimizer_step_post_hook(stop)
+runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+"""
+
+
+def start(run, *command):
+    env = {**os.environ, "HPCTRAIN_RUN_DIR": str(run.root)}
+    subprocess.run([sys.executable, *command], env=env, check=True, timeout=120)
+
+
+def test_the_example_stopped_on_its_way_ends_bit_equal_to_one_left_in_peace(tmp_path):
+    peace, stopped = RunDir(tmp_path / "peace"), RunDir(tmp_path / "stopped")
+    for run in (peace, stopped):
+        run.root.mkdir()
+
+    start(peace, EXAMPLE)
+    start(stopped, "-c", STOPPED)
+    start(stopped, EXAMPLE)
+
+    steps = [e.data["step"] for e in ledger.read(stopped) if e.kind in {"stopped", "done"}]
+    assert STOP_AT <= steps[0] < STEPS == steps[1]
+    assert_same_bits(full_state(peace, STEPS), full_state(stopped, STEPS))

@@ -1,0 +1,56 @@
+"""Trap 12: one run on 2 nodes, on 1, on 2 again, and under the other engine; its curve is one curve."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.checkpoint import find
+from hpctrain.ledger.derive import attempts, lineage
+from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def in_peace(tmp_path_factory):
+    """The same training on one rank, never stopped."""
+    root = tmp_path_factory.mktemp("in-peace") / "run"
+    run = make_run(root, train__steps=STEPS, train__dropout=0.0)
+    train(run, 1)
+    return run
+
+
+def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_peace):
+    settings = {"train.steps": STEPS, "train.step_delay_s": 0.2}
+    run = submit(slurm, tmp_path, "--nodes=1-2", sets=settings)
+    run.wait_step(5, attempt=1)
+
+    urgent = slurm.submit_urgent(["n1", "n3", "n4"])
+    run.wait_step(10, attempt=2)
+    slurm.cancel(urgent)
+    slurm.wait_job(urgent, "CANCELLED")
+    slurm.run("scontrol", "requeue", run.job_id, check=True)
+    run.wait_step(15, attempt=3)
+    run.cli("cancel", "run", "--save")
+    slurm.wait_job(run.job_id, "COMPLETED", timeout=40)
+    plan = run.cli("resume", "run", "--nodes=3", "--set=engine.kind=fsdp2")
+    run.job_id = plan.split("job ")[1].split()[0]
+    run.wait_done()
+
+    views = attempts(run.events())
+    assert [view.nodes for view in views[:3]] == [("n1", "n2"), ("n2",), ("n1", "n2")]
+    assert [view.world_size for view in views] == [2, 1, 2, 3]
+    saved_by = [found.manifest.engine for found in reversed(find.candidates(run.dir))]
+    assert saved_by == ["plain", "ddp", "fsdp2"]  # the first one is no longer kept
+    assert [e.data["from_world_size"] for e in run.events("restored")] == [None, 2, 1, 2]
+    assert "saved by     2 ranks, ddp" in plan
+    assert "3 nodes, dp=3 (fsdp2)" in plan
+    assert [view.next for view in views] == ["leave", "leave", "stop", "stop"]
+    assert run.steps_lost() == [0, 0, 0]
+    assert lineage(run.events()).problems == []
+    for step, indices in consumed_by_step(run.dir).items():
+        assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
+    assert losses(run.dir) == pytest.approx(losses(in_peace), rel=1e-4)
