@@ -169,7 +169,7 @@ class Aftermath:
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
             # next attempt.
-            return "done" if watch.cause is None else "stopped"
+            return "stopped" if watch.is_told_to_stop() else "done"
         if end.ending == "killed" or watch.cause is not None:
             return "killed"
         return self._crash_kind(attempt, end.failure)

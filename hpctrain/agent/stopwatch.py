@@ -74,6 +74,7 @@ class StopWatch:
         self._arrivals = arrivals
         self._ask = ask
         self._clock = clock
+        self._started = clock.time()
         self._margin_s = max(LEAVE_S, stop_margin_s / 2)
         self._seen = 0
         self._term_at: float | None = None
@@ -90,6 +91,19 @@ class StopWatch:
         if left is not None and left <= 0:
             return Verdict(kill=True, why="the ranks did not leave in time")
         return Verdict()
+
+    def is_told_to_stop(self) -> bool:
+        """Whether a program that now returns may have done so because it was asked to stop.
+
+        With a short limit SLURM warns in its first round. Taking that for a stop would requeue a
+        program that is simply done, for ever: each new start would be warned at once as well.
+        """
+        if self.cause is not StopCause.WARNING or self.end_time is None:
+            return self.cause is not None
+        if self.facts is not None and self.facts.preempt_time is not None:
+            return True
+        now = self._clock.time()
+        return now - self._started > (self.end_time - self._started) / 2
 
     def seconds_left(self) -> float | None:
         """Seconds until the ranks must be gone; None while no end is known."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.recipe import assert_same_bits, full_state
+from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -37,13 +37,16 @@ def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, undisturb
 
 def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_path):
     """Trap 5: with a limit of a minute SLURM warns in its first round; the clock knows better."""
+    quiet = make_run(tmp_path / "quiet", train__steps=STEPS, train__dropout=0.0)
+    train(quiet, 2)
     settings = SETTINGS | {"slurm.signal_lead_s": 30}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=settings)
 
     run.wait_done(timeout_s=200)
 
-    assert len(run.ends()) <= 2
-    assert set(run.steps_lost()) <= {0}
+    assert [reason for reason, _ in run.ends()] == ["timed_out", "completed"]
+    assert run.steps_lost() == [0]
+    assert_same_bits(full_state(quiet, STEPS), full_state(run.dir, STEPS))
 
 
 def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues(slurm, tmp_path):

@@ -69,7 +69,14 @@ def train(
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
     os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(asdict(attempt))
     os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(run.attempt(attempt.number))
-    ledger.append(run, "attempt_started", attempt=attempt.number, world_size=world_size)
+    ledger.append(
+        run,
+        "attempt_started",
+        attempt=attempt.number,
+        job_id=attempt.job_id,
+        restarts=0,
+        world_size=world_size,
+    )
     try:
         return launch(
             _rank,

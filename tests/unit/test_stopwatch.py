@@ -111,3 +111,25 @@ def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
     late = stop.look().kill
 
     assert (early, late) == (False, True)
+
+
+@pytest.mark.parametrize(("ran_s", "told"), [(10.0, False), (90.0, True)])
+def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(clock, ran_s, told):
+    facts = JobFacts("RUNNING", restarts=0, end_time=1100.0)
+    arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
+    stop = watch(clock, arrivals=arrivals, facts=facts, end_time=1100.0)
+    stop.look()
+
+    clock.now = 1000.0 + ran_s
+
+    assert stop.is_told_to_stop() is told
+
+
+def test_a_user_signal_of_a_preemption_explains_a_return(clock):
+    facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
+    arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
+    stop = watch(clock, arrivals=arrivals, facts=facts, end_time=5000.0)
+
+    stop.look()
+
+    assert stop.is_told_to_stop()
