@@ -152,11 +152,16 @@ class Aftermath:
             cause = StopCause.CLOCK
         facts = self._facts_now(outcome)
         reason, following = decide(facts, self._context.restarts, cause, outcome)
+        why = end.why
+        if end.silent_nodes:
+            names = ", ".join(self._context.nodes[node] for node in end.silent_nodes)
+            why = f"no sign of life from {names}; {end.why}"
+            reason = EndReason.NODE_FAILED if reason is EndReason.CRASHED else reason
         if reason is EndReason.COMPLETED and left.get("outcome") != "done":
             ledger.append(self._run, "done", attempt=attempt, step=left.get("step"))
         if end.failure is not None and outcome in {"crashed", "user_error"}:
             self._record_failure(attempt, end.failure)
-        return self._carry_out(attempt, reason, following, facts, end.why)
+        return self._carry_out(attempt, reason, following, facts, why)
 
     def _outcome(
         self, attempt: int, end: RoundEnd, watch: StopWatch, left: dict[str, Any]

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 SETTLE_S = 1.0
 """How long other nodes have to report theirs after the first failure: one may be the cause."""
+ROLL_CALL_S = 5.0
+"""So long may another node's agent take to answer that it is alive."""
+ROLL_CALL: dict[str, Any] = {"roll_call": True}
 GOODBYE_S = 5.0
 """How long node 0's agent, where the store lives, stays at most for others to read the verdict."""
 MANY = 1_000_000
@@ -53,12 +56,14 @@ class RoundEnd:
         restart: The agents start the ranks again in this allocation.
         why: In words.
         failure: The first causal failure.
+        silent_nodes: Nodes whose agents did not answer after it: they are dead.
     """
 
     ending: Ending
     restart: bool = False
     why: str = ""
     failure: FailureReport | None = None
+    silent_nodes: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -138,6 +143,7 @@ class NodeAgent(LocalElasticAgent):
         self._attempt_dir = attempt_dir
         self._hooks = hooks
         self._round = 0
+        self._news = self._published = 0
         self._static = cast("StaticTCPRendezvous", spec.rdzv_handler)
         self._first_port = self._static.master_port
         self._old_stores: list[Any] = []
@@ -192,6 +198,7 @@ class NodeAgent(LocalElasticAgent):
         The old store is kept, since other agents may still be reading the verdict in it.
         """
         self._round += 1
+        self._news = self._published = 0
         self._remaining_restarts -= 1
         self._old_stores.append(self._group_store)
         spec = self._worker_group.spec
@@ -224,11 +231,11 @@ class NodeAgent(LocalElasticAgent):
             )
             if not reported:
                 reported = self._report_if_over()
-            verdict = self._read_verdict()
+            verdict = self._read_news()
             if verdict is None and self._hooks is not None:
                 verdict = self._coordinate(self._hooks, reports)
                 if verdict is not None:
-                    self._group_store.set(self._key("verdict"), json.dumps(asdict(verdict)))
+                    self._publish(asdict(verdict))
             if verdict is not None:
                 return verdict
             if reported:
@@ -259,14 +266,36 @@ class NodeAgent(LocalElasticAgent):
         if len(reports.nodes) == self._node_count and not reports.failures:
             return RoundEnd("left")
         if reports.first_failure_at is not None:
-            waited = time.monotonic() - reports.first_failure_at
-            if waited >= SETTLE_S or len(reports.nodes) == self._node_count:
-                failure = first_causal(reports.failures)
-                restart = hooks.watch.cause is None and hooks.may_restart(failure)
-                why = failure.summary if failure else "a rank failed"
-                return RoundEnd("failed", restart=restart, why=why, failure=failure)
+            end = self._after_failure(hooks, reports, reports.first_failure_at)
+            if end is not None:
+                return end
         verdict = hooks.watch.look()
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
+
+    def _after_failure(
+        self, hooks: RoundHooks, reports: _Reports, first_failure_at: float
+    ) -> RoundEnd | None:
+        """A rank has failed: wait for the other nodes' word, then restart or end; None meanwhile.
+
+        A node of which nothing is heard is dead, and ranks that were started again would wait for
+        it in the rendezvous.
+        """
+        waited = time.monotonic() - first_failure_at
+        if len(reports.nodes) < self._node_count and waited < SETTLE_S:
+            return None
+        silent = [
+            node
+            for node in sorted(set(range(self._node_count)) - reports.nodes)
+            if not self._group_store.check([self._key(f"present/{node}")])
+        ]
+        if silent and waited < ROLL_CALL_S:
+            return None
+        failure = first_causal(reports.failures)
+        why = failure.summary if failure else "a rank failed"
+        if silent:
+            return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
+        restart = hooks.watch.cause is None and hooks.may_restart(failure)
+        return RoundEnd("failed", restart=restart, why=why, failure=failure)
 
     def _gather(self, reports: _Reports) -> None:
         store = self._group_store
@@ -281,12 +310,23 @@ class NodeAgent(LocalElasticAgent):
                 reports.failures += [FailureReport(**one) for one in json.loads(store.get(key))]
         if reports.failures and reports.first_failure_at is None:
             reports.first_failure_at = time.monotonic()
+            self._publish(ROLL_CALL)
 
-    def _read_verdict(self) -> RoundEnd | None:
+    def _publish(self, news: dict[str, Any]) -> None:
+        """Node 0: tell all agents; they read the news in order, one look each time round."""
+        self._group_store.set(self._key(f"news/{self._published}"), json.dumps(news))
+        self._published += 1
+
+    def _read_news(self) -> RoundEnd | None:
+        """The verdict, if it has come; a roll call is answered."""
         store = self._group_store
-        if not store.check([self._key("verdict")]):
+        if not store.check([self._key(f"news/{self._news}")]):
             return None
-        raw = json.loads(store.get(self._key("verdict")))
+        raw = json.loads(store.get(self._key(f"news/{self._news}")))
+        self._news += 1
+        if raw == ROLL_CALL:
+            store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
+            return None
         raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
         return RoundEnd(**raw)
 

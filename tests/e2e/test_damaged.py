@@ -1,4 +1,4 @@
-"""The newest checkpoint, torn in six ways: never loaded, the next one is, and the reason is told."""
+"""The newest checkpoint torn in six ways: never loaded; the next one is, and the reason told."""
 
 from __future__ import annotations
 
