@@ -259,6 +259,9 @@ class Run:
 
     def _exchange(self) -> Wish:
         agreed = self._agreement.tick(self._wish())
+        if agreed.stop >= WARNED:
+            # Only now: most ticks of short steps exchange nothing, and would lose it.
+            self._listener.warned = False
         if agreed.stop == WARNED and self._watcher is not None:
             self._watcher.warn()
         return agreed
@@ -275,7 +278,6 @@ class Run:
         elif self.world.rank == 0 and self._clock.is_due(time.time()):
             stop = STOP_CLOCK
         elif heard.warned:
-            heard.warned = False
             stop = WARNED
         return Wish(stop, self.world.rank == 0 and self._save_is_due())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import asdict
 
 import pytest
@@ -103,6 +104,18 @@ def test_mixed_precision_resumes_bit_equal(tmp_path, engine, precision):
     train(disturbed, 2)
 
     assert_same_bits(full_state(quiet, STEPS), full_state(disturbed, STEPS))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_signal_to_one_rank_between_two_exchanges_is_not_lost(tmp_path, signum):
+    """Short steps exchange wishes every 0.25 s only; what comes in between must still be heard."""
+    run = make_run(tmp_path / "run", train__steps=2000, run__log_every_s=5.0)
+
+    train(run, 3, stop_at=40, victim=2, signum=signum)
+
+    stopped = [e.data["step"] for e in ledger.read(run) if e.kind == "stopped"]
+    assert len(stopped) == 1
+    assert 40 < stopped[0] < 400
 
 
 def _change(run, **changes):

@@ -54,13 +54,14 @@ def train(
     stop_at: int | None = None,
     kill_at: int | None = None,
     victim: int = 0,
+    signum: int = signal.SIGTERM,
 ) -> list[Any]:
     """One attempt of the recipe.
 
     Args:
         run: The run.
         world_size: Ranks.
-        stop_at: Rank `victim` alone gets SIGTERM at that step.
+        stop_at: Rank `victim` alone gets `signum` at that step.
         kill_at: Rank `victim` is killed (SIGKILL) at its so-manieth flush or rename of a file.
         victim: Which rank.
     """
@@ -85,13 +86,14 @@ def train(
             stop_at=stop_at,
             kill_at=kill_at,
             victim=victim,
+            signum=signum,
         )
     finally:
         for name in ("HPCTRAIN_RUN_DIR", "HPCTRAIN_ATTEMPT", "HPCTRAIN_ATTEMPT_DIR"):
             del os.environ[name]
 
 
-def _rank(stop_at: int | None, kill_at: int | None, victim: int) -> None:
+def _rank(stop_at: int | None, kill_at: int | None, victim: int, signum: int) -> None:
     from hpctrain.recipes.lm import train as recipe
 
     if kill_at is not None and int(os.environ["RANK"]) == victim:
@@ -100,7 +102,7 @@ def _rank(stop_at: int | None, kill_at: int | None, victim: int) -> None:
 
     def lr_at(step: int, **rest: Any) -> float:
         if step == stop_at and int(os.environ["RANK"]) == victim:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
         return real(step, **rest)
 
     recipe.lr_at = lr_at
