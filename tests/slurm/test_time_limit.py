@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slurm
 STEPS = 60
 SETTINGS = {
     "train.steps": STEPS,
-    "train.step_delay_s": 1.0,
+    "train.step_delay_s": 0.7,
     "slurm.signal_lead_s": 0,
-    "run.stop_margin_s": 8,
+    "run.stop_margin_s": 30,  # of a minute, so that the second start has little left to do
 }
 
 

@@ -204,6 +204,7 @@ class Following:
     def __init__(self, *argv: str) -> None:
         script = (
             "import sys; from hpctrain.cli import log_follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
+            "import signal as s; s.signal(s.SIGINT, s.default_int_handler);"
             "from hpctrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
         self.process = subprocess.Popen(
