@@ -7,6 +7,7 @@ state.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import NamedTuple
@@ -60,10 +61,8 @@ def parse_time(value: str) -> float | None:
     """
     if value in NOTHING:
         return None
-    try:
+    with contextlib.suppress(ValueError):  # not the epoch: then the other form
         return float(value)
-    except ValueError:
-        pass
     try:
         return time.mktime(time.strptime(value, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
