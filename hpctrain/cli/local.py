@@ -64,9 +64,16 @@ def list_jobs(as_json: bool) -> None:
 @runs_option
 def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
+    from hpctrain.errors import UsageError
     from hpctrain.local import jobs
 
     job_id = _job_id(run, runs)
+    record = jobs.read(job_id)
+    if record is not None and leave < record.min_nodes:
+        raise UsageError(
+            f"--leave {leave}: {run} needs at least {record.min_nodes} nodes and could "
+            f"not start again; leave {record.min_nodes} or more, or submit with --nodes MIN-MAX"
+        )
     jobs.request(job_id, "preempt", leave=leave, grace_s=grace_s)
     click.echo(f"{job_id} is preempted; {leave} nodes are left for its next start")
 
