@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from hpctrain.errors import CheckpointError, HpctrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -74,3 +81,52 @@ def gather(world: World, value: Any) -> list[Any]:
     values: list[Any] = [None] * world.world_size
     dist.all_gather_object(values, value, group=world.control)
     return values
+
+
+def gather_on_0(world: World, value: Any) -> list[Any]:
+    """Every rank's value in rank order, on rank 0; an empty list elsewhere. Collective."""
+    if world.control is None:
+        return [value]
+    values: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=world.control)
+    return values or []
+
+
+def on_rank_0(world: World, act: Callable[[], T]) -> T:
+    """What rank 0's action returns, on every rank; its error is raised on every rank too.
+
+    Collective. An error on rank 0 alone would leave the others waiting in the next collective.
+
+    Raises:
+        HpctrainError: rank 0's own; an OSError becomes a CheckpointError.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    if world.rank == 0:
+        try:
+            result = act()
+        except (HpctrainError, OSError) as problem:
+            error = problem
+    result, error = broadcast(world, (result, error))
+    if isinstance(error, HpctrainError):
+        raise error
+    if error is not None:
+        raise CheckpointError(one_line(error))
+    answer: T = result
+    return answer
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, its kind in front."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def apart(world: World, timeout_s: float) -> World:
+    """The same ranks with a control group of their own, for a thread that works beside training.
+
+    Collective. Two threads must not share a group: their collectives would meet in any order.
+    """
+    if world.control is None:
+        return world
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return replace(world, control=group)

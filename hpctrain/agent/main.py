@@ -75,6 +75,7 @@ def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
     os.environ["HPCTRAIN_JOB_ID"] = context.job_id
     os.environ["HPCTRAIN_RESTARTS"] = str(context.restarts)
     os.environ["HPCTRAIN_CLUSTER"] = spec.cluster
+    os.environ["HPCTRAIN_KILL_WAIT_S"] = f"{context.kill_wait_s:g}"
     if context.end_time is not None:
         os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself

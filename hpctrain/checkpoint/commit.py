@@ -15,15 +15,18 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint import find, names
+from hpctrain.checkpoint import find, names, table
 from hpctrain.checkpoint import manifest as manifests
+from hpctrain.checkpoint.assemble import assemble
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir.fence import publishing
+from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from hpctrain.checkpoint.assemble import RankPart
     from hpctrain.checkpoint.manifest import Manifest
     from hpctrain.rundir.fence import Attempt
     from hpctrain.rundir.layout import RunDir
@@ -46,9 +49,28 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
             _clear_way(run, step)
             left = rename_away(staged, step, names.deleting_name) if staged.exists() else None
             staged.mkdir()
+        points.reach("stage.made", path=staged, step=step)
         if left is not None:
             remove_tree(left)
     return staged
+
+
+def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> None:
+    """Put all ranks' parts together: the chunk table on disk, files and tensors in the manifest.
+
+    Raises:
+        CheckpointError: the parts do not make up the tensors, or the disk refused.
+    """
+    files, manifest.tensors, whole = assemble(parts, manifest.block_bytes)
+    content = whole.dump()
+    manifest.files = [*files, table.entry_of(content)]
+    path = staged / manifests.TABLE_NAME
+    with _errors_named(f"step {manifest.step} cannot be committed"):
+        points.reach("table.write", path=path, step=manifest.step, bytes=len(content))
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> Path:
@@ -81,12 +103,14 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
             # rename() itself would replace an empty directory without a word
             if os.path.lexists(target):
                 raise _committed(step, target)
+            points.reach("publish.rename", path=staged, step=step)
             try:
                 staged.rename(target)
             except OSError as error:
                 if error.errno in {errno.EEXIST, errno.ENOTEMPTY}:
                     raise _committed(step, target) from error
                 raise
+            points.reach("publish.flush", path=target, step=step)
             flush_directory(run.checkpoints)
     return target
 

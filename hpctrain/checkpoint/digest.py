@@ -1,4 +1,8 @@
-"""One digest for all that a checkpoint holds: xxh3_64, which costs less than reading the bytes."""
+"""One digest for all that a checkpoint holds: xxh3_64, which costs less than reading the bytes.
+
+What is read in parts (a shard) has a digest for each block, so that a reader proves just the bytes
+that it takes; what is read as a whole (the chunk table, the manifest) has one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PREFIX = "xxh3_64:"
-BLOCK_BYTES = 1 << 20
+BLOCKS_PREFIX = "xxh3_64-blocks:"
+BLOCK_BYTES = 512 << 10
+"""Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
+is still in the cache when it is written or used after its digest was taken."""
+READ_BYTES = 1 << 20
 
 
 def bytes_digest(content: bytes) -> str:
@@ -20,20 +28,26 @@ def bytes_digest(content: bytes) -> str:
 
 
 def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) -> str:
-    """The digest of a file's bytes, read in blocks: memory stays small whatever its size.
+    """The digest of a file's bytes, read in parts: memory stays small whatever its size.
 
     Args:
         path: The file.
-        on_bytes: Told after each block how many bytes were read in it.
+        on_bytes: Told after each part how many bytes were read in it.
 
     Raises:
         OSError: the file cannot be read.
     """
     hasher = xxhash.xxh3_64()
-    block = memoryview(bytearray(BLOCK_BYTES))
+    part = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            hasher.update(block[:count])
+        while count := file.readinto(part):
+            hasher.update(part[:count])
             if on_bytes is not None:
                 on_bytes(count)
     return PREFIX + hasher.hexdigest()
+
+
+def block_digest(block: memoryview | bytes) -> int:
+    """The digest of one block as an unsigned number of 64 bits."""
+    value: int = xxhash.xxh3_64_intdigest(block)
+    return value

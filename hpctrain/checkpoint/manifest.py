@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.digest import PREFIX, bytes_digest
+from hpctrain.checkpoint.digest import BLOCK_BYTES, BLOCKS_PREFIX, PREFIX, bytes_digest
 from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "MANIFEST.json"
+TABLE_NAME = "chunks.table"
+
+_TENSOR = re.compile(r"([A-Z0-9_]+)\[([0-9,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,22 @@ class FileEntry:
     size: int
     """Bytes."""
     digest: str
-    """``xxh3_64:`` and 16 hexadecimal digits."""
+    """``xxh3_64:`` or, of a shard, ``xxh3_64-blocks:`` and 16 hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint as a whole; where its parts lie stands in the chunk table."""
+
+    name: str
+    dtype: str
+    """In safetensors' words: F32, BF16, I64, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape as the manifest has them, e.g. ``F32[1024,512]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclass(kw_only=True)
@@ -59,11 +79,17 @@ class Manifest:
     """Axis name to size."""
     engine: str
     files: list[FileEntry] = field(default_factory=list)
+    block_bytes: int = BLOCK_BYTES
+    """Bytes of a chunk that have a digest of their own."""
+    tensors: list[TensorEntry] = field(default_factory=list)
+    """In the order in which the chunk table counts them."""
     data: dict[str, Any] = field(default_factory=dict)
     """Where the data stands: samples_consumed, seed, ..."""
     rng: dict[str, Any] | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the program logged last before this step."""
     self_digest: str = ""
     """Filled in by `dump`."""
 
@@ -82,9 +108,11 @@ def dump(manifest: Manifest, path: Path) -> None:
     """
     raw = _plain(manifest)
     raw["self_digest"] = manifest.self_digest = _own_digest(raw)
+    points.reach("manifest.write", path=path, step=manifest.step)
     with path.open("xb") as file:
         file.write(_rendered(raw))
         file.flush()
+        points.reach("manifest.flush", path=path, fd=file.fileno(), step=manifest.step)
         os.fsync(file.fileno())
 
 
@@ -108,6 +136,11 @@ def parse(content: bytes) -> Manifest:
     version = raw.get("format")
     if not isinstance(version, int) or version < 1:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
+    if version < FORMAT:
+        raise TornCheckpoint(
+            f"manifest has format {version}, which was never released; read it with "
+            "`hpctrain checkpoints import`"
+        )
     if version > FORMAT:
         raise TornCheckpoint(
             f"manifest has format {version}, this hpctrain reads up to {FORMAT}; use a newer one"
@@ -155,13 +188,21 @@ def _built(raw: dict[str, Any]) -> Manifest:
             FileEntry(str(file["name"]), int(file["size"]), str(file["digest"]))
             for file in raw["files"]
         ]
+        values["tensors"] = [_tensor(name, text) for name, text in raw["tensors"].items()]
         manifest = Manifest(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TornCheckpoint(f"manifest lacks something: {error}") from error
     problem = files_problem(manifest.files)
     if problem:
         raise TornCheckpoint(problem)
     return manifest
+
+
+def _tensor(name: str, text: str) -> TensorEntry:
+    match = _TENSOR.fullmatch(text)
+    if not match:
+        raise ValueError(f"tensor {name} has {text!r} for its dtype and shape")
+    return TensorEntry(name, match[1], tuple(int(size) for size in match[2].split(",") if size))
 
 
 def files_problem(files: list[FileEntry]) -> str | None:
@@ -175,7 +216,7 @@ def files_problem(files: list[FileEntry]) -> str | None:
             return f"manifest names {entry.name!r}, which is no shard's name"
         if entry.name in seen:
             return f"manifest names {entry.name} twice"
-        if not entry.digest.startswith(PREFIX):
+        if not entry.digest.startswith((PREFIX, BLOCKS_PREFIX)):
             return f"manifest has digest {entry.digest!r} for {entry.name}, known is {PREFIX}"
         seen.add(entry.name)
     return None
@@ -184,6 +225,7 @@ def files_problem(files: list[FileEntry]) -> str | None:
 def _plain(manifest: Manifest) -> dict[str, Any]:
     """The manifest as JSON will give it back; refused where that would be something else."""
     raw = asdict(manifest)
+    raw["tensors"] = {entry.name: entry.text for entry in manifest.tensors}
     _require_string_keys(raw, "manifest")
     try:
         plain: dict[str, Any] = json.loads(json.dumps(raw))

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -45,11 +44,11 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
 
 
 def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.Tensor]) -> None:
-    """Put loaded tensors back. Collective under a sharding engine: every rank calls it."""
-    weights: dict[str, Any] = {
-        k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)
-    }
-    set_model_state_dict(model, weights)
+    """Make an optimizer go on with the tensors that `collect` gave and that were filled since.
+
+    The model's own share their memory with what `collect` gives and need nothing. Collective under
+    a sharding engine: every rank calls it.
+    """
     if optimizer is None:
         return
     full = _optimizer_state(model, optimizer)  # its param_groups are this run's own

@@ -31,12 +31,15 @@ class JobClock:
     save_s: float | None = None
     step_s: float = 0.0
 
+    def expected_save_s(self) -> float:
+        """What a save is likely to take."""
+        if self.save_s is not None:
+            return self.save_s
+        return 1.0 + self.state_bytes / GUESS_BYTES_PER_S
+
     def lead_s(self) -> float:
         """Seconds before the end at which to stop: one more step, one save, the margin."""
-        save_s = (
-            self.save_s if self.save_s is not None else 1.0 + self.state_bytes / GUESS_BYTES_PER_S
-        )
-        return self.margin_s + SAFETY * save_s + 2 * self.step_s
+        return self.margin_s + SAFETY * self.expected_save_s() + 2 * self.step_s
 
     def is_due(self, now: float) -> bool:
         """Whether the step that is about to begin may be the last one that fits."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.signals import STOP_SIGNALS as HEARD
@@ -24,6 +25,8 @@ class Listener:
 
     def __init__(self) -> None:
         self.term = False
+        self.term_at: float | None = None
+        """`time.time()` of the first SIGTERM."""
         self.warned = False
         self.interrupted = False
         self.heard = threading.Event()
@@ -54,6 +57,7 @@ class Listener:
 
     def _note(self, signum: int) -> None:
         if signum == signal.SIGTERM:
+            self.term_at = self.term_at or time.time()
             self.term = True
         else:
             self.warned = True

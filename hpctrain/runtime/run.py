@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpctrain.checkpoint import store
+from hpctrain.checkpoint.boxes import State
 from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.checkpoint.restore import Restored, Wanted, restore
+from hpctrain.checkpoint.retention import sweep
+from hpctrain.checkpoint.save import Place
 from hpctrain.clusters import get_control
 from hpctrain.engines import state as engine_state
-from hpctrain.errors import CheckpointError, Fenced, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.ledger import events as ledger
+from hpctrain.records import StopCause
 from hpctrain.rundir.fence import Attempt, take_attempt
 from hpctrain.rundir.layout import RunDir
 from hpctrain.runtime import rng, tracked
@@ -38,10 +42,11 @@ from hpctrain.runtime.board import Board
 from hpctrain.runtime.clock import JobClock
 from hpctrain.runtime.listener import Listener
 from hpctrain.runtime.marks import StepMarks, note
+from hpctrain.runtime.saves import Saves
 from hpctrain.runtime.watcher import Watcher
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
-from hpctrain.world import World, broadcast, join_world
+from hpctrain.world import World, broadcast, join_world, on_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,8 +55,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Engine
-    from hpctrain.records import StopCause
     from hpctrain.settings.spec import Spec
+
+
+LEAVE_S = 3.0
+"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
 
 
 class Stopped(SystemExit):
@@ -145,8 +153,9 @@ class Run:
         self._marks: StepMarks | None = None
         self._board: Board | None = None
         self._cause: StopCause | None = None
-        self._saved_step = -1
-        self._saved_at = time.monotonic()
+        self._saves: Saves | None = None
+        self._metrics: dict[str, float] = {}
+        self._loading: dict[str, torch.Tensor] = {}
         self._first_step_at: float | None = None
         self._event("phase", name="initialised")
 
@@ -224,6 +233,7 @@ class Run:
         """Scalars of the step in hand, for TensorBoard and the ledger (`loss`); rank 0's count."""
         if self.world.rank != 0:
             return
+        self._metrics.update({name: float(value) for name, value in values.items()})
         if self._marks is not None and "loss" in values:
             self._marks.loss = float(values["loss"])
         if self._board is not None:
@@ -237,23 +247,10 @@ class Run:
         Raises:
             CheckpointError: it was not committed; nothing is lost, the older ones stand.
         """
-        if self.dir is None or self._attempt is None or self.step in {0, self._saved_step}:
+        if self._saves is None:
             return
-        if self._marks is not None:
-            self._marks.flush()
-        tensors, manifest = self._snapshot()
-        saved = store.save(self.dir, self._attempt, self.world, tensors, manifest)
-        self._saved_step, self._saved_at = self.step, time.monotonic()
-        self._clock.saved(saved.seconds)
-        self._event(
-            "saved",
-            step=saved.step,
-            bytes=saved.bytes,
-            seconds=round(saved.seconds, 3),
-            checkpoint=saved.path,
-        )
-        if self.world.rank == 0:
-            self._prune(self.dir, self._attempt)
+        self._flush_marks()
+        self._saves.now(self.step, self._snapshot)
 
     # ---- the loop's parts
 
@@ -279,43 +276,40 @@ class Run:
             stop = STOP_CLOCK
         elif heard.warned:
             stop = WARNED
-        return Wish(stop, self.world.rank == 0 and self._save_is_due())
-
-    def _save_is_due(self) -> bool:
-        if self.settings.checkpoint.interval_steps:
-            return False  # a matter of the step's number, which all ranks know
-        return time.monotonic() - self._saved_at >= self.settings.checkpoint.interval_s
+        wishes = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
+        return Wish(stop, wishes)
 
     def _obey(self, agreed: Wish) -> None:
         cause = agreed.cause or self._cause
         if cause is not None:
             self._leave(cause)
-        interval = self.settings.checkpoint.interval_steps
-        if agreed.save or (interval and self.step and self.step % interval == 0):
-            self._save_or_go_on()
+        if self._saves is not None and (agreed.save or self._saves.is_due(self.step)):
+            self._flush_marks()
+            self._saves.periodic(self.step, self._snapshot)
 
-    def _save_or_go_on(self) -> None:
-        """A periodic save that fails costs nothing but the save; training goes on."""
-        try:
-            self.save()
-        except Fenced:
-            raise
-        except CheckpointError as error:
-            self._saved_at = time.monotonic()
-            self._event("save_failed", step=self.step, why=str(error))
-            print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
+    def _flush_marks(self) -> None:
+        """Before a save, lest the ledger be behind a checkpoint."""
+        if self._marks is not None:
+            self._marks.flush()
 
-    def _prune(self, run_dir: RunDir, attempt: Attempt) -> None:
-        """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
-        keep = self.settings.checkpoint
-        try:
-            store.prune(run_dir, attempt, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        except CheckpointError as error:
-            self._event("prune_failed", why=str(error))
+    def _left_s(self, cause: StopCause) -> float | None:
+        """Seconds until the processes are killed; None where nobody says."""
+        if cause is StopCause.TERM:
+            kill_wait_s = os.environ.get("HPCTRAIN_KILL_WAIT_S")
+            if kill_wait_s is None:
+                return None
+            heard = self._listener.term_at or time.time()
+            return max(0.0, heard + float(kill_wait_s) - LEAVE_S - time.time())
+        if cause is StopCause.CLOCK and self._clock.end_time is not None:
+            return max(0.0, self._clock.end_time - time.time() - LEAVE_S)
+        return None
 
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event("stop_requested", cause=cause.value, rank=self.world.rank)
-        self._save_or_go_on()  # a save that fails now must not turn an orderly stop into a crash
+        if self._saves is not None:
+            self._flush_marks()
+            self._saves.final(self.step, self._snapshot, self._left_s(cause))
+            self._saves.close()
         self._event("stopped", step=self.step)
         self._write_outcome("stopped", cause)
         if self.world.rank == 0 and self.dir is not None:
@@ -324,6 +318,8 @@ class Run:
 
     def _finish(self) -> None:
         self.save()
+        if self._saves is not None:
+            self._saves.close()
         self._event("done", step=self.step)
         self._write_outcome("done", None)
 
@@ -343,7 +339,7 @@ class Run:
 
     # ---- state
 
-    def _snapshot(self) -> tuple[dict[str, torch.Tensor], Manifest]:
+    def _snapshot(self) -> tuple[State, Manifest]:
         tensors: dict[str, torch.Tensor] = {}
         if self._model is not None:
             tensors.update(engine_state.collect(self._model, self._optimizer))
@@ -351,7 +347,6 @@ class Run:
             name: tracked.split(f"tracked.{name}", tracked.state_of(thing), tensors)
             for name, thing in self._tracked.items()
         }
-        tensors.update(rng.capture(self.world))
         attempt = self._attempt
         if attempt is None or self.dir is None:
             raise UsageError("there is no run directory to save into")
@@ -365,64 +360,84 @@ class Run:
             world_size=self.world.world_size,
             mesh={"dp": self.world.world_size},
             engine=self._engine.kind if self._engine else "own",
-            files=[],
             data=self._data.state_dict() if self._data is not None else {},
             rng={"ranks": self.world.world_size},
             versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             extra=extra,
+            metrics=dict(self._metrics),
         )
-        return tensors, manifest
+        return State(tensors, rng.capture(self.world)), manifest
 
     def _restore(self) -> None:
-        resumed = None
+        restored = Restored()
         if self.dir is not None and self._attempt is not None:
-            started = time.monotonic()
-            chosen = store.choose(self.dir, self._attempt, self.world)
-            store.sweep(self.dir, self._attempt, self.world)
-            if chosen.manifest is not None:
-                self._load(chosen, chosen.manifest)
-                resumed = chosen.manifest
-            self._event(
-                "restored",
-                step=self.step,
-                checkpoint=chosen.path.name if chosen.path else None,
-                from_world_size=resumed.world_size if resumed else None,
-                world_size=self.world.world_size,
-                seconds=round(time.monotonic() - started, 3),
-                skipped=chosen.skipped,
-            )
-            if self.world.rank == 0:
-                every_s = self.settings.run.log_every_s
-                self._marks = StepMarks(self.dir, self._attempt, every_s)
-                self._board = Board(self.dir.tensorboard, self.step + 1 if self.step else 0)
-        self._saved_at = time.monotonic()
-        if resumed is None or resumed.world_size != self.world.world_size:
+            restored = self._load(Place(self.dir, self._attempt, self.settings.checkpoint))
+        manifest = restored.manifest
+        if manifest is None or manifest.world_size != self.world.world_size:
             rng.seed_anew(self.world, self.settings.train.seed, self.step)
         if self._model is not None:
             share = sum(p.numel() * p.element_size() for p in self._model.parameters())
             self._clock.state_bytes = 3 * share  # weights and two moments
 
-    def _load(self, chosen: store.Chosen, manifest: Manifest) -> None:
+    def _load(self, place: Place) -> Restored:
+        started = time.monotonic()
+        self._saves = Saves(place, self.world, self._clock)
+        state = self._snapshot()[0]
+        saver = self._saves.saver
+        if saver is not None:
+            saver.prepare(state)
+        arena = saver.arena if saver is not None else None
+        restored = restore(place, self.world, self._wanted, arena=arena)
+        on_rank_0(self.world, lambda: sweep(place.run, place.attempt))
+        if restored.manifest is not None:
+            self._take_over(restored.manifest)
+        elif restored.spoiled and self._optimizer is not None:
+            self._optimizer.state.clear()  # made of a damaged checkpoint's bytes
+        self._event(
+            "restored",
+            step=self.step,
+            checkpoint=restored.path.name if restored.path else None,
+            from_world_size=restored.manifest.world_size if restored.manifest else None,
+            world_size=self.world.world_size,
+            seconds=round(time.monotonic() - started, 3),
+            bytes_read=restored.bytes_read,
+            skipped=restored.skipped,
+        )
+        if self.world.rank == 0:
+            every_s = self.settings.run.log_every_s
+            self._marks = StepMarks(place.run, place.attempt, every_s)
+            self._board = Board(place.run.tensorboard, self.step + 1 if self.step else 0)
+        self._saves.start(self.step)
+        return restored
+
+    def _wanted(self, manifest: Manifest) -> Wanted:
+        """The tensors to fill from a checkpoint; the program's own, not copies."""
         tensors: dict[str, torch.Tensor] = {}
         if self._model is not None:
             tensors.update(engine_state.collect(self._model, self._optimizer))
-        names = set(tensors)
-        tracked.empty_tensors(manifest.extra, tensors)
+        fresh = {name for name in tensors if name.startswith(engine_state.OPTIM)}
+        placeholders: dict[str, torch.Tensor] = {}
+        tracked.empty_tensors(manifest.extra, placeholders)
         same_world = manifest.world_size == self.world.world_size
-        if same_world:
-            tensors.update(rng.capture(self.world))
-        store.load(chosen, self.world, tensors)
+        own = rng.capture(self.world) if same_world else {}
+        self._loading = {**tensors, **placeholders, **own}
+        return Wanted(
+            State({**tensors, **placeholders}, own), frozenset(fresh | set(placeholders) | set(own))
+        )
+
+    def _take_over(self, manifest: Manifest) -> None:
+        """Go on from what has been loaded."""
+        tensors, self._loading = self._loading, {}
         if self._model is not None:
-            loaded = {name: tensors[name] for name in names}
-            engine_state.apply(self._model, self._optimizer, loaded)
+            engine_state.apply(self._model, self._optimizer, tensors)
         for name, thing in self._tracked.items():
             if name in manifest.extra:
                 tracked.restore(thing, tracked.join(manifest.extra[name], tensors))
         if self._data is not None and manifest.data:
             self._data.load_state_dict(manifest.data)
-        if same_world:
+        if manifest.world_size == self.world.world_size:
             rng.apply(self.world, tensors)
-        self.step = self._saved_step = chosen.step
+        self.step = manifest.step
 
     # ---- small things
 

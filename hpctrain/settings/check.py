@@ -36,8 +36,13 @@ _AT_LEAST: dict[str, float] = {
     "budget.no_progress": 0,
     "checkpoint.interval_steps": 0,
     "checkpoint.interval_s": 0,
+    "checkpoint.max_loss_s": 0,
+    "checkpoint.timeout_s": 0,
+    "checkpoint.write_mib": 1,
+    "checkpoint.write_threads": 1,
     "checkpoint.keep_last": 2,
     "checkpoint.keep_every": 0,
+    "checkpoint.keep_best": 0,
     "engine.clip_norm": 0,
     "train.steps": 1,
     "train.global_batch": 1,
@@ -55,6 +60,15 @@ _AT_LEAST: dict[str, float] = {
     "train.val_every": 0,
     "train.val_batches": 0,
     "train.step_delay_s": 0,
+}
+
+# Of these, 0 itself would mean a save at every moment, or one that has failed when it begins.
+_ABOVE_0 = ("checkpoint.max_loss_s", "checkpoint.timeout_s")
+
+# Past these, one save takes the memory or the threads of a whole node.
+_AT_MOST: dict[str, float] = {
+    "checkpoint.write_mib": 1024,
+    "checkpoint.write_threads": 64,
 }
 
 # Each ends up as one word of the batch script's header: a blank or a line break would end it early.
@@ -170,19 +184,26 @@ def _told(path: str, origins: Mapping[str, str]) -> str:
 
 def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
     for path, least in _AT_LEAST.items():
-        section, _, key = path.partition(".")
-        value = getattr(getattr(settings, section), key)
+        value = _value(settings, path)
         if value < least:
             raise UsageError(f"{_told(path, origins)} is {value}; it takes at least {least}")
+        most = _AT_MOST.get(path)
+        if most is not None and value > most:
+            raise UsageError(f"{_told(path, origins)} is {value}; it takes at most {most}")
+    for path in _ABOVE_0:
+        value = _value(settings, path)
+        if value <= 0:
+            raise UsageError(f"{_told(path, origins)} is {value}; it takes more than 0 seconds")
     if settings.train.dropout >= 1:
         raise UsageError(
             f"{_told('train.dropout', origins)} is {settings.train.dropout}; it takes 0 to below 1"
         )
-    if not settings.checkpoint.interval_steps and not settings.checkpoint.interval_s:
-        raise UsageError(
-            f"{_told('checkpoint.interval_s', origins)} is 0 and so is checkpoint.interval_steps: "
-            "nothing would ever be saved; set one of them"
-        )
+
+
+def _value(settings: Settings, path: str) -> float:
+    section, _, key = path.partition(".")
+    value: float = getattr(getattr(settings, section), key)
+    return value
 
 
 def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:

@@ -92,11 +92,32 @@ class BudgetSettings:
 
 @dataclass
 class CheckpointSettings:
-    """[checkpoint]: when to save and what to keep."""
+    """[checkpoint]: when to save, how, and what to keep."""
 
     interval_steps: int = setting(0, "save every N steps; 0 leaves it to interval_s")
     interval_s: float = setting(
-        600.0, "save when this many seconds have passed since the last save"
+        0.0, "save every so many seconds; 0 chooses it from what a save costs and how often runs die"
+    )
+    max_loss_s: float = setting(
+        1800.0, "the chosen interval is never longer: what a hard kill may cost at most"
+    )
+    mode: str = setting(
+        "async",
+        "async writes behind training, from a copy in host memory; sync writes while training waits",
+        choices=("async", "sync"),
+    )
+    when_busy: str = setting(
+        "wait",
+        "what a save does that is due while the one before is still being written",
+        choices=("wait", "skip"),
+    )
+    timeout_s: float = setting(
+        1800.0, "a background save that takes longer has failed; training goes on"
+    )
+    write_mib: int = setting(4, "MiB handed to the file system at a time")
+    write_threads: int = setting(1, "threads of each rank that write its shard")
+    read_once: bool = setting(
+        True, "state that all ranks hold is read once and broadcast, not read by each rank"
     )
     keep_last: int = setting(
         3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor"
@@ -104,6 +125,9 @@ class CheckpointSettings:
     keep_every: int = setting(
         0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
     )
+    keep_best: int = setting(0, "also keep so many of the best by best_metric; 0 for none")
+    best_metric: str = setting("loss", "a name that the program gives to run.log")
+    best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,31 +133,22 @@ def _path(target: Any) -> str:
 
 
 def full_state(run: RunDir, step: int) -> dict[str, Any]:
-    """Every tensor of a committed checkpoint, whole, by its name; without the ranks' generators."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
+    """Every tensor of a committed checkpoint, whole, by its name; without the ranks' generators.
+
+    Read by torch's own reader of safetensors, not by ours.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    path = run.checkpoints / f"step-{step:010d}"
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(path),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, item)
-        elif isinstance(value, torch.Tensor):
-            flat[prefix] = value
-
-    walk("", state)
-    return {name: value for name, value in flat.items() if not name.startswith("rng.")}
+    reader = HuggingFaceStorageReader(str(run.checkpoints / f"step-{step:010d}"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its own storage classes
+        _load_state_dict(
+            state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+    return {name: value for name, value in state.items() if not name.startswith("rng.")}
 
 
 def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -1,0 +1,221 @@
+"""Host memory that a rank copies its state into, and that its writer process reads from.
+
+A memfd, not a file in /dev/shm: containers limit that to 64 MB. It only ever grows, and it grows in
+place: bytes keep their offsets, and views from before stay views of the same memory. A limit of
+memory must be met here, as an error, and not later as the death of the rank: see `_claim`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALIGNMENT = 64
+"""Of the parts in it: a cache line, and more than any dtype asks for."""
+CLAIM_BYTES = 64 << 20
+"""Memory taken at a time; the room is measured before each: other ranks take some as well."""
+WRITE_BYTES = 4 << 20
+RESERVE_BYTES = 1 << 30
+"""Room that is left to everybody else, or a twentieth of the limit where that is less."""
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def aligned(nbytes: int) -> int:
+    """The next offset from here that a part may begin at."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Room(NamedTuple):
+    """Memory that can still be taken."""
+
+    nbytes: int
+    said_by: str
+
+
+class Arena:
+    """Memory that can be given to another process; every page of it is there when it is made.
+
+    One thread at a time. After a fork, parent and child share the memory: the child must let it be.
+    """
+
+    def __init__(self, nbytes: int = 0) -> None:
+        """Take so many bytes.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        self._size = 0
+        self._map: mmap.mmap | None = None
+        try:
+            self._fd: int | None = os.memfd_create("hpctrain-checkpoint", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _refused(nbytes, f"{error}") from error
+        try:
+            self.ensure(nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes in it."""
+        return self._size
+
+    @property
+    def fd(self) -> int:
+        """The memory as a file; whoever receives it can map `size` bytes of it."""
+        if self._fd is None:
+            raise ValueError("the arena is closed")
+        return self._fd
+
+    def ensure(self, nbytes: int) -> None:
+        """Grow to at least so many bytes; what is in it stays.
+
+        Views from before the growth go on to be views of the same bytes. They keep the old mapping
+        (address space, no memory) until they are gone.
+
+        Raises:
+            CheckpointError: there is not so much memory; the arena is as it was.
+        """
+        fd = self.fd
+        if nbytes <= self._size:
+            return
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            _claim(fd, self._size, size)
+            # populated: the first save must not pay for a page fault every 4 KiB
+            grown = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            os.ftruncate(fd, self._size)  # what was claimed of it is free again
+            raise _refused(size, f"{error}") from error
+        except CheckpointError:
+            os.ftruncate(fd, self._size)
+            raise
+        # The old mapping is dropped, not closed: it goes with its last view.
+        self._map, self._size = grown, size
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes of it; `numpy.frombuffer` and `torch.frombuffer` take them.
+
+        Raises:
+            ValueError: they do not lie within the arena.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._size:
+            raise ValueError(f"[{offset}, {offset} + {nbytes}) is not in {self._size} bytes")
+        if self._map is None:  # an empty one: the kernel maps no empty file
+            return memoryview(bytearray())
+        return memoryview(self._map)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Give the memory back, which happens when the last view and the last receiver are gone."""
+        fd, self._fd, self._map, self._size = self._fd, None, None, 0
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def room() -> Room:
+    """The memory that can still be taken, by the tightest of all limits that are in force."""
+    return min([_host_room(), *_cgroup_rooms()])
+
+
+def _claim(fd: int, begin: int, end: int) -> None:
+    """Take the memory, bit by bit, as long as there is room for more.
+
+    Beyond a cgroup's limit the kernel does not refuse: it kills (seen on a memfd, Linux 6.18). So
+    the room is measured first. Written, not only reserved: fallocate leaves it to the first touch
+    to clear a page, which is as slow and would then be done by mmap, with Python's lock held.
+    """
+    zeros = memoryview(bytes(WRITE_BYTES))
+    for low in range(begin, end, CLAIM_BYTES):
+        left = room()
+        if end - low > left.nbytes:
+            raise _refused(end, f"{_giga(max(left.nbytes, 0))} can be had ({left.said_by})")
+        high = min(low + CLAIM_BYTES, end)
+        while low < high:
+            low += os.pwrite(fd, zeros[: high - low], low)  # noqa: PLW2901 - it may take less
+
+
+def _refused(nbytes: int, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"background saves need {_giga(nbytes)} of host memory for the copy of this rank's state: "
+        f'{why}; ask for more memory, or set checkpoint.mode = "sync"'
+    )
+
+
+def _giga(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB"
+
+
+def _reserve(limit: int) -> int:
+    return min(RESERVE_BYTES, limit // 20)
+
+
+def _host_room() -> Room:
+    path = PROC / "meminfo"
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    free, total = (int(fields[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    return Room(free - _reserve(total), f"MemAvailable in {path}")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of a memory cgroup are called."""
+
+    base: Path
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+    """In its memory.stat: page cache, which the kernel drops rather than kill."""
+
+
+def _cgroup_rooms() -> Iterator[Room]:
+    for line in (PROC / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files = _Files(
+                CGROUPS, "memory.max", "memory.current", ("inactive_file", "active_file")
+            )
+        elif "memory" in controllers.split(","):
+            files = _Files(
+                CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ("total_inactive_file", "total_active_file"),
+            )
+        else:
+            continue
+        # A container can be told its path on the host, which is not there, and see its own as root.
+        own = files.base / path.lstrip("/")
+        for level in (own, *own.parents):
+            if level.is_relative_to(files.base) and (left := _level_room(level, files)):
+                yield left
+
+
+def _level_room(level: Path, files: _Files) -> Room | None:
+    try:
+        limit = (level / files.limit).read_text().strip()
+        used = int((level / files.used).read_text())
+        stat = (level / "memory.stat").read_text()
+    except FileNotFoundError:  # the root of all cgroups, or no memory controller here
+        return None
+    if limit == "max":
+        return None
+    counts = dict(line.split() for line in stat.splitlines())
+    spare = sum(int(counts.get(name, 0)) for name in files.reclaimable)
+    left = int(limit) - used + spare - _reserve(int(limit))
+    return Room(left, f"{files.limit} of {level}")

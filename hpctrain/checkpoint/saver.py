@@ -1,0 +1,225 @@
+"""Saves behind training: training waits for a copy into host memory, and for nothing else.
+
+    training:   copy | step | step | step | ...
+    thread:          | stage, wait for the writer, gather, commit, prune |
+    process:              | digest, write, flush |
+
+The thread only waits (for the writer process, or in a collective on a group of its own), so it
+holds Python's lock for moments. At most one save is in flight; the arena belongs to it until it is
+over. What became of a save is the same on every rank, and is taken note of only where all ranks
+come together anyway: before the next save, and at a stop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.checkpoint.arena import Arena, aligned
+from hpctrain.checkpoint.boxes import held, parts_to_write
+from hpctrain.checkpoint.save import commit_together, write_options
+from hpctrain.checkpoint.writer import Request, Writer
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.testing import points
+from hpctrain.world import apart, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hpctrain.checkpoint.boxes import Part, State
+    from hpctrain.checkpoint.manifest import Manifest
+    from hpctrain.checkpoint.save import Place, Saved
+    from hpctrain.checkpoint.shard import Report
+    from hpctrain.world import World
+
+GRACE_S = 120.0
+"""Beyond `checkpoint.timeout_s`, by which every rank's writer has answered or is given up."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save behind training ended; the same on every rank."""
+
+    step: int
+    saved: Saved | None
+    error: HpctrainError | None = None
+
+
+class _Flight:
+    """One save on its way; its thread fills in the outcome."""
+
+    def __init__(self, step: int, stall_s: float) -> None:
+        self.step = step
+        self.stall_s = stall_s
+        self.began = time.monotonic()
+        self.landed = threading.Event()
+        self.outcome: Outcome | None = None
+
+
+class Saver:
+    """Saves of one rank behind training.
+
+    The constructor, `begin` and `land` are collective: every rank calls them, in the same order.
+    """
+
+    def __init__(
+        self, place: Place, world: World, *, after: Callable[[Saved], None] | None = None
+    ) -> None:
+        """Start the writer process and make a group for the saves' own exchanges.
+
+        Args:
+            place: Where checkpoints go, and by which right.
+            world: The ranks.
+            after: Rank 0, in the thread, when a save has been committed: to prune.
+        """
+        self._place = place
+        self._world = apart(world, place.settings.timeout_s + GRACE_S)
+        self._after = after
+        self._arena = Arena()
+        self._writer = Writer()
+        self._flight: _Flight | None = None
+
+    @property
+    def arena(self) -> Arena | None:
+        """Host memory that is free for other use; None while a save is in flight."""
+        return self._arena if self._flight is None else None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun and its end has not been taken note of, or is not there yet."""
+        return self._flight is not None and not self._flight.landed.is_set()
+
+    @property
+    def flying_s(self) -> float:
+        """How long the save in flight has taken so far; 0 without one."""
+        return time.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
+
+    @property
+    def step(self) -> int | None:
+        """The step of the save whose end has not been taken note of."""
+        return self._flight.step if self._flight is not None else None
+
+    def prepare(self, state: State) -> int:
+        """Take the host memory now, so that the first save need not; returns this rank's bytes.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        parts = parts_to_write(held(state, self._world))
+        self._arena.ensure(_layout(parts)[1])
+        return sum(part.piece.nbytes for part in parts)
+
+    def begin(self, state: State, manifest: Manifest) -> float:
+        """Copy the state and save it behind training; returns how long the copy took.
+
+        Collective. The save before must have been landed.
+
+        Raises:
+            CheckpointError: there is not enough host memory for the copy.
+        """
+        if self._flight is not None:
+            raise CheckpointError(f"step {self._flight.step} is still being saved")
+        started = time.monotonic()
+        parts = parts_to_write(held(state, self._world))
+        offsets = self._copy(parts, manifest.step)
+        self._flight = flight = _Flight(manifest.step, time.monotonic() - started)
+        pieces = tuple(part.piece for part in parts)
+
+        def write(path: Path) -> Report:
+            options = write_options(self._place.settings, manifest)
+            self._writer.begin(
+                Request(
+                    path=path,
+                    pieces=pieces,
+                    offsets=offsets,
+                    step=manifest.step,
+                    rank=self._world.rank,
+                    **options,
+                ),
+                self._arena,
+            )
+            return self._writer.wait(self._place.settings.timeout_s)
+
+        def behind() -> None:
+            try:
+                saved = commit_together(
+                    self._place,
+                    self._world,
+                    manifest,
+                    pieces=pieces,
+                    write=write,
+                    started=flight.began,
+                )
+                flight.outcome = Outcome(flight.step, replace(saved, stall_s=flight.stall_s))
+            except HpctrainError as error:
+                flight.outcome = Outcome(flight.step, None, error)
+            except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
+                text = f"step {flight.step} was not committed: {one_line(error)}"
+                flight.outcome = Outcome(flight.step, None, CheckpointError(text))
+            self._end(flight)
+
+        thread = threading.Thread(target=behind, name="hpctrain-save", daemon=True)
+        thread.start()
+        return flight.stall_s
+
+    def _end(self, flight: _Flight) -> None:
+        saved = flight.outcome.saved if flight.outcome else None
+        flight.landed.set()
+        if saved is not None and self._after is not None and self._world.rank == 0:
+            self._after(saved)
+
+    def _copy(self, parts: list[Part], step: int) -> tuple[int, ...]:
+        offsets, size = _layout(parts)
+        self._arena.ensure(size)
+        points.reach("arena.copy", step=step, rank=self._world.rank)
+        if not size:
+            return offsets
+        whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
+        sources, targets = [], []
+        for part, offset in zip(parts, offsets, strict=True):
+            if part.piece.nbytes:
+                target = whole[offset : offset + part.piece.nbytes]
+                targets.append(target.view(part.view.dtype))
+                sources.append(part.view.reshape(-1))
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)  # one call for all
+        return offsets
+
+    def peek(self) -> Outcome | None:
+        """How the save in flight ended, if it has; it stays to be landed. Not collective."""
+        return self._flight.outcome if self._flight and self._flight.landed.is_set() else None
+
+    def land(self) -> Outcome | None:
+        """Wait for the save in flight and say how it ended; None if there was none. Collective."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.landed.wait()
+        if flight.outcome is None:
+            raise CheckpointError(f"step {flight.step}: its save ended without an outcome")
+        return flight.outcome
+
+    def abandon(self) -> Outcome | None:
+        """Give the save in flight up at once; what it staged is swept later. Collective."""
+        if self.in_flight:
+            self._writer.abandon()
+        return self.land()
+
+    def close(self) -> None:
+        """End the writer process; a save in flight is lost. Not collective."""
+        self._writer.close()
+        self._arena.close()
+
+
+def _layout(parts: list[Part]) -> tuple[tuple[int, ...], int]:
+    """Where each part lies in the arena, and the arena's size."""
+    offsets, position = [], 0
+    for part in parts:
+        offsets.append(position)
+        position += aligned(part.piece.nbytes)
+    return tuple(offsets), position

@@ -1,0 +1,254 @@
+"""When a run saves, how, and what becomes of it: the ledger hears of every save, failed or not.
+
+Decisions that ranks must share are rank 0's, broadcast, or follow from the step's number.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint import retention
+from hpctrain.checkpoint.save import Place, Saved, save
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.plan.last_save import LastSave, last_save
+from hpctrain.runtime.marks import note
+from hpctrain.runtime.pace import Pace
+from hpctrain.world import broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.manifest import Manifest
+    from hpctrain.checkpoint.saver import Outcome
+    from hpctrain.runtime.clock import JobClock
+    from hpctrain.world import World
+
+    Snapshot = Callable[[], tuple[State, Manifest]]
+
+
+class Saves:
+    """One rank's side of the run's saves."""
+
+    def __init__(self, place: Place, world: World, clock: JobClock) -> None:
+        """Collective in the asynchronous mode: every rank calls it."""
+        self.step = 0
+        """The newest step that is committed, or on its way."""
+        self._place = place
+        self._world = world
+        self._clock = clock
+        self._settings = place.settings
+        self._saver = Saver(place, world, after=self._prune) if self._is_async else None
+        self._last_at = time.monotonic()
+        self._pace = Pace(place, world, clock) if world.rank == 0 else None
+        self._flight_s: float | None = None
+        self._waited_s = 0.0
+        self._told: int | None = None
+        self._digest = ""
+
+    @property
+    def _is_async(self) -> bool:
+        return self._settings.mode == "async"
+
+    @property
+    def saver(self) -> Saver | None:
+        """What saves behind training; None in the synchronous mode."""
+        return self._saver
+
+    def start(self, step: int) -> None:
+        """Training begins at this step, which is committed, or 0."""
+        self.step = step
+        self._last_at = time.monotonic()
+        self._tell_pace()
+
+    def wishes(self) -> bool:
+        """Rank 0: whether a save is due by the clock. Also tells the ledger of a landed one."""
+        outcome = self._saver.peek() if self._saver is not None else None
+        if outcome is not None:
+            self._tell(outcome)
+        if self._pace is None or self._settings.interval_steps:
+            return False
+        if time.monotonic() - self._last_at < self._pace.now.seconds:
+            return False
+        busy = self._saver is not None and self._saver.in_flight
+        return not (busy and self._settings.when_busy == "skip")
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due by the step's number, which all ranks know."""
+        every = self._settings.interval_steps
+        return bool(every) and step > 0 and step % every == 0
+
+    def periodic(self, step: int, snapshot: Snapshot) -> None:
+        """Save in the course of training; a save that fails costs just itself. Collective.
+
+        Raises:
+            Fenced: a newer attempt has taken the run over.
+        """
+        if step in {0, self.step}:
+            return
+        if self._is_busy_and_skips(step):
+            return
+        self._last_at = time.monotonic()
+        try:
+            if self._saver is None:
+                self._now(step, snapshot)
+            else:
+                self._behind(self._saver, step, snapshot)
+        except Fenced:
+            raise
+        except CheckpointError as error:
+            self._failed(step, error)
+
+    def final(self, step: int, snapshot: Snapshot, left_s: float | None) -> None:
+        """Save before a stop, in the time that is left; a failure must not become a crash.
+
+        Collective.
+
+        Raises:
+            Fenced: a newer attempt has taken the run over.
+        """
+        choice = self._choose_last(left_s)
+        self._land(abandon=choice is LastSave.FRESH)
+        if choice is LastSave.FINISH and self.step:
+            self._event("save_skipped", step=step, why=f"no time: step {self.step} was finished")
+            return
+        try:
+            self.now(step, snapshot)
+        except Fenced:
+            raise
+        except CheckpointError as error:
+            self._failed(step, error)
+
+    def now(self, step: int, snapshot: Snapshot) -> None:
+        """Commit this step while training waits, unless it is committed already. Collective.
+
+        Raises:
+            CheckpointError: it was not committed; nothing is lost, the older ones stand.
+        """
+        self._land()
+        if step not in {0, self.step}:
+            self._now(step, snapshot)
+
+    def close(self) -> None:
+        """End the writer process."""
+        if self._saver is not None:
+            self._saver.close()
+
+    # ---- parts
+
+    def _now(self, step: int, snapshot: Snapshot) -> None:
+        state, manifest = snapshot()
+        saved = save(self._place, self._world, state, manifest)
+        self.step, self._last_at = step, time.monotonic()
+        self._note_saved(saved, "sync")
+        if self._world.rank == 0:
+            self._prune(saved)
+
+    def _behind(self, saver: Saver, step: int, snapshot: Snapshot) -> None:
+        started = time.monotonic()
+        self._land()
+        self._waited_s = time.monotonic() - started
+        saver.begin(*snapshot())
+        self.step = step
+
+    def _is_busy_and_skips(self, step: int) -> bool:
+        if self._saver is None or self._settings.when_busy != "skip":
+            return False
+        busy: bool = broadcast(self._world, self._saver.in_flight)
+        if busy:
+            self._event("save_skipped", step=step, why=f"step {self._saver.step} is being written")
+        return busy
+
+    def _choose_last(self, left_s: float | None) -> LastSave:
+        saver = self._saver
+        if saver is None or not broadcast(self._world, saver.in_flight):
+            return LastSave.BOTH
+        fresh_s = self._clock.expected_save_s()
+        whole_s = self._flight_s if self._flight_s is not None else fresh_s
+        flight_left_s = max(0.0, whole_s - saver.flying_s)
+        choice = last_save(left_s, flight_left_s=flight_left_s, fresh_s=fresh_s)
+        return LastSave(broadcast(self._world, choice.value))
+
+    def _land(self, *, abandon: bool = False) -> None:
+        """Wait for the save in flight, and take note of how it ended, the same on every rank."""
+        if self._saver is None:
+            return
+        outcome = self._saver.abandon() if abandon else self._saver.land()
+        if outcome is None:
+            return
+        self._tell(outcome)
+        if outcome.saved is None:
+            self.step = 0 if self.step == outcome.step else self.step
+        if isinstance(outcome.error, Fenced):
+            raise outcome.error
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Once for each save, as soon as rank 0 knows."""
+        if self._told == outcome.step:
+            return
+        self._told = outcome.step
+        if outcome.saved is not None:
+            self._flight_s = outcome.saved.seconds
+            self._note_saved(outcome.saved, "async")
+        elif outcome.error is not None and not isinstance(outcome.error, Fenced):
+            self._failed(outcome.step, outcome.error)
+
+    def _note_saved(self, saved: Saved, mode: str) -> None:
+        self._clock.saved(saved.seconds)
+        stale = {}
+        if saved.state_digest == self._digest:
+            # A step later no bit differs: the copy was made from tensors that are no longer used.
+            stale = {"same_as_before": True}
+            print(
+                f"hpctrain: step {saved.step} holds the same bits as the checkpoint before it; "
+                "is the model that is trained the one that is tracked?",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._digest = saved.state_digest
+        self._event(
+            "saved",
+            step=saved.step,
+            bytes=saved.bytes,
+            seconds=round(saved.seconds, 3),
+            stall_s=round(saved.stall_s, 4),
+            waited_s=round(self._waited_s, 3),
+            mode=mode,
+            checkpoint=saved.path,
+            **stale,
+        )
+        if self._pace is not None:
+            self._pace.saved(saved)
+            self._tell_pace()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._event("save_failed", step=step, why=str(error))
+        print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
+
+    def _tell_pace(self) -> None:
+        news = self._pace.news() if self._pace is not None else None
+        if news is not None:
+            self._event("interval", **news)
+
+    def _prune(self, saved: Saved) -> None:
+        """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
+        keep = self._settings
+        try:
+            retention.prune(
+                self._place.run,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+                keep_best=keep.keep_best,
+                best_metric=keep.best_metric,
+                best_is=keep.best_is,
+                attempt=self._place.attempt,
+            )
+        except CheckpointError as error:
+            self._event("prune_failed", step=saved.step, why=str(error))
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self._world.rank == 0:
+            note(self._place.run, kind, self._place.attempt, **fields)

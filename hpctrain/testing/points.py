@@ -1,0 +1,81 @@
+"""The places of a save and a restore at which a fault can be put in. Does nothing unless armed.
+
+Product code says `points.reach("shard.write", path=path, bytes=size)` just before it does what the
+point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+VARIABLE = "HPCTRAIN_FAULTS"
+
+POINTS = {
+    "stage.made": "the staged directory is there, and empty",
+    "arena.copy": "a tensor's bytes are about to be copied into the arena",
+    "writer.request": "the writer process has been asked for a shard, and is about to begin",
+    "shard.open": "a shard is about to be created",
+    "shard.write": "bytes are about to be written into a shard",
+    "shard.flush": "a shard has all its bytes and is about to be flushed",
+    "shard.done": "a shard is flushed and closed",
+    "report.gather": "a rank is about to tell rank 0 what it wrote",
+    "table.write": "the chunk table is about to be written",
+    "manifest.write": "the manifest is about to be written",
+    "manifest.flush": "the manifest has all its bytes and is about to be flushed",
+    "publish.rename": "the staged directory is about to get its committed name",
+    "publish.flush": "it has that name, which is about to be flushed",
+    "prune.rename": "a checkpoint that may go is about to lose its name",
+    "prune.delete": "it has lost its name, and its files are about to be deleted",
+    "read.block": "bytes of a shard are about to be read",
+    "read.done": "everything asked for has been read and checked",
+}
+"""Each point and what is so when it is reached."""
+
+
+class Reached(NamedTuple):
+    """A point that has been reached, with what is known there; see `reach`."""
+
+    point: str
+    path: str | Path | None
+    fd: int | None
+    step: int | None
+    bytes: int | None
+    rank: int | None
+    attempt: int | None
+
+
+handler: Callable[[Reached], None] | None = None
+"""What `faults` has armed in this process."""
+
+
+def reach(
+    point: str,
+    *,
+    path: str | Path | None = None,
+    fd: int | None = None,
+    step: int | None = None,
+    bytes: int | None = None,  # noqa: A002 - the call reads as it is meant
+    rank: int | None = None,
+    attempt: int | None = None,
+) -> None:
+    """Say that a point is reached; whatever fault is armed for it happens now.
+
+    Args:
+        point: One of POINTS.
+        path: The file or directory that it is about.
+        fd: That file, where it is open.
+        step: The checkpoint's step.
+        bytes: How many bytes are about to be written or read.
+        rank: This rank; by default RANK of the environment.
+        attempt: The attempt's number; by default that of HPCTRAIN_ATTEMPT.
+
+    Raises:
+        OSError: a `fail` is armed here.
+        UsageError: what is armed here cannot be done here.
+    """
+    if handler is not None:
+        handler(Reached(point, path, fd, step, bytes, rank, attempt))
