@@ -125,6 +125,7 @@ class Saver:
         if self._flight is not None:
             raise CheckpointError(f"step {self._flight.step} is still being saved")
         started = time.monotonic()
+        self._writer.ready()
         parts = parts_to_write(held(state, self._world))
         offsets = self._copy(parts, manifest.step)
         self._flight = flight = _Flight(manifest.step, time.monotonic() - started)

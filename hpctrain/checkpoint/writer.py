@@ -100,31 +100,41 @@ class Writer:
         process = self._process
         return None if process is None else process.popen.pid
 
+    def ready(self) -> None:
+        """Have a process there; on the main thread, before another thread calls `begin`.
+
+        Raises:
+            CheckpointError: it cannot be started.
+            RuntimeError: a request is in flight, the writer is closed, or this is not the main
+                thread.
+        """
+        self._require_free()  # a new process would never answer what is in flight
+        with self._lock:
+            if self._process is None or self._process.dead():
+                self._end()
+                self._process = _Process(self._nice)
+
     def begin(self, request: Request, arena: Arena) -> None:
         """Have a shard written; returns at once. The arena's bytes must stay until `wait` returns.
 
         Raises:
-            CheckpointError: no process can be started.
-            RuntimeError: a request is in flight, or the writer is closed; or a new process is
-                needed and this is not the main thread.
+            CheckpointError: no process can be started; or the process has died and this is not the
+                main thread, which alone can start another.
+            RuntimeError: a request is in flight, or the writer is closed.
         """
-        if self._pending is not None:
-            raise RuntimeError(f"{self._pending.path} is still being written")
-        if self._closed or os.getpid() != self._owner:
-            raise RuntimeError("the writer is closed, or another process's")
+        self._require_free()
         with self._lock:
             self._abandoned = False
             self._number += 1
             try:
                 self._send(request, arena)
-            except OSError as error:
+            except BaseException as error:  # it may have been sent: its answer must not come
                 self._end()
+                if not isinstance(error, OSError):
+                    raise
                 raise CheckpointError(
                     f"{request.path} cannot be handed to the process that writes it: {error}"
                 ) from error
-            except BaseException:  # it may have been sent already: its answer must not come
-                self._end()
-                raise
             self._pending = request
 
     def done(self) -> bool:
@@ -192,6 +202,12 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _require_free(self) -> None:
+        if self._pending is not None:
+            raise RuntimeError(f"{self._pending.path} is still being written")
+        if self._closed or os.getpid() != self._owner:
+            raise RuntimeError("the writer is closed, or another process's")
+
     def _send(self, request: Request, arena: Arena) -> None:
         if self._process is not None and not self._process.dead():
             try:
@@ -201,6 +217,11 @@ class Writer:
             else:
                 return
         self._end()
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(
+                f"{request.path} was not written: its writer process has died; "
+                "the next save gets a new one"
+            )
         self._process = _Process(self._nice)
         self._process.send(self._number, request, arena)
 

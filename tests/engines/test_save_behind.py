@@ -1,0 +1,172 @@
+"""Saves behind training, in the shipped recipe on real ranks: what becomes of each, and of training."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+import pytest
+
+from hpctrain.checkpoint import find
+from hpctrain.ledger import events as ledger
+from hpctrain.testing import faults
+from tests.support import small_disk as disks
+from tests.support.gloo import launch
+from tests.support.recipe import assert_same_bits, full_state, make_run, train
+
+small_disk = disks.small_disk
+STEPS = 8
+EACH = {"train__steps": STEPS, "checkpoint__interval_steps": 1, "checkpoint__keep_last": STEPS}
+
+
+@pytest.fixture
+def fault():
+    """`fault(text)`: put a fault into all that this test starts."""
+    with contextlib.ExitStack() as stack:
+        yield lambda text: stack.enter_context(faults.armed(text))
+
+
+def _events(run, kind):
+    return [event.data for event in ledger.read(run) if event.kind == kind]
+
+
+def _committed(run):
+    return [found.step for found in find.candidates(run) if found.problem is None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", **EACH, checkpoint__mode="sync")
+    train(run, 2)
+    return run
+
+
+def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(tmp_path, undisturbed):
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2)
+
+    saved = _events(run, "saved")
+    assert [data["step"] for data in saved] == list(range(1, STEPS + 1))
+    assert [data["mode"] for data in saved] == ["async"] * (STEPS - 1) + ["sync"]
+    assert all(data["stall_s"] <= data["seconds"] for data in saved)
+    assert {data["mode"] for data in _events(undisturbed, "saved")} == {"sync"}
+    for step in range(1, STEPS + 1):
+        assert_same_bits(full_state(undisturbed, step), full_state(run, step))
+
+
+def test_a_save_that_is_due_while_one_is_written_waits_and_says_how_long(tmp_path, fault):
+    fault("delay:shard.flush,step=2,seconds=1.5")
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2)
+
+    assert _committed(run) == list(range(STEPS, 0, -1))
+    waited = {data["step"]: data["waited_s"] for data in _events(run, "saved")}
+    assert waited[3] >= 1.0
+    assert waited[2] < 1.0
+
+
+def test_a_save_that_is_due_while_one_is_written_is_left_out_and_noted(tmp_path, fault):
+    fault("delay:shard.flush,step=2,seconds=1.5")
+    run = make_run(tmp_path / "run", **EACH, checkpoint__when_busy="skip", train__step_delay_s=0.1)
+    train(run, 2)
+
+    skipped = [data["step"] for data in _events(run, "save_skipped")]
+    assert skipped
+    assert set(skipped) <= set(range(3, STEPS))
+    assert sorted(_committed(run) + skipped) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed, rank):
+    once = tmp_path / "once"
+    fault(f"kill:shard.write,step=3,rank={rank},once={once}")
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2)
+
+    (failed,) = _events(run, "save_failed")
+    assert failed["step"] == 3
+    assert "SIGKILL" in failed["why"]
+    assert _committed(run) == [step for step in range(STEPS, 0, -1) if step != 3]
+    assert not find.staged(run)
+    assert_same_bits(full_state(undisturbed, STEPS), full_state(run, STEPS))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EIO"])
+def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_staged(
+    tmp_path, fault, mode, error
+):
+    fault(f"fail:shard.write,step=3,rank=1,error={error}")
+    run = make_run(tmp_path / "run", **EACH, checkpoint__mode=mode)
+    train(run, 2)
+
+    (failed,) = _events(run, "save_failed")
+    assert failed["step"] == 3
+    assert "rank 1" in failed["why"]
+    assert _committed(run) == [step for step in range(STEPS, 0, -1) if step != 3]
+    assert not find.staged(run)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
+    disk = small_disk(800 << 10)
+    run = make_run(disk / "run", **EACH, checkpoint__mode=mode)
+    with pytest.raises(AssertionError, match="step 8 was not saved: .* free"):
+        train(run, 2)  # the last save is no periodic one: the run is not done without it
+
+    kept = _committed(run)
+    failed = [data["step"] for data in _events(run, "save_failed")]
+    assert kept
+    assert failed
+    assert sorted(kept + failed) == list(range(1, STEPS))
+    assert not find.staged(run)
+    for step in kept[1:]:
+        shutil.rmtree(find.step_path(run, step))
+    with contextlib.suppress(AssertionError):
+        train(run, 2)
+    assert _events(run, "restored")[-1]["step"] == kept[0]
+
+
+def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(
+    tmp_path, fault
+):
+    fault("delay:shard.flush,step=2,seconds=1")
+    run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
+    train(run, 2, stop_at=2, victim=1)
+
+    stopped = _events(run, "stopped")[0]["step"]
+    assert {2, stopped} <= set(_committed(run))
+
+
+def test_a_stop_with_no_time_for_a_new_save_leaves_with_the_one_in_flight(
+    tmp_path, fault, monkeypatch
+):
+    fault("delay:shard.flush,seconds=2")
+    monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "4")
+    run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
+    train(run, 2, stop_at=4, victim=1)
+
+    stopped = _events(run, "stopped")[0]["step"]
+    assert stopped > 4
+    assert _committed(run)[0] == 4
+    (skipped,) = _events(run, "save_skipped")
+    assert skipped["step"] == stopped
+
+
+def test_a_model_that_is_not_the_one_that_is_trained_is_noticed(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", **EACH)
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
+    launch(_track_a_model_that_nobody_trains, 1)
+
+    same = {data["step"]: data.get("same_as_before", False) for data in _events(run, "saved")}
+    assert same == {1: False, 2: True, 3: True}
+
+
+def _track_a_model_that_nobody_trains():
+    import torch
+
+    import hpctrain
+
+    run = hpctrain.init()
+    run.track(model=torch.nn.Linear(3, 3))
+    list(run.steps(total=3))
