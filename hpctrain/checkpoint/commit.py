@@ -15,9 +15,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint import find, names, table
+from hpctrain.checkpoint import find, names
 from hpctrain.checkpoint import manifest as manifests
-from hpctrain.checkpoint.assemble import assemble
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir.fence import publishing
 from hpctrain.testing import points
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.manifest import Manifest
     from hpctrain.rundir.fence import Attempt
     from hpctrain.rundir.layout import RunDir
+
+
+REMOVE_TRIES = 100
+"""Of a directory from which others remove files at the same time."""
 
 
 def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
@@ -61,6 +64,10 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     Raises:
         CheckpointError: the parts do not make up the tensors, or the disk refused.
     """
+    # Not above: pinning and deleting go through this module too, and need no numpy.
+    from hpctrain.checkpoint import table
+    from hpctrain.checkpoint.assemble import assemble
+
     files, manifest.tensors, whole = assemble(parts, manifest.block_bytes)
     content = whole.dump()
     manifest.files = [*files, table.entry_of(content)]
@@ -162,7 +169,9 @@ def remove_tree(path: Path) -> None:
 
     A file that somebody on another NFS client holds open cannot go yet; the next sweep takes it.
     """
-    while os.path.lexists(path):
+    for _ in range(REMOVE_TRIES):
+        if not os.path.lexists(path):
+            return
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FORMAT = 2
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
+PINNED_NAME = "PINNED"
+"""Made by `checkpoints pin`; not part of what the manifest proves."""
 
 _TENSOR = re.compile(r"([A-Z0-9_]+)\[([0-9,]*)\]")
 
@@ -212,7 +214,8 @@ def files_problem(files: list[FileEntry]) -> str | None:
     seen: set[str] = set()
     for entry in files:
         # A manifest must not be able to name a file outside of its own directory.
-        if entry.name in {"", ".", "..", MANIFEST_NAME} or "/" in entry.name or "\0" in entry.name:
+        reserved = entry.name in {"", ".", "..", MANIFEST_NAME, PINNED_NAME}
+        if reserved or "/" in entry.name or "\0" in entry.name:
             return f"manifest names {entry.name!r}, which is no shard's name"
         if entry.name in seen:
             return f"manifest names {entry.name} twice"
@@ -252,8 +255,9 @@ def _require_string_keys(value: Any, where: str) -> None:
 
 
 def _own_digest(raw: dict[str, Any]) -> str:
+    # In the order of the file: the chunk table counts the tensors in it, so it is proved as well.
     rest = {key: value for key, value in raw.items() if key != "self_digest"}
-    return bytes_digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode("ascii"))
+    return bytes_digest(json.dumps(rest, separators=(",", ":")).encode("ascii"))
 
 
 def _rendered(raw: dict[str, Any]) -> bytes:

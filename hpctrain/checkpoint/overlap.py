@@ -93,11 +93,12 @@ def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.in
         tensors: The number of each region's tensor.
     """
     row, region = table.rows_of_all(tensors)
-    full = table.nbytes[row] > 0
-    row, region = row[full], region[full]
-    pairs = _Pairs(table, regions, row, region, table.itemsize[row])
     linear = np.array([one.flat for one in regions], bool)
-    linear |= np.bincount(region, table.flat[row], len(regions)) > 0
+    if table.flat.any():
+        linear |= np.bincount(region, table.flat[row], len(regions)) > 0
+    near = _near(table, row, region, regions, linear) & (table.nbytes[row] > 0)
+    row, region = row[near], region[near]
+    pairs = _Pairs(table, regions, row, region, table.itemsize[row])
     found = Overlap(np.zeros((5, 0), np.int64), [], {})
     dims = np.array([len(one.shape) for one in regions], np.int64)
     for count in np.unique(dims[region]).tolist():
@@ -108,6 +109,33 @@ def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.in
                 found = _joined(found, fill(some))
     _require_once(found, regions)
     return found
+
+
+def _near(
+    table: ChunkTable,
+    row: NDArray[np.int64],
+    region: NDArray[np.int64],
+    regions: Sequence[Region],
+    linear: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Which chunks may share something with their region: all but few of many are ruled out here.
+
+    By the first dimension alone, and of boxes for boxes only.
+    """
+    ends = [
+        (one.begin[0], one.begin[0] + one.extent[0]) if one.shape and not ranges else None
+        for one, ranges in zip(regions, linear, strict=True)
+    ]
+    ruled = np.array([end is not None for end in ends], bool)
+    if not ruled.any():
+        return np.ones(len(row), bool)
+    low, high = np.array([end or (0, 0) for end in ends], np.int64).T
+    first = np.minimum(table.first_dim[row], len(table.begin) - 1)  # a scalar has no first one
+    begin = table.begin[first]
+    inside: NDArray[np.bool_] = begin < high[region]
+    inside &= begin + table.extent[first] > low[region]
+    inside |= ~ruled[region]
+    return inside
 
 
 def _in_boxes(pairs: _Pairs) -> Overlap:

@@ -55,10 +55,8 @@ class Files:
             while done < wanted:  # a call may give less than it was asked for
                 count = os.preadv(file, _rest(buffers, done), position + done)
                 if not count:
-                    raise TornCheckpoint(
-                        f"shard {name} ends after {position + done:,} bytes, "
-                        f"manifest says {self._manifest.files[number].size:,}"
-                    )
+                    size, said = os.fstat(file).st_size, self._manifest.files[number].size
+                    raise TornCheckpoint(f"shard {name} is {size:,} bytes, manifest says {said:,}")
                 done += count
         except FileNotFoundError:
             raise TornCheckpoint(f"shard {name} is missing") from None

@@ -232,7 +232,8 @@ class Source:
                     if window:
                         yield Window(file, start, window)
                     window, room, file, start = [], most * block, number, low
-                window.append(run._replace(first=first, last=last))
+                whole = (first, last) == (run.first, run.last)
+                window.append(run if whole else run._replace(first=first, last=last))
                 room, end = room - (high - low), high
         if window:
             yield Window(file, start, window)

@@ -126,16 +126,18 @@ def commit_together(
     """
     need = sum(piece.nbytes for piece in pieces)
     needs = gather_on_0(world, need)
-    staged = on_rank_0(world, lambda: _stage(place, manifest.step, sum(needs)))
+    staged = on_rank_0(
+        world, lambda: _stage(place, manifest.step, sum(needs), sum(map(bool, needs)) + 3)
+    )
     answers = gather_on_0(world, _write(staged, world, manifest.step, pieces, write))
     size, digest = on_rank_0(world, lambda: _publish(place, staged, manifest, answers))
     seconds = time.monotonic() - started
     return Saved(manifest.step, step_name(manifest.step), size, seconds, seconds, digest)
 
 
-def _stage(place: Place, step: int, need: int) -> Path:
+def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
     place.run.checkpoints.mkdir(parents=True, exist_ok=True)
-    problem = space.forecast(place.run.checkpoints, need)
+    problem = space.forecast(place.run.checkpoints, need, need_files)
     if problem:
         raise CheckpointError(f"step {step} was not saved: {problem}")
     return commit.stage(place.run, step, place.attempt)

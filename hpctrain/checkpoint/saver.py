@@ -28,13 +28,13 @@ from hpctrain.testing import points
 from hpctrain.world import apart, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.boxes import Part, State
     from hpctrain.checkpoint.manifest import Manifest
     from hpctrain.checkpoint.save import Place, Saved
-    from hpctrain.checkpoint.shard import Report
+    from hpctrain.checkpoint.shard import Piece, Report
     from hpctrain.world import World
 
 GRACE_S = 120.0
@@ -53,10 +53,10 @@ class Outcome:
 class _Flight:
     """One save on its way; its thread fills in the outcome."""
 
-    def __init__(self, step: int, stall_s: float) -> None:
+    def __init__(self, step: int, began: float) -> None:
         self.step = step
-        self.stall_s = stall_s
-        self.began = time.monotonic()
+        self.began = began
+        self.stall_s = 0.0
         self.landed = threading.Event()
         self.outcome: Outcome | None = None
 
@@ -114,59 +114,85 @@ class Saver:
         self._arena.ensure(_layout(parts)[1])
         return sum(part.piece.nbytes for part in parts)
 
-    def begin(self, state: State, manifest: Manifest) -> float:
-        """Copy the state and save it behind training; returns how long the copy took.
+    def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
+        """Copy the state and save it behind training; returns how long training waited.
 
-        Collective. The save before must have been landed.
+        Collective. The save before must have been landed. What goes wrong on one rank alone, such
+        as too little memory for the copy, fails the save on all of them: see `land`.
+
+        Args:
+            state: This rank's tensors; they may change when this returns.
+            manifest: Everything but files and tensors, which are filled in later.
+            started: `time.monotonic()` when training began to wait, if that was earlier.
 
         Raises:
-            CheckpointError: there is not enough host memory for the copy.
+            RuntimeError: the save before has not been landed.
         """
         if self._flight is not None:
-            raise CheckpointError(f"step {self._flight.step} is still being saved")
-        started = time.monotonic()
-        self._writer.ready()
+            raise RuntimeError(f"step {self._flight.step} has not been landed")
+        flight = _Flight(manifest.step, time.monotonic() if started is None else started)
         parts = parts_to_write(held(state, self._world))
-        offsets = self._copy(parts, manifest.step)
-        self._flight = flight = _Flight(manifest.step, time.monotonic() - started)
-        pieces = tuple(part.piece for part in parts)
+        try:
+            self._writer.ready()
+            offsets = self._copy(parts, manifest.step)
+            write = self._writing(parts, offsets, manifest)
+        except (CheckpointError, OSError) as error:
+            write = _failing(error)
+        flight.stall_s = time.monotonic() - flight.began
+        pieces = [part.piece for part in parts]
+        threading.Thread(
+            target=self._behind,
+            args=(flight, manifest, pieces, write),
+            name="hpctrain-save",
+            daemon=True,
+        ).start()
+        self._flight = flight
+        return flight.stall_s
+
+    def _writing(
+        self, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
+    ) -> Callable[[Path], Report]:
+        """What has the writer process write the arena's copy of these parts."""
 
         def write(path: Path) -> Report:
-            options = write_options(self._place.settings, manifest)
-            self._writer.begin(
-                Request(
-                    path=path,
-                    pieces=pieces,
-                    offsets=offsets,
-                    step=manifest.step,
-                    rank=self._world.rank,
-                    **options,
-                ),
-                self._arena,
+            request = Request(
+                path=path,
+                pieces=[part.piece for part in parts],
+                offsets=offsets,
+                step=manifest.step,
+                rank=self._world.rank,
+                **write_options(self._place.settings, manifest),
             )
+            self._writer.begin(request, self._arena)
             return self._writer.wait(self._place.settings.timeout_s)
 
-        def behind() -> None:
-            try:
-                saved = commit_together(
-                    self._place,
-                    self._world,
-                    manifest,
-                    pieces=pieces,
-                    write=write,
-                    started=flight.began,
-                )
-                flight.outcome = Outcome(flight.step, replace(saved, stall_s=flight.stall_s))
-            except HpctrainError as error:
-                flight.outcome = Outcome(flight.step, None, error)
-            except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
-                text = f"step {flight.step} was not committed: {one_line(error)}"
-                flight.outcome = Outcome(flight.step, None, CheckpointError(text))
-            self._end(flight)
+        return write
 
-        thread = threading.Thread(target=behind, name="hpctrain-save", daemon=True)
-        thread.start()
-        return flight.stall_s
+    def _behind(
+        self,
+        flight: _Flight,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        write: Callable[[Path], Report],
+    ) -> None:
+        """The thread: everything after the copy."""
+        step = flight.step
+        try:
+            saved = commit_together(
+                self._place,
+                self._world,
+                manifest,
+                pieces=pieces,
+                write=write,
+                started=flight.began,
+            )
+            flight.outcome = Outcome(step, replace(saved, stall_s=flight.stall_s))
+        except HpctrainError as error:
+            flight.outcome = Outcome(step, None, error)
+        except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
+            text = f"step {step} was not committed: {one_line(error)}"
+            flight.outcome = Outcome(step, None, CheckpointError(text))
+        self._end(flight)
 
     def _end(self, flight: _Flight) -> None:
         saved = flight.outcome.saved if flight.outcome else None
@@ -195,6 +221,11 @@ class Saver:
         """How the save in flight ended, if it has; it stays to be landed. Not collective."""
         return self._flight.outcome if self._flight and self._flight.landed.is_set() else None
 
+    def settle(self) -> None:
+        """Let the save in flight end, before the process does. Not collective."""
+        if self._flight is not None:
+            self._flight.landed.wait(self._place.settings.timeout_s)
+
     def land(self) -> Outcome | None:
         """Wait for the save in flight and say how it ended; None if there was none. Collective."""
         flight, self._flight = self._flight, None
@@ -215,6 +246,15 @@ class Saver:
         """End the writer process; a save in flight is lost. Not collective."""
         self._writer.close()
         self._arena.close()
+
+
+def _failing(error: Exception) -> Callable[[Path], Report]:
+    """A write that fails: the other ranks must hear of what went wrong before it."""
+
+    def write(_: Path) -> Report:
+        raise error
+
+    return write
 
 
 def _layout(parts: list[Part]) -> tuple[tuple[int, ...], int]:

@@ -9,6 +9,7 @@ nobody takes it for weights.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from hpctrain.checkpoint.shard import DTYPES, encode_header
 from hpctrain.errors import TornCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("tensor", "file", "offset", "dims", "flat", "begin", "extent", "digests")
 NARROW: dict[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
+LARGEST = 2**62
+"""No number of a table comes near it, so sums of two do not run over."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class ChunkTable:
     @cached_property
     def first_dim(self) -> NDArray[np.int64]:
         """Where each row's pairs start in `begin` and `extent`; one more entry than rows."""
-        return _starts(self.dims)
+        return starts(self.dims)
 
     @cached_property
     def nbytes(self) -> NDArray[np.int64]:
@@ -77,7 +80,7 @@ class ChunkTable:
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
         """Where each row's digests start in `digests`; one more entry than rows."""
-        return _starts(-(-self.nbytes // self.block_bytes))
+        return starts(-(-self.nbytes // self.block_bytes))
 
     @cached_property
     def _by_tensor(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -100,7 +103,7 @@ class ChunkTable:
         order, keys = self._by_tensor
         low, high = np.searchsorted(keys, [tensors, tensors + 1])
         owner = np.repeat(np.arange(len(tensors)), high - low)
-        place = np.arange(len(owner)) - _starts(high - low)[:-1][owner]
+        place = np.arange(len(owner)) - starts(high - low)[:-1][owner]
         return order[low[owner] + place], owner
 
     def rows_in(self, file: int) -> tuple[int, int]:
@@ -169,7 +172,7 @@ def parse(content: bytes, manifest: Manifest) -> ChunkTable:
         whole = {name: column.astype(np.int64) for name, column in columns.items()}
         sizes = np.array([DTYPES[one.dtype] for one in manifest.tensors], np.int64)
         itemsize = sizes[whole["tensor"]] if len(whole["tensor"]) else whole["tensor"]
-    except (KeyError, ValueError, IndexError, TypeError, struct.error) as error:
+    except (KeyError, ValueError, IndexError, TypeError, RecursionError, struct.error) as error:
         raise TornCheckpoint(f"{TABLE_NAME} is not a chunk table: {error}") from error
     table = ChunkTable(
         **whole,
@@ -177,7 +180,7 @@ def parse(content: bytes, manifest: Manifest) -> ChunkTable:
         itemsize=itemsize,
         block_bytes=manifest.block_bytes,
     )
-    problem = _problem(table, manifest)
+    problem = next(_problems(table, manifest), None)
     if problem:
         raise TornCheckpoint(f"{TABLE_NAME} {problem}")
     return table
@@ -192,9 +195,9 @@ def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.i
     """The product of each row's extents; 1 for a row without dimensions (a scalar)."""
     product = np.ones(len(dims), np.int64)
     filled = dims > 0
-    starts = _starts(dims)[:-1][filled]
-    if len(starts):
-        product[filled] = np.multiply.reduceat(extent, starts)
+    first = starts(dims)[:-1][filled]
+    if len(first):
+        product[filled] = np.multiply.reduceat(extent, first)
     return product
 
 
@@ -203,10 +206,32 @@ def numels(tensors: Sequence[TensorEntry]) -> NDArray[np.int64]:
     return np.array([int(np.prod(one.shape, dtype=np.int64)) for one in tensors], np.int64)
 
 
-def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of so many begins if they lie one behind the other; one more entry: the end."""
+    begins = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=begins[1:])
+    return begins
+
+
+def misplaced(tensors: Sequence[TensorEntry], table: ChunkTable) -> int | None:
+    """The number of a tensor with a chunk that is no part of its shape; None if there is none."""
+    ranks = np.array([len(one.shape) for one in tensors], np.int64)
+    is_flat = table.flat == 1
+    own = ranks[table.tensor]
+    odd = np.flatnonzero((table.flat > 1) | (table.dims != np.where(is_flat, 1, own)))
+    if len(odd):
+        return int(table.tensor[odd[0]])
+    # Of each tensor its sizes, which bound boxes, and behind them their product, for flat ranges.
+    bounds = [(*one.shape, math.prod(one.shape)) for one in tensors]
+    bound = np.array([size for sizes in bounds for size in sizes], np.int64)
+    first = starts(ranks + 1)[table.tensor] + np.where(is_flat, own, 0)
+    pairs = np.arange(len(table.begin))
+    limit = bound[np.repeat(first - table.first_dim[:-1], table.dims) + pairs]
+    outside = np.flatnonzero((table.extent > limit) | (table.begin > limit - table.extent))
+    if not len(outside):
+        return None
+    row = np.searchsorted(table.first_dim, outside[0], "right") - 1
+    return int(table.tensor[row])
 
 
 def _narrowest(column: NDArray[Any]) -> str:
@@ -222,24 +247,39 @@ def _columns(content: bytes) -> dict[str, NDArray[Any]]:
     for name in COLUMNS:
         low, high = entries[name]["data_offsets"]
         dtype = np.dtype(NARROW[entries[name]["dtype"]]).newbyteorder("<")
-        columns[name] = np.frombuffer(data[low:high], dtype)
+        column = np.frombuffer(data[low:high], dtype)
+        if name != "digests" and len(column) and int(column.max()) > LARGEST:
+            raise ValueError(f"column {name} holds {column.max()}")
+        columns[name] = column
     return columns
 
 
-def _problem(table: ChunkTable, manifest: Manifest) -> str | None:
-    """What is at odds in a table; its bytes are as written, so this finds a writer's mistake."""
-    rows = len(table)
+def _problems(table: ChunkTable, manifest: Manifest) -> Iterator[str]:
+    """What is at odds in a table; its bytes are as written, so this finds a writer's mistake.
+
+    Each check relies on those before it: take the first only.
+    """
+    rows, pairs = len(table), int(table.dims.sum())
     if {len(table.file), len(table.offset), len(table.dims), len(table.flat)} != {rows}:
-        return "has columns of different lengths"
-    pairs = int(table.dims.sum())
+        yield "has columns of different lengths"
     if len(table.begin) != pairs or len(table.extent) != pairs:
-        return f"has {len(table.begin)} pairs of begin and extent, its rows need {pairs}"
+        yield f"has {len(table.begin)} pairs of begin and extent, its rows need {pairs}"
+    outside = misplaced(manifest.tensors, table)
+    if outside is not None:
+        yield f"names a chunk outside of {manifest.tensors[outside].name}"
     if len(table.digests) != table.first_block[-1]:
-        return f"has {len(table.digests)} digests, its chunks have {table.first_block[-1]} blocks"
-    if rows and table.file.max() >= len(manifest.files):
-        return f"names file {table.file.max()} of {len(manifest.files)}"
+        yield f"has {len(table.digests)} digests, its chunks have {table.first_block[-1]} blocks"
+    if not rows:
+        return
+    if table.file.max() >= len(manifest.files):
+        yield f"names file {table.file.max()} of {len(manifest.files)}"
+    sizes = np.array([entry.size for entry in manifest.files], np.int64)[table.file]
+    if (table.offset > sizes - table.nbytes).any():
+        yield "names a chunk behind the end of its file"
+    # A shard's digest is over all blocks in file order: in a hole, no byte would be proved.
     ends = table.offset + table.nbytes
-    sizes = np.array([entry.size for entry in manifest.files], np.int64)
-    if rows and (ends > sizes[table.file]).any():
-        return "names a chunk behind the end of its file"
-    return None
+    following = np.append(
+        np.where(np.diff(table.file) == 0, table.offset[1:], sizes[:-1]), sizes[-1]
+    )
+    if (np.diff(table.file) < 0).any() or (ends != following).any():
+        yield "has chunks that do not lie one behind the other in their file"

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from hpctrain.checkpoint import find
+from hpctrain.checkpoint import table as tables
+from hpctrain.checkpoint.assemble import require_cover
 from hpctrain.checkpoint.commit import set_aside_locked
-from hpctrain.checkpoint.digest import file_digest
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.digest import BLOCKS_PREFIX, block_digest, file_digest
+from hpctrain.checkpoint.manifest import TABLE_NAME
+from hpctrain.checkpoint.ranged import Files, damage, in_threads, window_blocks
+from hpctrain.checkpoint.shard import blocks_digest
+from hpctrain.errors import CheckpointError, TornCheckpoint
 from hpctrain.rundir.fence import publishing, run_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from hpctrain.checkpoint.find import Found
-    from hpctrain.checkpoint.manifest import FileEntry
+    from hpctrain.checkpoint.manifest import Manifest
+    from hpctrain.checkpoint.table import ChunkTable
     from hpctrain.rundir.fence import Attempt
     from hpctrain.rundir.layout import RunDir
 
-T = TypeVar("T")
+SHOWN = 3
 
 
 def verify(
@@ -28,33 +40,47 @@ def verify(
     *,
     threads: int = 1,
     on_bytes: Callable[[int], object] | None = None,
+    deep: bool = True,
 ) -> list[str]:
-    """Read files of a checkpoint and compare their digests: one line for each damaged one.
+    """What is wrong with a checkpoint: one line for each damage, with file, tensor and place.
 
     Args:
         found: The checkpoint.
-        files: Names to read, this rank's share; None for all.
-        threads: How many files are read at a time; hashing does not hold Python's lock.
-        on_bytes: Told how many bytes were read, from those threads, for a progress bar.
+        files: Names of the files to look at; None for all. The chunk table is always read.
+        threads: How many read at a time; a large file is read by all of them.
+        on_bytes: Told how many bytes of `files` were read, from those threads, for a progress bar.
+        deep: Read every byte. Otherwise only what is small: the manifest proves itself and the
+            chunk table, the table covers every tensor, all files are there with their sizes.
     """
-    if found.manifest is None:
+    manifest = found.manifest
+    if manifest is None:
         return [found.problem or "manifest is missing"]
-    entries = {entry.name: entry for entry in found.manifest.files}
-    wanted = list(entries) if files is None else list(files)
-    problems = [f"{name} is not in the manifest" for name in wanted if name not in entries]
-
-    def check(name: str) -> str | None:
-        return _problem(found.path / name, entries[name], on_bytes)
-
-    known = [name for name in wanted if name in entries]
-    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        problems += [problem for problem in pool.map(check, known) if problem is not None]
-    return problems
-
-
-def share(files: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """The part of the files that one rank reads: every file is in exactly one rank's share."""
-    return list(files[rank::world_size])
+    known = [entry.name for entry in manifest.files]
+    wanted = set(known) if files is None else set(files)
+    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(known))]
+    try:
+        sizes = find.size_problems(
+            found.path, [entry for entry in manifest.files if entry.name in wanted]
+        )
+    except OSError as error:  # a bad sector is damage like any other
+        return [*problems, f"{found.name} cannot be listed: {error}"]
+    problems += sizes
+    if files is None and found.problem is not None and not sizes:
+        problems.append(found.problem)  # e.g. it lies under another step's name
+    try:
+        table = tables.load(found.path, manifest)
+        require_cover(manifest.tensors, table)
+    except CheckpointError as error:  # where the blocks lie is not known then
+        left = "; no shard was read" if deep else ""
+        return problems + ([] if _names(sizes, TABLE_NAME) else [f"{error}{left}"])
+    if not deep:
+        return problems
+    scrub = _Scrub(found.path, manifest, table, on_bytes, {})
+    numbers = [
+        number for number, name in enumerate(known) if name in wanted and not _names(sizes, name)
+    ]
+    in_threads(scrub.tasks(numbers), threads, scrub.work)
+    return problems + scrub.lines()
 
 
 def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -> Path:
@@ -77,16 +103,134 @@ def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -
         raise CheckpointError(f"{found.path} cannot be set aside: {error}") from error
 
 
-def _problem(path: Path, entry: FileEntry, on_bytes: Callable[[int], object] | None) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != entry.size:
-            return f"shard {entry.name} is {size:,} bytes, manifest says {entry.size:,}"
-        digest = file_digest(path, on_bytes=on_bytes)
-    except FileNotFoundError:
-        return f"shard {entry.name} is missing"
-    except OSError as error:  # a bad sector is damage like any other
-        return f"shard {entry.name} cannot be read: {error}"
-    if digest != entry.digest:
-        return f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"
-    return None
+class _Task(NamedTuple):
+    """Neighbouring blocks of a file; none of them for what is before the first."""
+
+    file: int
+    edges: NDArray[np.int64]
+    """Where each block begins, and where the last one ends."""
+    rows: NDArray[np.int64]
+    """Of each block, its chunk."""
+    blocks: NDArray[np.int64]
+    """Of each block, its number in its chunk."""
+
+
+@dataclass(frozen=True)
+class _Scrub:
+    """Every byte of a checkpoint read and compared; several threads do it."""
+
+    path: Path
+    manifest: Manifest
+    table: ChunkTable
+    on_bytes: Callable[[int], object] | None
+    found: dict[tuple[int, int], str]
+    """File and place in it: what is wrong there."""
+
+    def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
+        """What is to be done, each about a window's bytes, in the order of the files."""
+        none = np.zeros(0, np.int64)
+        for number in numbers:
+            yield _Task(number, none, none, none)
+            yield from self._block_tasks(number, *self.table.rows_in(number))
+
+    def work(self, tasks: Iterator[_Task]) -> int:
+        """Do tasks as long as there are any; returns how many bytes were read."""
+        total = 0
+        with Files(self.path, self.manifest) as files:
+            for task in tasks:
+                try:
+                    count = self._check(files, task)
+                except TornCheckpoint as error:
+                    place = int(task.edges[0]) if len(task.edges) else 0
+                    self.found[task.file, place] = str(error)
+                    continue
+                total += count
+                if self.on_bytes is not None:
+                    self.on_bytes(count)
+        return total
+
+    def _check(self, files: Files, task: _Task) -> int:
+        if len(task.rows):
+            return self._blocks(files, task)
+        if self.manifest.files[task.file].digest.startswith(BLOCKS_PREFIX):
+            return self._header(files, task.file)
+        return self._whole(task.file)
+
+    def lines(self) -> list[str]:
+        """What was found, in the order of the files; a file with much damage is cut short."""
+        counts = Counter(file for file, _ in self.found)
+        shown: Counter[int] = Counter()
+        lines = []
+        for file, place in sorted(self.found):
+            shown[file] += 1
+            if shown[file] <= SHOWN:
+                lines.append(self.found[file, place])
+            elif shown[file] == counts[file]:
+                name = self.manifest.files[file].name
+                lines.append(f"{name}: and {counts[file] - SHOWN:,} more damaged places")
+        return lines
+
+    def _block_tasks(self, number: int, low: int, high: int) -> Iterator[_Task]:
+        if low == high:
+            return
+        size = self.table.block_bytes
+        firsts = self.table.first_block[low : high + 1]
+        rows = np.repeat(np.arange(low, high), np.diff(firsts))
+        blocks = np.arange(firsts[0], firsts[-1]) - self.table.first_block[rows]
+        end = self.table.offset[high - 1] + self.table.nbytes[high - 1]
+        edges = np.append(self.table.offset[rows] + blocks * size, end)
+        window, at = window_blocks(size) * size, 0
+        while at < len(rows):
+            to = int(np.searchsorted(edges, edges[at] + window, "right")) - 1
+            yield _Task(number, edges[at : to + 1], rows[at:to], blocks[at:to])
+            at = to
+
+    def _header(self, files: Files, number: int) -> int:
+        """What stands before the first chunk, proved by the file's digest of it and all blocks."""
+        entry = self.manifest.files[number]
+        low, high = self.table.rows_in(number)
+        end = int(self.table.offset[low]) if low < high else entry.size
+        head = bytearray(end)
+        files.read(number, [memoryview(head)], 0)
+        first, last = self.table.first_block[[low, high]]
+        digest = blocks_digest(bytes(head), self.table.digests[first:last])
+        if digest != entry.digest:
+            raise TornCheckpoint(
+                f"{entry.name}: header [0:{end}]: digest of the file {digest}, "
+                f"manifest says {entry.digest} (damaged bytes)"
+            )
+        return end
+
+    def _whole(self, number: int) -> int:
+        """A file that is no shard."""
+        entry = self.manifest.files[number]
+        try:
+            digest = file_digest(self.path / entry.name)
+        except OSError as error:
+            raise TornCheckpoint(f"shard {entry.name} cannot be read: {error}") from error
+        if digest != entry.digest:
+            raise TornCheckpoint(
+                f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"
+            )
+        return entry.size
+
+    def _blocks(self, files: Files, task: _Task) -> int:
+        begin = int(task.edges[0])
+        content = files.scratch[: int(task.edges[-1]) - begin]
+        count = files.read(task.file, [content], begin)
+        for low, high, row, block in zip(
+            (task.edges[:-1] - begin).tolist(),
+            (task.edges[1:] - begin).tolist(),
+            task.rows.tolist(),
+            task.blocks.tolist(),
+            strict=True,
+        ):
+            digest = block_digest(content[low:high])
+            if digest != self.table.digests[self.table.first_block[row] + block]:
+                place = (task.file, begin + low)
+                self.found[place] = damage(self.manifest, self.table, row, block, digest)
+        return count
+
+
+def _names(problems: list[str], name: str) -> bool:
+    return any(problem.startswith(f"shard {name} ") for problem in problems)

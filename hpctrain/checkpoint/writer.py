@@ -50,9 +50,8 @@ BOOT = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 package, handle, rank_pid, nice, *libraries = sys.argv[1:]
-spec = spec_from_file_location(
-    "hpctrain", package + "/__init__.py", submodule_search_locations=[package]
-)
+init = package + "/__init__.py"
+spec = spec_from_file_location("hpctrain", init, submodule_search_locations=[package])
 sys.modules["hpctrain"] = module = module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.path += libraries
@@ -313,8 +312,7 @@ class _Process:
             EOFError: the process ended without it, or was abandoned.
             ValueError: it is not an answer to this request.
         """
-        head = self._read(FRAME.size, deadline, abandoned)
-        answered, nbytes, digest = FRAME.unpack(head)
+        answered, nbytes, digest = FRAME.unpack(self._read(FRAME.size, deadline, abandoned))
         if answered != number:
             raise ValueError(f"it answers request {answered}, not {number}")
         if nbytes > MAX_ANSWER_BYTES:
@@ -397,6 +395,5 @@ def _environment() -> dict[str, str]:
 
 
 def _system_error(failure: Failure) -> OSError | None:
-    if failure.errno is None:
-        return None
-    return OSError(failure.errno, os.strerror(failure.errno))
+    number = failure.errno
+    return None if number is None else OSError(number, os.strerror(number))

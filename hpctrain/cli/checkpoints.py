@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
+from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
 from hpctrain.cli.options import json_option, run_argument, runs_option
 
 if TYPE_CHECKING:
@@ -31,13 +33,21 @@ SHOWN = 200
 @runs_option
 @click.pass_context
 def command(ctx: click.Context, runs: Path) -> None:
-    """List, show and verify a run's checkpoints.
+    """List, show, verify, keep and delete a run's checkpoints.
 
     \b
     hpctrain checkpoints list gpt-a             what there is, and in which state
-    hpctrain checkpoints verify gpt-a           read every byte; exit code 7 on damage
+    hpctrain checkpoints verify gpt-a --deep    read every byte; exit code 7 on damage
+    hpctrain checkpoints pin gpt-a 4000         keep it whatever the settings say
+    hpctrain checkpoints prune gpt-a --dry-run  what need not be kept, and what it would free
     """  # noqa: D301 - click wants the control character
     ctx.obj = runs
+
+
+for _command in (pin_command, prune_command, rm_command):
+    command.add_command(_command)
+for _command in (export_command, import_command, diff_command):
+    command.add_command(_command)
 
 
 @command.command("list")
@@ -99,27 +109,45 @@ def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
 @command.command("verify")
 @run_argument
 @click.argument("step", type=click.IntRange(min=0), required=False)
+@click.option("--deep", is_flag=True, help="Read every byte and compare its digest.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Readers for --deep. [default: one for each core, 4 at most]",
+)
 @json_option
 @click.pass_context
-def verify_command(ctx: click.Context, run: str, step: int | None, *, as_json: bool) -> None:
-    """Read every byte; exit code 7 on damage.
+def verify_command(
+    ctx: click.Context,
+    run: str,
+    step: int | None,
+    *,
+    deep: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Check committed checkpoints, all or one; exit code 7 on damage.
 
-    Of all committed checkpoints, or of one. Nothing is changed: a damaged checkpoint is set aside
-    when a run comes upon it.
+    Without --deep only what is small is read: manifests and chunk tables prove themselves, tables
+    cover every tensor, files are there with their sizes. Nothing is changed: a damaged checkpoint
+    is set aside when a run comes upon it.
     """
     from hpctrain.checkpoint import find
     from hpctrain.cli.output import echo_json
 
     directory = _run(run, ctx.obj)
     wanted = find.candidates(directory) if step is None else [_one(directory, step)]
-    verdicts = _verdicts(wanted, echo=not as_json)
+    threads = threads or min(READERS, os.cpu_count() or 1)
+    verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
     damaged = sum(bool(verdict["problems"]) for verdict in verdicts)
     if as_json:
-        echo_json({"run": directory.name, "damaged": damaged, "checkpoints": verdicts})
+        facts = {"run": directory.name, "deep": deep, "damaged": damaged}
+        echo_json(facts | {"checkpoints": verdicts})
     elif not wanted:
         click.echo(f"{directory.name} has no checkpoints")
     else:
-        click.echo(f"{len(wanted)} verified, {damaged} damaged")
+        done = "every byte was read" if deep else "sizes and tables only, --deep reads every byte"
+        click.echo(f"{len(wanted)} verified ({done}), {damaged} damaged")
     if damaged:
         ctx.exit(EXIT_DAMAGED)
 
@@ -141,17 +169,14 @@ def _one(run: RunDir, step: int) -> Found:
     return find.look(run, step)
 
 
-def _verdicts(wanted: list[Found], *, echo: bool) -> list[dict[str, Any]]:
-    """Read the checkpoints; all problems of each."""
+def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> list[dict[str, Any]]:
+    """Check the checkpoints; all problems of each."""
     from hpctrain.checkpoint import verify
 
-    threads = min(READERS, os.cpu_count() or 1)
     verdicts: list[dict[str, Any]] = []
-    with _progress(sum(_size(found) or 0 for found in wanted)) as on_bytes:
+    with _progress(sum(_size(found) or 0 for found in wanted) if deep else 0) as on_bytes:
         for found in wanted:
-            problems = verify.verify(found, threads=threads, on_bytes=on_bytes)
-            if found.problem is not None and not problems:
-                problems = [found.problem]
+            problems = verify.verify(found, threads=threads, on_bytes=on_bytes, deep=deep)
             verdicts.append({"step": found.step, "name": found.name, "problems": problems})
     if echo:
         for verdict in verdicts:
@@ -179,7 +204,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
 def _rows(run: RunDir) -> list[dict[str, Any]]:
     from hpctrain.checkpoint import find
 
-    rows = [_row(found) for found in find.candidates(run)]
+    rows = [_row(found) | {"pinned": _pin(found)} for found in find.candidates(run)]
     rows += [
         _bare(one.step, one.path, "staged", f"by attempt {one.attempt}, not committed")
         for one in find.staged(run)
@@ -209,7 +234,15 @@ def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
         "engine": None,
         "state": state,
         "why": why,
+        "pinned": None,
     }
+
+
+def _pin(found: Found) -> str | None:
+    """Why a checkpoint is pinned, maybe without a word; None if it is not."""
+    from hpctrain.checkpoint import pins
+
+    return pins.reason_of(found.path) if pins.carries(found.path) else None
 
 
 def _facts(found: Found) -> dict[str, Any]:
@@ -220,6 +253,7 @@ def _facts(found: Found) -> dict[str, Any]:
         "path": str(found.path),
         "state": "torn" if found.problem else "ok",
         "why": found.problem,
+        "pinned": _pin(found),
         "files": [],
     }
     if found.manifest is not None:
@@ -245,7 +279,10 @@ def _size(found: Found) -> int | None:
 
 
 def _state(row: dict[str, Any]) -> str:
-    return row["state"] if row["why"] is None else f"{row['state']}: {row['why']}"
+    state = row["state"] if row["why"] is None else f"{row['state']}: {row['why']}"
+    if row["pinned"] is None:
+        return state
+    return f"{state}, pinned ({row['pinned']})" if row["pinned"] else f"{state}, pinned"
 
 
 def _when(created: float | None) -> str | None:

@@ -106,7 +106,8 @@ class Progress:
         total: How many there will be, where that is known.
         loss: Of the last step mark.
         step_s: Seconds per step, by the last step mark.
-        seen: When a step, a save or a restore was last heard of.
+        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
+            of.
         saved_step: The newest checkpoint that was committed and not gone back behind.
         saved_t: When.
         saved_bytes: Its size.
@@ -181,6 +182,8 @@ def progress(events: Iterable[Event]) -> Progress:
         elif event.kind == "saved":
             saved, size = whole(data.get("step")), whole(data.get("bytes"))
             now = replace(now, saved_step=saved, saved_t=event.t, saved_bytes=size, seen=event.t)
+        elif event.kind in {"save_failed", "save_skipped"}:
+            now = replace(now, seen=event.t)
         elif event.kind == "steps":
             now = _marked(now, event)
     return now
@@ -299,6 +302,8 @@ _CHANGES: dict[str, Callable[[_Draft, Event], dict[str, Any]]] = {
     "restored": _restored,
     "steps": _moved,
     "saved": _moved,
+    "save_failed": _moved,
+    "save_skipped": _moved,
     "stopped": _moved,
     "done": _moved,
     "stop_requested": _stop_requested,

@@ -17,6 +17,7 @@ from hpctrain.ledger.derive import (
     run_state,
     standing,
 )
+from hpctrain.ledger.saving import Saving, saving
 from hpctrain.records import JobInfo, Skipped
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class RunStatus:
     attempts: Sequence[AttemptView]
     checkpoint: Checkpoint | None
     skipped: Sequence[Skipped]
+    saving: Saving
     failure: Failure | None
     failure_log: str
     label: str
@@ -129,6 +131,7 @@ def status_of(
         attempts=done,
         checkpoint=checkpoint,
         skipped=passed_over(events, done, skipped),
+        saving=saving(events),
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.derive import AttemptView, Progress
+    from hpctrain.ledger.saving import Missed, Saving
     from hpctrain.ledger.status import RunStatus
 
 TRACEBACK_LINES = 30
@@ -100,12 +101,49 @@ def _checkpoints(status: RunStatus, width: int) -> str:
         age = f", saved {duration(status.now - newest.t)} ago" if newest.t else ""
         weight = f", {size(newest.size_bytes)}" if newest.size_bytes else ""
         lines = [f"checkpoint  {newest.name}{age}{weight}"]
-    for one in status.skipped[:SKIPPED_SHOWN]:
-        text = f"not taken   {one.name}: {one.reason}"
+    texts = [f"not taken   {one.name}: {one.reason}" for one in status.skipped[:SKIPPED_SHOWN]]
+    for text in [*_missed_saves(status.saving), *_next_save(status), *texts]:
         lines += textwrap.wrap(
             text, width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
         )
     return "\n".join(lines)
+
+
+def _missed_saves(saves: Saving) -> list[str]:
+    """A warning for each kind of save that was due and did not come."""
+    lines: list[str] = []
+    if saves.last_failed is not None:
+        before = f", {saves.failed} in a row" if saves.failed > 1 else ""
+        lines.append(f"save failed {_at_step(saves.last_failed)}{before}: {saves.last_failed.why}")
+    if saves.last_skipped is not None:
+        due = saves.committed + saves.failed + saves.skipped
+        why = saves.last_skipped.why
+        last = _at_step(saves.last_skipped)
+        lines.append(f"skipped     {saves.skipped} of {due} saves, the last {last}: {why}")
+    return lines
+
+
+def _at_step(missed: Missed) -> str:
+    return f"at step {_or_dash(missed.step)}"
+
+
+def _next_save(status: RunStatus) -> list[str]:
+    """When the next save is due and why then; nothing where no rank is there to make it."""
+    saves = status.saving
+    every = saves.interval
+    if every is None or status.state is not RunState.RUNNING:
+        return []
+    why = f": {every.why}" if every.why else ""
+    if every.steps:
+        done = status.progress.step or 0
+        following = (done // every.steps + 1) * every.steps
+        last = status.progress.total or following
+        return [f"next save   at step {min(following, last)} (every {every.steps} steps{why})"]
+    if every.seconds is None or saves.since is None:
+        return []
+    left = saves.since + every.seconds - status.now
+    when = f"in about {duration(left)}" if left > 0 else f"due {duration(-left)} ago, or under way"
+    return [f"next save   {when} (every {duration(every.seconds)}{why})"]
 
 
 def _failure(status: RunStatus) -> str:
@@ -193,12 +231,20 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "why": now.detail or None,
         "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
         "not_taken": [asdict(one) for one in status.skipped],
+        "interval": asdict(status.saving.interval) if status.saving.interval else None,
+        "saves": _saves_json(status.saving),
         "attempts": [_attempt_json(one) for one in status.attempts],
         "steps_lost": sum(one.steps_lost or 0 for one in status.attempts),
         "failure": asdict(status.failure) if status.failure else None,
         "failure_log": status.failure_log or None,
         "next": next_commands(status),
     }
+
+
+def _saves_json(saves: Saving) -> dict[str, Any]:
+    value = asdict(saves)
+    del value["interval"]
+    return value
 
 
 def _attempt_json(attempt: AttemptView) -> dict[str, Any]:

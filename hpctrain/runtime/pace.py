@@ -32,7 +32,7 @@ class Pace:
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._job_s = None if clock.end_time is None else clock.end_time - time.time()
         self._began = time.monotonic()
-        self._told_s = 0.0
+        self._told: interval.Interval | None = None
         self.now = self._choose()
 
     def saved(self, saved: Saved) -> None:
@@ -42,9 +42,10 @@ class Pace:
 
     def news(self) -> dict[str, Any] | None:
         """What the ledger should hear: the interval, if it is new; each change is told once."""
-        if abs(self.now.seconds - self._told_s) <= NEWS * self._told_s and self._told_s:
+        told = self._told
+        if told is not None and abs(self.now.seconds - told.seconds) <= NEWS * told.seconds:
             return None
-        self._told_s = self.now.seconds
+        self._told = self.now
         cost = self._cost()
         facts: dict[str, Any] = {"seconds": round(self.now.seconds, 1), "why": self.now.why}
         if self.now.steps:

@@ -213,7 +213,12 @@ class Run:
             self._obey(self._exchange())
             started = time.monotonic()
             before = self._consumed()
-            yield self.step
+            try:
+                yield self.step
+            except GeneratorExit:  # the program left its loop: what is being saved is worth having
+                if self._saves is not None:
+                    self._saves.settle()
+                raise
             self.step += 1
             self._count(time.monotonic() - started, before)
         self._finish()

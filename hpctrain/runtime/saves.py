@@ -132,6 +132,11 @@ class Saves:
         if step not in {0, self.step}:
             self._now(step, snapshot)
 
+    def settle(self) -> None:
+        """Let a save in flight end, where a program leaves its loop early. Not collective."""
+        if self._saver is not None:
+            self._saver.settle()
+
     def close(self) -> None:
         """End the writer process."""
         if self._saver is not None:
@@ -148,10 +153,11 @@ class Saves:
             self._prune(saved)
 
     def _behind(self, saver: Saver, step: int, snapshot: Snapshot) -> None:
-        started = time.monotonic()
+        due = time.monotonic()
         self._land()
-        self._waited_s = time.monotonic() - started
-        saver.begin(*snapshot())
+        started = time.monotonic()
+        self._waited_s = started - due
+        saver.begin(*snapshot(), started=started)
         self.step = step
 
     def _is_busy_and_skips(self, step: int) -> bool:
@@ -213,7 +219,7 @@ class Saves:
             "saved",
             step=saved.step,
             bytes=saved.bytes,
-            seconds=round(saved.seconds, 3),
+            seconds=round(saved.seconds, 4),
             stall_s=round(saved.stall_s, 4),
             waited_s=round(self._waited_s, 3),
             mode=mode,

@@ -194,6 +194,11 @@ def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
         value = _value(settings, path)
         if value <= 0:
             raise UsageError(f"{_told(path, origins)} is {value}; it takes more than 0 seconds")
+    if settings.checkpoint.keep_best and not settings.checkpoint.best_metric:
+        raise UsageError(
+            f"{_told('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
+            f"{settings.checkpoint.keep_best}; name a value that the program gives to run.log"
+        )
     if settings.train.dropout >= 1:
         raise UsageError(
             f"{_told('train.dropout', origins)} is {settings.train.dropout}; it takes 0 to below 1"

@@ -96,7 +96,8 @@ class CheckpointSettings:
 
     interval_steps: int = setting(0, "save every N steps; 0 leaves it to interval_s")
     interval_s: float = setting(
-        0.0, "save every so many seconds; 0 chooses it from what a save costs and how often runs die"
+        0.0,
+        "save every so many seconds; 0 chooses it from what a save costs and how often runs die",
     )
     max_loss_s: float = setting(
         1800.0, "the chosen interval is never longer: what a hard kill may cost at most"

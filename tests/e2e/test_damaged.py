@@ -54,7 +54,7 @@ def newest_of(run):
 
 
 def shard(newest):
-    return newest / "__1_0.distcp"
+    return newest / "shard-00001.safetensors"
 
 
 def truncate_shard(newest):
@@ -86,9 +86,9 @@ def leave_it_staged(newest):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate_shard, "shard __1_0.distcp is "),
-        (remove_shard, "shard __1_0.distcp is missing"),
-        (flip_one_bit, "__1_0.distcp: digest "),
+        (truncate_shard, "shard shard-00001.safetensors is "),
+        (remove_shard, "shard shard-00001.safetensors is missing"),
+        (flip_one_bit, "shard-00001.safetensors: "),
         (remove_manifest, "manifest is missing"),
         (cut_manifest, "manifest is cut"),
         (leave_it_staged, "staged by attempt 1, never committed"),

@@ -91,6 +91,17 @@ def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed, ra
     assert_same_bits(full_state(undisturbed, STEPS), full_state(run, STEPS))
 
 
+def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path, fault):
+    fault("fail:arena.copy,step=3,rank=1,error=ENOMEM")
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2)
+
+    (failed,) = _events(run, "save_failed")
+    assert failed["step"] == 3
+    assert "rank 1" in failed["why"]
+    assert _committed(run) == [step for step in range(STEPS, 0, -1) if step != 3]
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EIO"])
 def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_staged(
@@ -127,9 +138,7 @@ def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
     assert _events(run, "restored")[-1]["step"] == kept[0]
 
 
-def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(
-    tmp_path, fault
-):
+def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(tmp_path, fault):
     fault("delay:shard.flush,step=2,seconds=1")
     run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
     train(run, 2, stop_at=2, victim=1)
@@ -160,6 +169,29 @@ def test_a_model_that_is_not_the_one_that_is_trained_is_noticed(tmp_path, monkey
 
     same = {data["step"]: data.get("same_as_before", False) for data in _events(run, "saved")}
     assert same == {1: False, 2: True, 3: True}
+
+
+def test_a_program_that_leaves_its_loop_early_keeps_the_save_in_flight(
+    tmp_path, fault, monkeypatch
+):
+    fault("delay:shard.flush,seconds=1")
+    run = make_run(tmp_path / "run", **EACH)
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
+    launch(_leave_early, 2)
+
+    assert _committed(run) == [1]
+
+
+def _leave_early():
+    import torch
+
+    import hpctrain
+
+    run = hpctrain.init()
+    run.track(model=torch.nn.Linear(3, 3))
+    for step in run.steps(total=3):
+        if step == 1:
+            break
 
 
 def _track_a_model_that_nobody_trains():

@@ -5,17 +5,36 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint import commit, find
+import numpy as np
+
+from hpctrain.checkpoint import commit, find, shard, table
+from hpctrain.checkpoint.assemble import assemble, part_of
 from hpctrain.checkpoint.digest import file_digest
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.shard import Piece
 from hpctrain.rundir.fence import Attempt, take_attempt
 from hpctrain.rundir.layout import RunDir
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-SHARDS = {"__0_0.distcp": 4096, "__1_0.distcp": 3000, ".metadata": 257}
-"""Names and bytes, as two ranks of DCP leave them."""
+    from hpctrain.checkpoint.assemble import RankPart
+
+SHARD_0, SHARD_1 = shard.file_name(0), shard.file_name(1)
+BLOCK_BYTES = 512
+PIECES = [
+    [
+        Piece("model.w", "F32", (96, 16), (0, 0), (56, 16)),
+        Piece("model.b", "BF16", (100,), (0,), (100,)),
+        Piece("optim.step", "I64", (), (), ()),
+    ],
+    [
+        Piece("model.w", "F32", (96, 16), (56, 0), (40, 16)),
+        Piece("model.none", "U8", (0, 3), (0, 0), (0, 3)),
+    ],
+]
+"""What two ranks write: a tensor of several blocks in both files, small ones, and an empty one."""
 
 
 def new_run(tmp_path: Path, name: str = "gpt-a") -> RunDir:
@@ -30,21 +49,92 @@ def next_attempt(run: RunDir) -> Attempt:
     return take_attempt(run, job_id="4711", restarts=0)
 
 
-def write_shards(staged: Path, seed: int) -> list[FileEntry]:
-    """Shards of random bytes, each with its entry."""
-    content = random.Random(seed)
-    for name, size in SHARDS.items():
-        (staged / name).write_bytes(content.randbytes(size))
-    return entries(staged)
+def write_pieces(
+    staged: Path,
+    ranks: Sequence[Sequence[Piece]],
+    contents: Mapping[str, bytes],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> list[RankPart]:
+    """A shard for each rank that has pieces.
+
+    Args:
+        staged: Where to.
+        ranks: The pieces of each.
+        contents: The bytes of each whole tensor.
+        block_bytes: Bytes that get a digest of their own.
+    """
+    parts = []
+    for rank, pieces in enumerate(ranks):
+        if not pieces:
+            continue
+        sources = [memoryview(bytes_of(piece, contents[piece.name])) for piece in pieces]
+        report = shard.write(
+            staged / shard.file_name(rank), pieces, sources, block_bytes=block_bytes
+        )
+        parts.append(part_of(pieces, report))
+    return parts
+
+
+def bytes_of(piece: Piece, content: bytes) -> bytes:
+    """The bytes of a piece, element by element: slow, and plainly right."""
+    item = shard.DTYPES[piece.dtype]
+    return b"".join(content[at * item : (at + 1) * item] for at in elements_of(piece))
+
+
+def elements_of(piece: Piece) -> Iterable[int]:
+    """The numbers of a piece's elements in its whole tensor, in their order."""
+    if piece.flat:
+        return range(piece.begin[0], piece.begin[0] + piece.extent[0])
+    numbers = [0]
+    for size, begin, extent in zip(piece.shape, piece.begin, piece.extent, strict=True):
+        numbers = [n * size + at for n in numbers for at in range(begin, begin + extent)]
+    return numbers
+
+
+def contents(seed: int, ranks: Sequence[Sequence[Piece]] = PIECES) -> dict[str, bytes]:
+    """Random bytes for every tensor, the same for the same seed."""
+    dice = random.Random(seed)
+    whole: dict[str, bytes] = {}
+    for piece in (piece for pieces in ranks for piece in pieces):
+        if piece.name not in whole:
+            everything = Piece(
+                piece.name, piece.dtype, piece.shape, (0,) * len(piece.shape), piece.shape
+            )
+            whole[piece.name] = dice.randbytes(everything.nbytes)
+    return whole
+
+
+def _sizes() -> dict[str, int]:
+    sizes = {}
+    for rank, pieces in enumerate(PIECES):
+        sizes[shard.file_name(rank)] = len(shard.header(pieces)) + sum(p.nbytes for p in pieces)
+    parts = [part_of(pieces, _unwritten(rank, pieces)) for rank, pieces in enumerate(PIECES)]
+    sizes[TABLE_NAME] = len(assemble(parts, BLOCK_BYTES)[2].dump())
+    return sizes
+
+
+def _unwritten(rank: int, pieces: Sequence[Piece]) -> shard.Report:
+    """A report with digests as large as they get."""
+    sizes = [piece.nbytes for piece in pieces]
+    offsets = len(shard.header(pieces)) + np.cumsum([0, *sizes], dtype=np.int64)
+    blocks = sum(shard.blocks_of(size, BLOCK_BYTES) for size in sizes)
+    digests = np.full(blocks, 2**64 - 1, np.uint64)
+    name = shard.file_name(rank)
+    return shard.Report(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
+
+
+SHARDS = _sizes()
+"""Names and bytes of all files that the manifest names."""
 
 
 def entries(directory: Path) -> list[FileEntry]:
-    """What a manifest should say of the files that are there."""
+    """What a manifest could say of the files that are there."""
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST_NAME)
     return [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in files]
 
 
-def manifest(step: int, files: list[FileEntry]) -> Manifest:
+def manifest(step: int, files: list[FileEntry], *, block_bytes: int = BLOCK_BYTES) -> Manifest:
     """A manifest with something in every field."""
     return Manifest(
         run_id="r-1",
@@ -55,6 +145,7 @@ def manifest(step: int, files: list[FileEntry]) -> Manifest:
         mesh={"dp_shard": 2},
         engine="fsdp2",
         files=files,
+        block_bytes=block_bytes,
         data={"samples_consumed": step * 32, "seed": 1234},
         rng={"python": [3, [1, 2, 3], None]},
         versions={"hpctrain": "0.1.0"},
@@ -65,7 +156,9 @@ def manifest(step: int, files: list[FileEntry]) -> Manifest:
 def stage(run: RunDir, attempt: Attempt, step: int) -> tuple[Path, Manifest]:
     """A staged checkpoint that is ready to be published."""
     staged = commit.stage(run, step, attempt)
-    return staged, manifest(step, write_shards(staged, seed=step))
+    listed = manifest(step, [])
+    commit.write_table(staged, listed, write_pieces(staged, PIECES, contents(step)))
+    return staged, listed
 
 
 def save(run: RunDir, attempt: Attempt, *steps: int) -> list[Path]:
@@ -75,6 +168,20 @@ def save(run: RunDir, attempt: Attempt, *steps: int) -> list[Path]:
         staged, listed = stage(run, attempt, step)
         paths.append(commit.publish(run, staged, listed, attempt))
     return paths
+
+
+def bare(
+    directory: Path,
+    ranks: Sequence[Sequence[Piece]],
+    whole: Mapping[str, bytes],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[Manifest, table.ChunkTable]:
+    """Shards, chunk table and manifest of a directory that belongs to no run."""
+    listed = manifest(1000, [], block_bytes=block_bytes)
+    parts = write_pieces(directory, ranks, whole, block_bytes=block_bytes)
+    commit.write_table(directory, listed, parts)
+    return listed, table.load(directory, listed)
 
 
 def chosen(run: RunDir) -> int | None:

@@ -41,7 +41,7 @@ def call(run, *args):
 def test_list_tells_each_state_with_its_reason(run, attempt):
     support.save(run, attempt, 1000)
     (torn,) = support.save(run, attempt, 2000)
-    (torn / ".metadata").unlink()
+    (torn / "chunks.table").unlink()
     support.save(run, attempt, 3000)
     verify.set_aside(run, find.look(run, 3000), "damaged bytes", attempt)
     support.stage(run, attempt, 4000)
@@ -54,10 +54,10 @@ def test_list_tells_each_state_with_its_reason(run, attempt):
         ("STEP", "STATE"),
         ("4000", "staged: by attempt 1, not committed"),
         ("3000", "set aside: damaged bytes"),
-        ("2000", "torn: shard .metadata is missing"),
+        ("2000", "torn: shard chunks.table is missing"),
         ("1000", "ok"),
     ]
-    assert "8.0 KiB" in out.splitlines()[4]
+    assert "8.5 KiB" in out.splitlines()[4]
     assert "fsdp2" in out.splitlines()[4]
 
 
@@ -79,6 +79,7 @@ def test_list_as_json_has_the_same_facts(run, attempt):
                 "engine": "fsdp2",
                 "state": "ok",
                 "why": None,
+                "pinned": None,
             }
         ],
     }
@@ -96,7 +97,7 @@ def test_show_prints_the_manifest(run, attempt):
     _, as_json = call(run, "show", "gpt-a", 1000, "--json")
 
     assert '{"dp_shard": 2}' in out
-    assert "__1_0.distcp  3,000  xxh3_64:" in out
+    assert "shard-00001.safetensors  2,872  xxh3_64-blocks:" in out
     shown = json.loads(as_json)
     assert shown["attempt"] == 1
     assert shown["state"] == "ok"
@@ -136,47 +137,67 @@ def test_show_cuts_long_values_which_json_has_in_full(run, attempt):
     assert json.loads(as_json)["rng"] == listed.rng
 
 
-def test_verify_of_whole_checkpoints_ends_well(run, attempt):
+def test_verify_of_whole_checkpoints_ends_well_and_says_what_it_read(run, attempt):
     support.save(run, attempt, 1000, 2000)
     support.stage(run, attempt, 3000)
 
-    code, out = call(run, "verify", "gpt-a")
+    quick = call(run, "verify", "gpt-a")
+    deep = call(run, "verify", "gpt-a", "--deep", "--threads", 2)
 
-    assert code == 0
-    assert out == "step-0000002000: ok\nstep-0000001000: ok\n2 verified, 0 damaged\n"
+    each = "step-0000002000: ok\nstep-0000001000: ok\n2 verified "
+    assert quick == (0, f"{each}(sizes and tables only, --deep reads every byte), 0 damaged\n")
+    assert deep == (0, f"{each}(every byte was read), 0 damaged\n")
 
 
-def test_verify_names_file_and_reason_and_exits_7(run, attempt):
+def test_verify_names_file_tensor_and_place_and_exits_7(run, attempt):
     paths = support.save(run, attempt, 1000, 2000, 3000)
-    support.flip_bit(paths[0] / "__1_0.distcp", 77)
+    shard = paths[0] / support.SHARD_1
+    support.flip_bit(shard, 8 * (shard.stat().st_size - 1))
     (paths[1] / MANIFEST_NAME).unlink()
 
-    code, out = call(run, "verify", "gpt-a")
+    code, out = call(run, "verify", "gpt-a", "--deep")
 
     assert code == 7
     lines = out.splitlines()
     assert lines[0] == "step-0000003000: ok"
     assert lines[1] == "step-0000002000: manifest is missing"
-    assert lines[2].startswith("step-0000001000: __1_0.distcp: digest xxh3_64:")
-    assert lines[3] == "3 verified, 2 damaged"
+    assert lines[2].startswith(
+        "step-0000001000: shard-00001.safetensors: model.w, block 4 of box [56:96, 0:16]: digest "
+    )
+    assert lines[3] == "3 verified (every byte was read), 2 damaged"
     assert find.steps(run) == [3000, 2000, 1000]
 
 
-def test_verify_as_json_lists_problems_and_exits_7(run, attempt):
-    (path,) = support.save(run, attempt, 1000)
-    os.truncate(path / ".metadata", 1)
+def test_without_deep_no_byte_of_a_shard_is_read_but_damage_to_tables_is_found(run, attempt):
+    paths = support.save(run, attempt, 1000, 2000)
+    support.flip_bit(paths[0] / support.SHARD_1, 8 * 2000)
+    support.flip_bit(paths[1] / "chunks.table", 8 * 600)
 
-    code, out = call(run, "verify", "gpt-a", "--json")
+    code, out = call(run, "verify", "gpt-a")
+
+    assert code == 7
+    lines = out.splitlines()
+    assert lines[0].startswith("step-0000002000: chunks.table: digest xxh3_64:")
+    assert lines[1] == "step-0000001000: ok"
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_verify_as_json_lists_problems_and_exits_7(run, attempt, deep):
+    (path,) = support.save(run, attempt, 1000)
+    os.truncate(path / "chunks.table", 1)
+
+    code, out = call(run, "verify", "gpt-a", "--json", *deep)
 
     assert code == 7
     assert json.loads(out) == {
         "run": "gpt-a",
+        "deep": bool(deep),
         "damaged": 1,
         "checkpoints": [
             {
                 "step": 1000,
                 "name": "step-0000001000",
-                "problems": ["shard .metadata is 1 bytes, manifest says 257"],
+                "problems": ["shard chunks.table is 1 bytes, manifest says 636"],
             }
         ],
     }
@@ -252,14 +273,14 @@ def test_sizes_are_told_in_the_largest_unit_that_leaves_one(size, said):
     assert checkpoints._human(size) == said
 
 
-def test_nothing_here_needs_torch_or_numpy(run, attempt):
+def test_nothing_here_needs_torch(run, attempt):
     support.save(run, attempt, 1000)
     program = (
-        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "import sys; sys.modules['torch'] = None\n"
         "from hpctrain.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    args = ["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a"]
+    args = ["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a", "--deep"]
 
     done = subprocess.run(
         [sys.executable, "-c", program, *args], capture_output=True, text=True, check=False

@@ -143,7 +143,7 @@ def test_a_process_killed_at_any_line_of_stage_leaves_the_older_one(run):
         attempt = support.next_attempt(run)
         torn = find.step_path(run, 2000)
         torn.mkdir()
-        (torn / "__0_0.distcp").write_bytes(b"torn")
+        (torn / "shard-00000.safetensors").write_bytes(b"torn")
         return run, 2000, attempt
 
     def check(_):
@@ -294,18 +294,18 @@ def test_publish_never_renames_onto_a_directory_even_an_empty_one(run, attempt, 
 
 def test_a_torn_directory_in_the_way_is_set_aside_with_its_reason(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    (path / ".metadata").unlink()
+    (path / "chunks.table").unlink()
 
     support.save(run, attempt, 1000)
 
     assert support.chosen(run) == 1000
     (aside,) = find.set_aside(run)
-    assert aside.reason == "shard .metadata is missing"
+    assert aside.reason == "shard chunks.table is missing"
 
 
 def test_staging_again_starts_from_an_empty_directory(run, attempt):
     first, _ = support.stage(run, attempt, 1000)
-    (first / "__7_0.distcp").write_bytes(b"of the first try")
+    (first / "shard-00007.safetensors").write_bytes(b"of the first try")
 
     second = commit.stage(run, 1000, attempt)
 
@@ -315,15 +315,15 @@ def test_staging_again_starts_from_an_empty_directory(run, attempt):
 
 
 def cut(staged, _):
-    os.truncate(staged / "__0_0.distcp", 7)
+    os.truncate(staged / "shard-00000.safetensors", 7)
 
 
 def lose(staged, _):
-    (staged / "__1_0.distcp").unlink()
+    (staged / "shard-00001.safetensors").unlink()
 
 
 def add(staged, _):
-    (staged / "__2_0.distcp").write_bytes(b"of a rank that nobody heard of")
+    (staged / "shard-00002.safetensors").write_bytes(b"of a rank that nobody heard of")
 
 
 def forget(_, listed):
@@ -341,10 +341,10 @@ def name_nothing(_, listed):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (cut, "shard __0_0.distcp is 7 bytes, manifest says 4,096"),
-        (lose, "shard __1_0.distcp is missing"),
-        (add, "__2_0.distcp is not in the manifest"),
-        (forget, "__1_0.distcp is not in the manifest"),
+        (cut, "shard shard-00000.safetensors is 7 bytes, manifest says 4,200"),
+        (lose, "shard shard-00001.safetensors is missing"),
+        (add, "shard-00002.safetensors is not in the manifest"),
+        (forget, "chunks.table is not in the manifest"),
         (name_outside, "manifest names '../../attempt.json', which is no shard's name"),
         (name_nothing, "manifest names no files"),
     ],

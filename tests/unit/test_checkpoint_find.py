@@ -23,11 +23,11 @@ def attempt(run):
 
 
 def cut_shard(path):
-    os.truncate(path / "__0_0.distcp", 1048)
+    os.truncate(path / "shard-00000.safetensors", 1048)
 
 
 def remove_shard(path):
-    (path / "__1_0.distcp").unlink()
+    (path / "shard-00001.safetensors").unlink()
 
 
 def remove_manifest(path):
@@ -43,19 +43,19 @@ def flip_in_manifest(path):
 
 
 def put_directory_in_shards_place(path):
-    (path / ".metadata").unlink()
-    (path / ".metadata").mkdir()
+    (path / "chunks.table").unlink()
+    (path / "chunks.table").mkdir()
 
 
 @pytest.mark.parametrize(
     ("tear", "said"),
     [
-        (cut_shard, "shard __0_0.distcp is 1,048 bytes, manifest says 4,096"),
-        (remove_shard, "shard __1_0.distcp is missing"),
+        (cut_shard, "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,200"),
+        (remove_shard, "shard shard-00001.safetensors is missing"),
         (remove_manifest, "manifest is missing"),
         (cut_manifest, "manifest is cut: it ends after 300 bytes, in line"),
         (flip_in_manifest, "manifest"),
-        (put_directory_in_shards_place, "shard .metadata is missing"),
+        (put_directory_in_shards_place, "shard chunks.table is missing"),
     ],
 )
 def test_a_torn_checkpoint_is_never_chosen_and_the_reason_is_told(run, attempt, tear, said):
@@ -74,13 +74,13 @@ def test_a_torn_checkpoint_is_never_chosen_and_the_reason_is_told(run, attempt, 
 
 def test_one_flipped_bit_is_found_by_reading_and_then_the_older_one_is_taken(run, attempt):
     _, newest = support.save(run, attempt, 1000, 2000)
-    support.flip_bit(newest / "__1_0.distcp", 12_345)
+    support.flip_bit(newest / "shard-00001.safetensors", 8 * 2000)
 
     found = find.choose(run).found
     (problem,) = verify.verify(found)
     verify.set_aside(run, found, problem, attempt)
 
-    assert problem.startswith("__1_0.distcp: digest xxh3_64:")
+    assert problem.startswith("shard-00001.safetensors: model.w, block 3 of box [56:96, 0:16]: ")
     assert problem.endswith("(damaged bytes)")
     assert support.chosen(run) == 1000
     (aside,) = find.set_aside(run)
@@ -125,7 +125,9 @@ def test_several_damaged_files_are_one_line(run, attempt):
 
     (found,) = find.candidates(run)
 
-    assert found.problem == ("shard __0_0.distcp is 1,048 bytes, manifest says 4,096 (and 1 more)")
+    assert found.problem == (
+        "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,200 (and 1 more)"
+    )
 
 
 def test_a_checkpoint_under_another_steps_name_is_not_loaded_as_that_step(run, attempt):
@@ -195,7 +197,7 @@ def test_an_asked_for_step_that_is_not_there_names_what_is(run, attempt):
         "checkpoint of step 1500 of gpt-a is not there; whole ones: 3000, 1000"
     )
     assert str(damaged.value) == (
-        "checkpoint of step 2000 of gpt-a is torn: shard __1_0.distcp is missing; "
+        "checkpoint of step 2000 of gpt-a is torn: shard shard-00001.safetensors is missing; "
         "whole ones: 3000, 1000"
     )
 

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.manifest import FileEntry
 from hpctrain.errors import CheckpointError, TornCheckpoint
 from tests.support import checkpoints as support
 
-ENTRY = FileEntry("__0_0.distcp", 2097152, "xxh3_64:2d06800538d394c2")
+ENTRY = FileEntry("shard-00000.safetensors", 2097152, "xxh3_64:2d06800538d394c2")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def reason(path):
 def sealed(raw):
     """A manifest file's bytes for a dictionary, with the digest that belongs to it."""
     rest = {key: value for key, value in raw.items() if key != "self_digest"}
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(rest, separators=(",", ":"))
     return (
         json.dumps({**rest, "self_digest": bytes_digest(canonical.encode())}, indent=1) + "\n"
     ).encode()
@@ -137,9 +137,9 @@ def test_json_that_is_no_object_is_not_ours(path):
 
 
 def test_a_newer_format_asks_for_a_newer_hpctrain(path):
-    path.write_text('{"format": 2, "something": "else"}\n')
+    path.write_text('{"format": 3, "something": "else"}\n')
 
-    assert reason(path) == "manifest has format 2, this hpctrain reads up to 1; use a newer one"
+    assert reason(path) == "manifest has format 3, this hpctrain reads up to 2; use a newer one"
 
 
 @pytest.mark.parametrize("version", [None, 0, "1"])

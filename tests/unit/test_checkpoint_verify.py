@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import os
-import random
+import shutil
+import threading
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpctrain.checkpoint import find, verify
+from hpctrain.checkpoint import find, ranged, verify
+from hpctrain.checkpoint import table as tables
 from hpctrain.checkpoint.digest import file_digest
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry
 from hpctrain.errors import CheckpointError, Fenced
 from tests.support import checkpoints as support
+from tests.support.checkpoints import SHARD_0, SHARD_1
 
 
 @pytest.fixture
@@ -25,85 +27,205 @@ def attempt(run):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_whole_checkpoint_has_no_problems(run, attempt, threads):
+@pytest.mark.parametrize("window", [1, 1 << 20])
+def test_a_whole_checkpoint_has_no_problems_and_is_read_to_the_last_byte(
+    run, attempt, monkeypatch, threads, window
+):
+    monkeypatch.setattr(ranged, "WINDOW_BYTES", window)
     support.save(run, attempt, 1000)
+    read = []
 
-    assert verify.verify(find.look(run, 1000), threads=threads) == []
+    problems = verify.verify(find.look(run, 1000), threads=threads, on_bytes=read.append)
+
+    assert problems == []
+    assert sum(read) == sum(support.SHARDS.values())
 
 
-def test_two_hundred_flipped_bits_are_all_caught(run, attempt):
+@pytest.mark.parametrize("name", [*support.SHARDS, MANIFEST_NAME])
+def test_every_single_changed_byte_is_found_and_its_file_named(run, attempt, name):
     (path,) = support.save(run, attempt, 1000)
-    files = [path / name for name in (*support.SHARDS, MANIFEST_NAME)]
-    whole = {file: file.read_bytes() for file in files}
-    dice = random.Random(1)
-
+    found = find.look(run, 1000)
     missed = []
-    for _ in range(200):
-        file = dice.choice(files)
-        bit = dice.randrange(len(whole[file]) * 8)
-        support.flip_bit(file, bit)
-        found = find.look(run, 1000)
-        if found.problem is None and not verify.verify(found):
-            missed.append((file.name, bit))
-        file.write_bytes(whole[file])
+    with (path / name).open("r+b", buffering=0) as file:
+        for at in range(os.fstat(file.fileno()).st_size):
+            whole = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([whole[0] ^ 1 << at % 8]), at)
+            problems = verify.verify(find.look(run, 1000) if name == MANIFEST_NAME else found)
+            said = "manifest" if name == MANIFEST_NAME else f"{name}: "
+            if len(problems) != 1 or not problems[0].startswith(said):
+                missed.append((at, problems))
+            os.pwrite(file.fileno(), whole, at)
 
     assert missed == []
     assert verify.verify(find.look(run, 1000)) == []
 
 
-def test_each_kind_of_damage_is_named_with_its_file(run, attempt):
-    (path,) = support.save(run, attempt, 1000)
-    found = find.look(run, 1000)
-    os.truncate(path / "__0_0.distcp", 1)
-    (path / "__1_0.distcp").unlink()
-    before = file_digest(path / ".metadata")
-    support.flip_bit(path / ".metadata", 0)
-    after = file_digest(path / ".metadata")
+def flip_from_end(path, distance):
+    support.flip_bit(path, 8 * (path.stat().st_size - distance))
 
-    assert verify.verify(found) == [
-        f".metadata: digest {after}, manifest says {before} (damaged bytes)",
-        "shard __0_0.distcp is 1 bytes, manifest says 4,096",
-        "shard __1_0.distcp is missing",
+
+def test_damage_is_told_with_file_tensor_and_place(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    flip_from_end(path / SHARD_0, 8)
+    flip_from_end(path / SHARD_0, 208)
+    flip_from_end(path / SHARD_1, 2000)
+    support.flip_bit(path / SHARD_1, 8 * 20)
+
+    told = [line.split(" xxh3_64")[0] for line in verify.verify(find.look(run, 1000))]
+
+    assert told == [
+        f"{SHARD_0}: model.b, block 0 of box [0:100]: digest",
+        f"{SHARD_0}: optim.step, block 0 of box []: digest",
+        f"{SHARD_1}: header [0:312]: digest of the file",
+        f"{SHARD_1}: model.w, block 1 of box [56:96, 0:16]: digest",
     ]
 
 
-def test_swapped_shards_of_one_size_are_caught(run, attempt):
-    paths = support.save(run, attempt, 1000, 2000)
-    one, other = (path / ".metadata" for path in paths)
-    one.write_bytes(other.read_bytes())
+def test_a_file_full_of_damage_is_cut_short(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    content = (path / SHARD_0).read_bytes()
+    (path / SHARD_0).write_bytes(bytes(byte ^ 255 for byte in content))
 
-    assert find.look(run, 1000).problem is None
-    assert len(verify.verify(find.look(run, 1000))) == 1
+    problems = verify.verify(find.look(run, 1000))
+
+    assert len(problems) == verify.SHOWN + 1
+    assert problems[0].startswith(f"{SHARD_0}: header ")
+    assert problems[-1] == f"{SHARD_0}: and 7 more damaged places"
 
 
-def test_a_shard_that_cannot_be_read_is_damage(run, attempt):
+def test_each_kind_of_damage_to_files_is_named(run, attempt):
     (path,) = support.save(run, attempt, 1000)
     found = find.look(run, 1000)
-    (path / ".metadata").unlink()
-    (path / ".metadata").symlink_to(".metadata")
+    os.truncate(path / SHARD_0, 1)
+    (path / SHARD_1).unlink()
+    expected = [
+        f"shard {SHARD_0} is 1 bytes, manifest says 4,200",
+        f"shard {SHARD_1} is missing",
+    ]
+
+    assert verify.verify(found) == verify.verify(found, deep=False) == expected
+
+
+def test_a_damaged_chunk_table_is_named_once_and_no_shard_is_called_damaged(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    before = file_digest(path / TABLE_NAME)
+    support.flip_bit(path / TABLE_NAME, 8 * 600)
+    after = file_digest(path / TABLE_NAME)
+    line = f"{TABLE_NAME}: digest {after}, manifest says {before} (damaged bytes)"
+
+    assert verify.verify(find.look(run, 1000)) == [f"{line}; no shard was read"]
+    assert verify.verify(find.look(run, 1000), deep=False) == [line]
+    (path / TABLE_NAME).unlink()
+    assert verify.verify(find.look(run, 1000)) == [f"shard {TABLE_NAME} is missing"]
+
+
+def test_truncation_at_any_length_is_found(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    size = support.SHARDS[SHARD_0]
+    for length in range(size - 1, 0, -(size // 100)):
+        os.truncate(path / SHARD_0, length)
+        assert verify.verify(find.look(run, 1000)) == [
+            f"shard {SHARD_0} is {length:,} bytes, manifest says {size:,}"
+        ]
+
+
+def test_a_shard_of_another_step_or_run_under_the_same_name_is_found(run, attempt, tmp_path):
+    one, other = support.save(run, attempt, 1000, 2000)
+    foreign = support.new_run(tmp_path, "other")
+    (abroad,) = support.save(foreign, support.next_attempt(foreign), 3000)
+    shutil.copy(other / SHARD_0, one / SHARD_0)
+    shutil.copy(abroad / SHARD_1, other / SHARD_1)
+
+    for step, name in ((1000, SHARD_0), (2000, SHARD_1)):
+        found = find.look(run, step)
+        problems = verify.verify(found)
+        assert found.problem is None
+        assert problems
+        assert all(problem.startswith(f"{name}: ") for problem in problems)
+
+
+def test_swapped_shards_of_one_size_are_found(tmp_path):
+    half = [replace(support.PIECES[0][0], begin=(at, 0), extent=(48, 16)) for at in (0, 48)]
+    ranks = [[half[0]], [half[1]]]
+    manifest, _ = support.bare(tmp_path, ranks, support.contents(1, ranks))
+    found = find.Found(1000, tmp_path, manifest, None)
+    assert verify.verify(found) == []
+    (tmp_path / SHARD_0).rename(tmp_path / "spare")
+    (tmp_path / SHARD_1).rename(tmp_path / SHARD_0)
+    (tmp_path / "spare").rename(tmp_path / SHARD_1)
+
+    told = {problem.split(":")[0] for problem in verify.verify(found)}
+
+    assert told == {SHARD_0, SHARD_1}
+
+
+def test_one_large_file_is_read_by_several_threads(run, attempt, monkeypatch):
+    monkeypatch.setattr(ranged, "WINDOW_BYTES", 1)
+    support.save(run, attempt, 1000)
+    together, came = threading.Barrier(2), set()
+
+    def meet(_):
+        if threading.get_ident() not in came:
+            came.add(threading.get_ident())
+            together.wait(timeout=30)
+
+    problems = verify.verify(find.look(run, 1000), [SHARD_0], threads=2, on_bytes=meet)
+
+    assert problems == []
+    assert len(came) == 2
+
+
+def test_a_disk_that_gives_errors_is_damage_with_the_shards_name(run, attempt, monkeypatch):
+    support.save(run, attempt, 1000)
+    found = find.look(run, 1000)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    problems = verify.verify(found)
+
+    assert problems[0] == f"shard {SHARD_0} cannot be read: [Errno 5] Input/output error"
+    assert {problem.split()[1] for problem in problems if "cannot" in problem} == {SHARD_0, SHARD_1}
+
+
+def test_a_file_that_cannot_be_looked_at_is_damage(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    found = find.look(run, 1000)
+    (path / SHARD_0).unlink()
+    (path / SHARD_0).symlink_to(SHARD_0)
 
     (problem,) = verify.verify(found)
 
-    assert problem.startswith("shard .metadata cannot be read: ")
+    assert problem.startswith("step-0000001000 cannot be listed: [Errno 40]")
+    assert SHARD_0 in problem
 
 
 def test_only_the_asked_for_files_are_read(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    support.flip_bit(path / "__1_0.distcp", 0)
+    flip_from_end(path / SHARD_1, 1)
     found = find.look(run, 1000)
     read = []
 
-    assert verify.verify(found, ["__0_0.distcp"], on_bytes=read.append) == []
-    assert sum(read) == support.SHARDS["__0_0.distcp"]
-    assert len(verify.verify(found, ["__1_0.distcp"])) == 1
+    assert verify.verify(found, [SHARD_0], on_bytes=read.append) == []
+    assert sum(read) == support.SHARDS[SHARD_0]
+    assert len(verify.verify(found, [SHARD_1])) == 1
+
+
+def test_without_deep_no_shard_is_opened(run, attempt, monkeypatch):
+    (path,) = support.save(run, attempt, 1000)
+    flip_from_end(path / SHARD_1, 1)
+    monkeypatch.setattr(os, "preadv", None)
+
+    assert verify.verify(find.look(run, 1000), deep=False) == []
 
 
 def test_a_file_that_the_manifest_does_not_name_is_a_problem(run, attempt):
     support.save(run, attempt, 1000)
 
-    problems = verify.verify(find.look(run, 1000), ["__9_0.distcp"])
+    problems = verify.verify(find.look(run, 1000), ["shard-00009.safetensors"])
 
-    assert problems == ["__9_0.distcp is not in the manifest"]
+    assert problems == ["shard-00009.safetensors is not in the manifest"]
 
 
 def test_without_a_manifest_nothing_is_whole(run, attempt):
@@ -113,12 +235,39 @@ def test_without_a_manifest_nothing_is_whole(run, attempt):
     assert verify.verify(find.look(run, 1000)) == ["manifest is missing"]
 
 
-@given(st.lists(st.integers(), max_size=40), st.integers(1, 12))
-def test_every_file_is_in_exactly_one_ranks_share(files, world_size):
-    shares = [verify.share(files, rank, world_size) for rank in range(world_size)]
+def test_a_checkpoint_under_another_steps_name_is_not_whole(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    path.rename(find.step_path(run, 2000))
 
-    assert sorted(file for share in shares for file in share) == sorted(files)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert verify.verify(find.look(run, 2000)) == ["manifest is of step 1000, not 2000"]
+
+
+def test_a_table_that_lacks_a_part_of_a_tensor_is_damage(run, attempt):
+    support.save(run, attempt, 1000)
+    found = find.look(run, 1000)
+    first, *rest = found.manifest.tensors
+    larger = TensorEntry(first.name, first.dtype, (97, 16))
+    wrong = replace(found, manifest=replace(found.manifest, tensors=[larger, *rest]))
+
+    (problem,) = verify.verify(wrong, deep=False)
+
+    assert "model.w has 1,552 elements, 1,536 were written" in problem
+
+
+@pytest.mark.parametrize(("row", "shift"), [(0, -64), (1, -64), (2, -8)])
+def test_a_table_that_leaves_bytes_without_a_digest_is_damage(run, attempt, row, shift):
+    (path,) = support.save(run, attempt, 1000)
+    found = find.look(run, 1000)
+    table = tables.load(path, found.manifest)
+    table.offset[row] += shift
+    content = table.dump()
+    (path / TABLE_NAME).write_bytes(content)
+    files = [*found.manifest.files[:-1], tables.entry_of(content)]
+    wrong = replace(found, manifest=replace(found.manifest, files=files))
+
+    (problem,) = verify.verify(wrong, deep=False)
+
+    assert problem.startswith(f"{TABLE_NAME} has chunks that do not lie one behind the other")
 
 
 def test_what_is_set_aside_keeps_its_bytes_and_gets_a_name_of_its_own(run, attempt):

@@ -94,7 +94,18 @@ def test_the_defaults_pass_without_a_word():
         ("checkpoint.keep_last=1", "checkpoint.keep_last is 1; it takes at least 2"),
         ("train.heads=3", r"train.heads is 3, which does not divide train.dim 128 \(default\)"),
         ("train.dropout=1", "train.dropout is 1.0; it takes 0 to below 1"),
-        ("checkpoint.interval_s=0", "nothing would ever be saved"),
+        ("checkpoint.interval_s=-1", "checkpoint.interval_s is -1.0; it takes at least 0"),
+        (
+            "checkpoint.max_loss_s=0",
+            "flag --set checkpoint.max_loss_s: checkpoint.max_loss_s is 0.0; it takes more than 0",
+        ),
+        ("checkpoint.max_loss_s=-5", "checkpoint.max_loss_s is -5.0; it takes at least 0"),
+        ("checkpoint.timeout_s=0", "checkpoint.timeout_s is 0.0; it takes more than 0 seconds"),
+        ("checkpoint.write_mib=0", "checkpoint.write_mib is 0; it takes at least 1"),
+        ("checkpoint.write_mib=1025", "checkpoint.write_mib is 1025; it takes at most 1024"),
+        ("checkpoint.write_threads=0", "checkpoint.write_threads is 0; it takes at least 1"),
+        ("checkpoint.write_threads=65", "checkpoint.write_threads is 65; it takes at most 64"),
+        ("checkpoint.keep_best=-1", "checkpoint.keep_best is -1; it takes at least 0"),
         ("slurm.gpus_per_node=-1", "it takes at least 0"),
         ("slurm.partition=a b", "it takes one word without blanks"),
         ('slurm.account="a\\nb"', "it takes one word without blanks"),
@@ -112,8 +123,19 @@ def test_values_out_of_range_are_refused_with_their_origin(setting, match):
     assert "\n" not in str(caught.value)
 
 
-def test_no_interval_in_seconds_is_fine_where_there_is_one_in_steps():
-    assert checked("checkpoint.interval_s=0", "checkpoint.interval_steps=10")[2] == []
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["checkpoint.interval_s=0", "checkpoint.interval_steps=0"],
+        ["checkpoint.interval_s=0", "checkpoint.interval_steps=10"],
+        ["checkpoint.interval_s=60", "checkpoint.interval_steps=10"],
+        ["checkpoint.max_loss_s=0.5", "checkpoint.timeout_s=0.5", "checkpoint.keep_best=0"],
+        ["checkpoint.write_mib=1", "checkpoint.write_threads=1"],
+        ["checkpoint.write_mib=1024", "checkpoint.write_threads=64"],
+    ],
+)
+def test_any_way_to_say_when_to_save_is_fine_and_so_are_the_bounds_themselves(sets):
+    assert checked(*sets)[2] == []
 
 
 def test_a_default_lead_is_lowered_to_fit_a_short_limit_and_this_is_said():

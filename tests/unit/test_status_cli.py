@@ -264,6 +264,175 @@ def test_the_exit_status_tells_the_state_when_asked(runs, tmp_path, capsys, even
     assert run("lm", capsys=capsys)[0] == 0
 
 
+RUNNING = JobInfo("17", "RUNNING", alive=True)
+CHOSEN = {
+    "seconds": 600.0,
+    "why": "Daly, a save costs 0.4 s, one failure in 1d17h",
+    "cost_s": 0.4,
+    "mtbf_s": 147600.0,
+}
+
+
+def saves_of(story: Story, info: JobInfo | None = RUNNING) -> list[str]:
+    """What the screen says of saves, one line each, beside the checkpoint itself."""
+    part = next(part for part in shown(story, info).split("\n\n") if "checkpoint  " in part)
+    assert max(map(len, part.splitlines())) <= 80
+    return part.replace("\n" + " " * 12, " ").splitlines()[1:]
+
+
+@pytest.fixture
+def training(runs) -> Story:
+    """A run that has restored a checkpoint and trains; the screen is looked at 5 s later."""
+    return Story(runs / "lm").submitted("17").started(1).restored(1).steps(1, 1, 250)
+
+
+def test_the_next_save_is_shown_with_what_decided_when(training):
+    training.saved(1, 250).add("interval", 1, **CHOSEN)
+    training.t += 354
+    assert saves_of(training) == [
+        "next save   in about 4m00s (every 10m00s: Daly, a save costs 0.4 s, one failure in 1d17h)"
+    ]
+
+
+def test_the_interval_of_a_save_in_the_background_counts_from_when_training_went_on(training):
+    training.add("interval", 1, **CHOSEN)
+    training.add("saved", 1, step=250, bytes=1, seconds=100.4, stall_s=0.4, mode="async")
+    assert saves_of(training)[0].startswith("next save   in about 8m15s (")
+
+
+@pytest.mark.parametrize("kind", ["restored", "save_failed", "save_skipped"])
+def test_the_interval_counts_anew_from_a_restore_and_from_a_save_that_did_not_come(training, kind):
+    training.add("interval", 1, **CHOSEN)
+    training.t += 300
+    training.add(kind, 1, step=250, why="x")
+    assert saves_of(training)[-1].startswith("next save   in about 9m55s (")
+
+
+def test_a_save_that_is_due_is_not_said_to_lie_ahead(training):
+    training.add("interval", 1, **CHOSEN)
+    training.t += 600
+    assert saves_of(training)[0].startswith("next save   due 7 s ago, or under way (every 10m00s")
+
+
+def test_an_interval_in_steps_names_the_step_of_the_next_save(training):
+    training.add("interval", 1, seconds=0, steps=100, why="checkpoint.interval_steps")
+    expected = "next save   at step 300 (every 100 steps: checkpoint.interval_steps)"
+    assert saves_of(training) == [expected]
+    training.steps(1, 251, 300)
+    assert saves_of(training)[0].startswith("next save   at step 400 (")
+
+
+def test_the_last_save_is_at_the_last_step(training):
+    training.add("submitted", total_steps=280, token="tok-1", job_id="17")
+    training.add("interval", 1, steps=100, why="x")
+    assert saves_of(training) == ["next save   at step 280 (every 100 steps: x)"]
+
+
+def test_a_run_that_does_not_train_has_no_next_save(training):
+    training.add("interval", 1, **CHOSEN).ended(1, "preempted", "requeue")
+    assert saves_of(training, JobInfo("17", "PENDING", alive=True, restarts=1)) == []
+
+
+def test_a_new_attempt_has_no_interval_until_it_says_so(training):
+    training.add("interval", 1, **CHOSEN).ended(1, "crashed", "restart")
+    training.started(2).restored(2)
+    assert saves_of(training) == []
+    training.add("interval", 2, **CHOSEN)
+    assert len(saves_of(training)) == 1
+
+
+def test_a_failed_newest_save_is_a_warning_until_one_is_committed(training):
+    training.add("save_failed", 1, step=100, why="a timeout")
+    training.add("save_failed", 1, step=200, why="No space left on device")
+    assert saves_of(training) == ["save failed at step 200, 2 in a row: No space left on device"]
+    training.saved(1, 250)
+    assert saves_of(training) == []
+    training.add("save_failed", 1, step=260, why="once more")
+    assert saves_of(training) == ["save failed at step 260: once more"]
+
+
+def test_a_save_that_failed_on_the_way_out_is_still_shown_when_the_run_is_over(training):
+    training.add("save_failed", 1, step=250, why="Disk quota exceeded")
+    training.add("stopped", 1, step=250).ended(1, "stopped", "stop")
+    assert saves_of(training) == ["save failed at step 250: Disk quota exceeded"]
+
+
+def test_skipped_saves_are_counted_against_all_that_were_due(training):
+    for step in (50, 100, 150):
+        training.saved(1, step).add("save_skipped", 1, step=step + 25, why="the last is written")
+    training.add("save_failed", 1, step=200, why="x")
+    training.saved(1, 250)
+    assert saves_of(training) == [
+        "skipped     3 of 7 saves, the last at step 175: the last is written"
+    ]
+
+
+def test_what_an_earlier_attempt_did_not_save_is_no_warning_for_the_next(training):
+    training.add("save_failed", 1, step=100, why="x").add("save_skipped", 1, step=200, why="y")
+    training.ended(1, "crashed", "restart").started(2)
+    assert len(saves_of(training)) == 2
+    training.restored(2)
+    assert saves_of(training) == []
+
+
+@pytest.mark.parametrize("kind", ["save_failed", "save_skipped"])
+def test_a_save_that_did_not_come_is_still_a_sign_of_life_at_a_step_that_was_done(training, kind):
+    training.t += 1000
+    training.add(kind, 1, step=256, why="x")
+    value = as_json(status_of(read(training.run), Answer(RUNNING), name="lm"))
+    assert value["last_seen"] == training.t
+    assert value["attempts"][0]["last_step"] == 256
+    assert value["attempts"][0]["last_saved_step"] is None
+
+
+def test_what_a_dead_attempt_says_beside_its_successor_does_not_count_as_saving(training):
+    training.ended(1, "node_failed", "requeue").started(2).restored(2)
+    training.add("save_failed", 1, step=260, why="fenced").add("interval", 1, **CHOSEN)
+    assert saves_of(training) == []
+
+
+def test_json_tells_an_interval_in_steps_from_one_in_seconds(training):
+    training.add("interval", 1, seconds=0, steps=100, why="checkpoint.interval_steps")
+    value = as_json(status_of(read(training.run), Answer(RUNNING), name="lm"))
+    assert (value["interval"]["seconds"], value["interval"]["steps"]) == (None, 100)
+
+
+def test_json_has_the_interval_and_the_saves(training):
+    before = as_json(status_of(read(training.run), Answer(RUNNING), name="lm"))
+    assert before["interval"] is None
+    training.add("interval", 1, **CHOSEN)
+    training.add("saved", 1, step=250, bytes=1, seconds=9.0, stall_s=0.4, mode="async")
+    saved_t = training.t
+    training.add("save_failed", 1, step=260, why="x")
+
+    value = json.loads(
+        json.dumps(
+            as_json(status_of(read(training.run), Answer(RUNNING), name="lm")), allow_nan=False
+        )
+    )
+
+    assert value["interval"] == {**CHOSEN, "steps": None}
+    assert value["saves"] == {
+        "since": saved_t + 1,
+        "committed": 1,
+        "skipped": 0,
+        "last_skipped": None,
+        "failed": 1,
+        "last_failed": {"step": 260, "why": "x"},
+        "mode": "async",
+        "seconds": 9.0,
+        "stall_s": 0.4,
+    }
+
+
+def test_an_interval_without_numbers_does_not_keep_the_screen_from_being_shown(training):
+    training.add("interval", 1, seconds=float("nan"), why=None, cost_s="much", mtbf_s=float("inf"))
+    training.add("saved", 1, step=250, seconds=float("nan"), stall_s=None)
+    assert saves_of(training) == []
+    value = as_json(status_of(read(training.run), Answer(RUNNING), name="lm"))
+    assert json.dumps(value, allow_nan=False)
+
+
 def test_the_exit_status_of_all_runs_is_refused(runs, capsys):
     code, _, err = run("--exit-status", capsys=capsys)
     assert code == 2

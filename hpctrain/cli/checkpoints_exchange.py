@@ -1,0 +1,409 @@
+"""`hpctrain checkpoints export`, `import` and `diff`: other programs' formats, and two beside."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.exchange.contents import Contents
+    from hpctrain.exchange.diff import Difference
+    from hpctrain.exchange.export import Written
+    from hpctrain.exchange.into import Imported
+    from hpctrain.exchange.naming import Request
+    from hpctrain.exchange.tensors import Tensor
+    from hpctrain.rundir.layout import RunDir
+
+EXIT_DIFFERS = 1
+GB = 10**9
+SHOWN = 20
+STEP = click.IntRange(min=0)
+PLACE = click.Path(path_type=Path)
+
+
+@click.command(
+    "export",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints export lm-3 4000 out/                  weights, as Hugging Face has them
+  hpctrain checkpoints export lm-3 4000 out/ --dtype bf16
+  hpctrain checkpoints export lm-3 4000 all.pt --to torch --what all
+""",
+)
+@click.argument("run")
+@click.argument("step", type=STEP)
+@click.argument("dest", type=PLACE)
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(["safetensors", "torch"]),
+    default="safetensors",
+    show_default=True,
+    help="safetensors: DEST is a folder; torch: a file for torch.load(weights_only=True).",
+)
+@click.option(
+    "--what",
+    type=click.Choice(["model", "all"]),
+    default="model",
+    show_default=True,
+    help="The weights alone, or everything.",
+)
+@click.option(
+    "--max-shard-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Largest safetensors file.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    default="keep",
+    show_default=True,
+    help="Round the weights' floats to this.",
+)
+@click.option("--strip-prefix", default="", metavar="TEXT", help="Taken off the weights' names.")
+@json_option
+@click.pass_obj
+def export_command(
+    runs: Path,
+    run: str,
+    step: int,
+    dest: Path,
+    *,
+    kind: str,
+    what: str,
+    max_shard_gb: float,
+    dtype: str,
+    strip_prefix: str,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint for other programs, and check it.
+
+    Nothing is overwritten. Each file is read back and compared with the checkpoint, tensor by
+    tensor, before it gets its name. safetensors needs no torch.
+    """
+    from hpctrain.exchange import export, ours
+    from hpctrain.exchange.tensors import TARGETS
+    from hpctrain.rundir.find import find_run
+
+    path, manifest = ours.found(find_run(run, runs=runs), step)
+    everything = what == "all"
+    tensors = export.chosen(
+        path, manifest, everything=everything, dtype=TARGETS.get(dtype), strip=strip_prefix
+    )
+    state = export.state_of(manifest) if everything else None
+    place = Path.cwd() / dest.expanduser()
+    with _progress("writing", 2 * _bytes(tensors)) as on_bytes:
+        if kind == "torch":
+            written = _to_torch(place, tensors, step, state, on_bytes)
+        else:
+            written = _to_safetensors(place, tensors, max_shard_gb, state, on_bytes)
+    _tell_written(written, path.name, as_json=as_json)
+
+
+@click.command(
+    "import",
+    epilog="""\b
+Examples:
+  hpctrain submit --no-submit --name lm-4 ...           make the run first
+  hpctrain checkpoints import hub/llama --run lm-4 --step 0
+  hpctrain checkpoints import ds/global_step900 --run lm-4 --step 900
+  hpctrain checkpoints import old.pt --run lm-4 --step 900 --rename module.=
+  hpctrain resume lm-4                                  goes on from it
+""",
+)
+@click.argument("source", type=PLACE)
+@click.option("--run", required=True, help="Which run gets it; it must not be running.")
+@click.option("--step", required=True, type=STEP, help="Updates that are in it.")
+@click.option(
+    "--from",
+    "kind",
+    type=click.Choice(["dcp", "torch", "safetensors", "deepspeed", "hpctrain"]),
+    help="Its format, where that is not seen.",
+)
+@click.option(
+    "--what",
+    type=click.Choice(["model", "all"]),
+    default="all",
+    show_default=True,
+    help="The weights alone, or the optimizer's state too where it is there.",
+)
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="A whole name, or a beginning that ends in a dot; without model.",
+)
+@click.option("--prefix", metavar="TEXT", help="Before the weights' names instead of model.")
+@click.option(
+    "--map", "table", type=PLACE, metavar="FILE", help="JSON: old to new names, null leaves out."
+)
+@click.option("--weights", metavar="KEY", help="Where the weights lie, if not where usual.")
+@json_option
+@click.pass_obj
+def import_command(
+    runs: Path,
+    source: Path,
+    *,
+    run: str,
+    step: int,
+    kind: str | None,
+    what: str,
+    renames: tuple[str, ...],
+    prefix: str | None,
+    table: Path | None,
+    weights: str | None,
+    as_json: bool,
+) -> None:
+    """Make a checkpoint of a run from another program's.
+
+    Nothing in it is run: pickles are read for tensors and plain data only. What was written is read
+    back and compared with the source, tensor by tensor, before it is committed.
+    """
+    from hpctrain.exchange import into, naming, open_source
+    from hpctrain.rundir.find import find_run
+    from hpctrain.settings.spec import load_spec
+    from hpctrain.submit.resume import refuse_alive
+
+    directory = find_run(run, runs=runs)
+    spec = load_spec(directory.spec)
+    refuse_alive(directory, spec)
+    into.refuse_taken(directory, step)
+    request = naming.Request(
+        prefix, _pairs(renames), _table(table), weights, model_only=what == "model"
+    )
+    contents = open_source.read(Path.cwd() / source.expanduser(), kind)
+    tensors, notes = naming.name_all(contents, request)
+    with _progress("importing", 2 * _bytes(tensors)) as on_bytes:
+        made = into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
+    notes = [*contents.notes, *notes, *_notes(contents, request, step, tensors)]
+    _tell_imported(made, directory, contents, notes, as_json=as_json)
+
+
+@click.command(
+    "diff",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints diff lm-3 1000 2000        two steps of one run
+  hpctrain checkpoints diff lm-3:1000 lm-4:1000   one step of two runs
+""",
+)
+@click.argument("what", nargs=-1, required=True, metavar="RUN STEP STEP | RUN:STEP RUN:STEP")
+@click.option("--quick", is_flag=True, help="Do not read values to say by how much they differ.")
+@json_option
+@click.pass_context
+def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_json: bool) -> None:
+    """Compare two checkpoints: exit code 0 if they are the same, 1 if not.
+
+    Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
+    """
+    from hpctrain.cli.output import echo_json
+    from hpctrain.exchange import diff, ours
+    from hpctrain.rundir.find import find_run
+
+    (left, before), (right, after) = _two(what)
+    one = ours.found(find_run(left, runs=ctx.obj), before)
+    other = ours.found(find_run(right, runs=ctx.obj), after)
+    total = one[1].size + other[1].size
+    with _progress("reading", total) as on_bytes:
+        found = diff.compare(one, other, values=not quick, on_bytes=on_bytes)
+    if as_json:
+        names = [f"{left}:{before}", f"{right}:{after}"]
+        echo_json({"compared": names} | found.as_json())
+    else:
+        _tell_difference(found)
+    if not found.same:
+        ctx.exit(EXIT_DIFFERS)
+
+
+def _to_torch(
+    place: Path, tensors: Sequence[Tensor], step: int, state: Any, on_bytes: Callable[[int], None]
+) -> Written:
+    from hpctrain.errors import UsageError
+    from hpctrain.exchange.open_source import needs_torch
+
+    if place.is_dir():
+        raise UsageError(f"{place} is a folder; --to torch takes the name of a file")
+    with needs_torch("--to torch"):
+        from hpctrain.exchange import to_torch
+    return to_torch.write(place, tensors, step=step, state=state, on_bytes=on_bytes)
+
+
+def _to_safetensors(
+    place: Path,
+    tensors: Sequence[Tensor],
+    max_shard_gb: float,
+    state: Any,
+    on_bytes: Callable[[int], None],
+) -> Written:
+    from hpctrain.errors import UsageError
+    from hpctrain.exchange import to_safetensors
+
+    if place.exists() and not place.is_dir():
+        raise UsageError(f"{place} is a file; --to safetensors takes a folder")
+    most = max(1, int(max_shard_gb * GB))
+    return to_safetensors.write(
+        place, tensors, max_shard_bytes=most, state=state, on_bytes=on_bytes
+    )
+
+
+def _pairs(renames: Sequence[str]) -> list[tuple[str, str]]:
+    from hpctrain.errors import UsageError
+
+    pairs = []
+    for text in renames:
+        old, equals, new = text.partition("=")
+        if not equals or not old:
+            raise UsageError(f"--rename {text}: OLD=NEW is wanted, e.g. module.=")
+        pairs.append((old, new))
+    return pairs
+
+
+def _table(path: Path | None) -> dict[str, str | None] | None:
+    import json
+
+    from hpctrain.errors import UsageError
+
+    if path is None:
+        return None
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--map {path} cannot be read: {error}") from error
+    if not isinstance(table, dict) or not all(
+        new is None or isinstance(new, str) for new in table.values()
+    ):
+        raise UsageError(f"--map {path} is not a JSON object of old names to new ones")
+    return table
+
+
+def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The two checkpoints that are meant."""
+    if len(what) == 3 and what[1].isdecimal() and what[2].isdecimal():  # noqa: PLR2004
+        return (what[0], int(what[1])), (what[0], int(what[2]))
+    pairs = [text.rpartition(":") for text in what]
+    if len(what) != 2 or not all(run and step.isdecimal() for run, _, step in pairs):  # noqa: PLR2004
+        raise click.UsageError(
+            f"RUN STEP STEP or RUN:STEP RUN:STEP is wanted, not {' '.join(what)}"
+        )
+    return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextlib.contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where that is a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty() or not total:
+        yield lambda _: None
+        return
+    with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Tensor]) -> list[str]:
+    from hpctrain.exchange.ours import OPTIM
+
+    notes = []
+    if contents.step not in {None, step}:
+        notes.append(f"the source says that it is of step {contents.step}, not {step}")
+    if not request.model_only and not any(one.name.startswith(OPTIM) for one in tensors):
+        notes.append("no optimizer state was found: training starts with a new optimizer")
+    return notes
+
+
+def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
+    from hpctrain.cli.output import echo_json, table
+    from hpctrain.ledger.format import size
+
+    if as_json:
+        files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
+        echo_json(
+            {
+                "checkpoint": name,
+                "files": files,
+                "tensors": written.tensors,
+                "tensor_bytes": written.nbytes,
+                "verified": written.verified,
+            }
+        )
+        return
+    click.echo(table([(str(path), size(count)) for path, count in written.files], right=(1,)))
+    click.echo(f"{written.verified} tensors of {name}, each read back and the same")
+
+
+def _tell_imported(
+    made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
+) -> None:
+    from hpctrain.cli.output import echo_json, echo_warning
+    from hpctrain.ledger.format import size
+
+    if as_json:
+        echo_json(
+            {
+                "run": run.name,
+                "checkpoint": str(made.path),
+                "from": contents.kind,
+                "tensors": made.tensors,
+                "tensor_bytes": made.nbytes,
+                "verified": made.verified,
+                "notes": list(notes),
+            }
+        )
+        return
+    for note in notes:
+        echo_warning(note)
+    click.echo(
+        f"{made.path}: {made.tensors} tensors ({size(made.nbytes)}) from {contents.kind}, each "
+        f"read back and the same\nnext         hpctrain resume {run.name}"
+    )
+
+
+def _tell_difference(found: Difference) -> None:
+    from hpctrain.cli.output import table
+    from hpctrain.ledger.format import size
+
+    for sign, names in (("-", found.removed), ("+", found.added)):
+        for name in names[:SHOWN]:
+            click.echo(f"{sign} {name}")
+        if len(names) > SHOWN:
+            click.echo(f"{sign} and {len(names) - SHOWN} more (--json shows all)")
+    cells = [
+        (
+            one.name,
+            one.before if one.before == one.after else f"{one.before} -> {one.after}",
+            None if one.elements is None else f"{one.elements:,}",
+            None if one.max_abs is None else f"{one.max_abs:.4g}",
+        )
+        for one in found.changed[:SHOWN]
+    ]
+    if cells:
+        click.echo(table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3)))
+    if len(found.changed) > SHOWN:
+        click.echo(f"and {len(found.changed) - SHOWN} more (--json shows all)")
+    for row in found.state[:SHOWN]:
+        click.echo(f"{row['key']}: {_short(row['before'])} -> {_short(row['after'])}")
+    if len(found.state) > SHOWN:
+        click.echo(f"and {len(found.state) - SHOWN} more (--json shows all)")
+    counts = f"{found.equal} tensors the same, {len(found.changed)} changed"
+    counts += f", {len(found.added)} added, {len(found.removed)} removed"
+    click.echo(f"{counts}; {size(found.bytes_read)} read")
+
+
+def _short(value: Any) -> str:
+    import json
+
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004

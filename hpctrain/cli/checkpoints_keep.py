@@ -1,0 +1,295 @@
+"""`hpctrain checkpoints pin`, `prune` and `rm`: what a person keeps, and what a person deletes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpctrain.checkpoint.retention import Rules, Verdict
+    from hpctrain.ledger.standing import Standing
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.schema import CheckpointSettings
+
+STEP = click.IntRange(min=0)
+
+
+@click.command(
+    "pin",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints pin lm-3 4000 --reason "table 2"   keep it whatever the settings say
+  hpctrain checkpoints pin lm-3 4000 --remove             leave it to the settings again
+""",
+)
+@click.argument("run")
+@click.argument("step", type=STEP)
+@click.option("--reason", default="", metavar="TEXT", help="Why; `list` shows it.")
+@click.option("--remove", is_flag=True, help="Take the pin away.")
+@click.pass_obj
+def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -> None:
+    """Keep a checkpoint from being deleted, by the run and by `prune`.
+
+    A pin is a file PINNED in the checkpoint's directory.
+    """
+    from hpctrain.checkpoint import pins
+    from hpctrain.errors import UsageError
+    from hpctrain.rundir.find import find_run
+
+    if remove and reason:
+        raise UsageError("--reason does not go with --remove")
+    directory = find_run(run, runs=runs)
+    what = f"step {step} of {directory.name}"
+    if remove:
+        changed = pins.unpin(directory, step)
+        click.echo(f"{what} is no longer pinned" if changed else f"{what} was not pinned")
+        return
+    changed = pins.pin(directory, step, reason)
+    click.echo(f"{what} is pinned" if changed else f"{what} was pinned already")
+
+
+@click.command(
+    "prune",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints prune lm-3 --dry-run        what would go, and what stays and why
+  hpctrain checkpoints prune lm-3 --keep-last 2    fewer than the settings say
+  hpctrain checkpoints prune lm-3 --keep-best 3 --metric accuracy --highest
+""",
+)
+@click.argument("run")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N newest stay.")
+@click.option("--keep-every", type=STEP, metavar="M", help="Multiples of M stay; 0 for none.")
+@click.option("--keep-best", type=STEP, metavar="K", help="The K best stay; 0 for none.")
+@click.option(
+    "--metric", metavar="NAME", help="Best by this name that the program gave to run.log."
+)
+@click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
+@click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
+@json_option
+@click.pass_obj
+def prune_command(
+    runs: Path, /, run: str, *, highest: bool | None, dry_run: bool, as_json: bool, **flags: Any
+) -> None:
+    """Delete checkpoints that need not be kept.
+
+    What is not given is as in the run's settings. The last valid one, pinned ones and those that a
+    live attempt may be using stay in any case.
+    """
+    from hpctrain.checkpoint import retention
+    from hpctrain.rundir.find import find_run
+    from hpctrain.settings.spec import load_spec
+
+    directory = find_run(run, runs=runs)
+    spec = load_spec(directory.spec)
+    rules = _rules(spec.settings.checkpoint, highest=highest, **flags)
+    idle = _idle(directory, spec.cluster)
+    verdicts = retention.plan(directory, rules, idle=idle)
+    _require_metric(directory, rules, verdicts)
+    _refuse_if_all_in_use(directory, verdicts, idle)
+    if not dry_run:
+        gone = retention.prune(directory, **vars(rules), idle=idle)
+        # Those that really went: the run may have saved, or restored, since they were looked at.
+        verdicts = [_settled(verdict, gone=verdict.row.step in gone) for verdict in verdicts]
+    _tell_pruned(directory, rules, verdicts, dry_run=dry_run, as_json=as_json)
+
+
+@click.command(
+    "rm",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints rm lm-3 1000 2000          asks first
+  hpctrain checkpoints rm lm-3 1000 --yes         asks nothing, for scripts
+""",
+)
+@click.argument("run")
+@click.argument("steps", metavar="STEP...", type=STEP, nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also pinned ones and the last valid one.")
+@json_option
+@click.pass_obj
+def rm_command(
+    runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
+) -> None:
+    """Delete these checkpoints: all of them or, where one is refused, none."""
+    from hpctrain.checkpoint import retention
+    from hpctrain.cli.output import echo_json
+    from hpctrain.ledger.format import size
+    from hpctrain.rundir.find import find_run
+    from hpctrain.settings.spec import load_spec
+
+    directory = find_run(run, runs=runs)
+    idle = _idle(directory, load_spec(directory.spec).cluster)
+    going = sorted(set(steps))
+    retention.refuse(directory, going, force=force, idle=idle)
+    sizes = {step: retention.size_of(directory, step) for step in going}
+    freed = sum(sizes.values())
+    if not yes:
+        _ask(f"delete {_counted(len(going))} of {directory.name} ({size(freed)})?")
+    retention.remove(directory, going, force=force, idle=idle)
+    if as_json:
+        rows = [{"step": step, "size_bytes": sizes[step]} for step in going]
+        echo_json({"run": directory.name, "freed_bytes": freed, "deleted": rows})
+        return
+    click.echo(f"deleted {_counted(len(going))} of {directory.name}, {size(freed)} freed")
+
+
+def _ask(question: str) -> None:
+    """Go on only where somebody says so; where nobody can be asked, nothing is deleted."""
+    from hpctrain.errors import UsageError
+
+    if not sys.stdin.isatty():
+        raise UsageError("nothing was deleted: there is no terminal to ask on; add --yes")
+    click.confirm(question, abort=True, err=True)
+
+
+def _idle(run: RunDir, cluster: str) -> Standing | None:
+    """Where the run stands, if the scheduler has no live job for it.
+
+    An attempt that died with its node has left no end in the ledger: without this its checkpoints
+    would count as in use until the run is resumed. None where the scheduler does not answer.
+    """
+    from hpctrain.cli.job import ask
+    from hpctrain.ledger import events as ledger
+    from hpctrain.ledger.derive import OVER, standing
+
+    events = ledger.read(run)
+    now = standing(events)
+    if now.phase in OVER:  # no need to ask
+        return now
+    answer = ask(cluster, events)
+    alive = answer.job is not None and answer.job.alive
+    return now if answer.asked and not alive else None
+
+
+def _rules(
+    settings: CheckpointSettings,
+    *,
+    highest: bool | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    metric: str | None,
+) -> Rules:
+    """The settings, with what the flags say instead."""
+    from hpctrain.checkpoint.retention import Rules
+    from hpctrain.errors import UsageError
+
+    best = settings.keep_best if keep_best is None else keep_best
+    if not best and (metric is not None or highest is not None):
+        raise UsageError("--metric, --highest and --lowest need --keep-best")
+    name = settings.best_metric if metric is None else metric
+    if best and not name:
+        raise UsageError("--keep-best needs a name: --metric NAME, or checkpoint.best_metric")
+    return Rules(
+        keep_last=settings.keep_last if keep_last is None else keep_last,
+        keep_every=settings.keep_every if keep_every is None else keep_every,
+        keep_best=best,
+        best_metric=name,
+        best_is=settings.best_is if highest is None else "highest" if highest else "lowest",
+    )
+
+
+def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[Verdict]) -> None:
+    """A name that is spelled wrong must not delete what is best by the right one."""
+    from hpctrain.errors import UsageError
+
+    known = sorted({name for verdict in verdicts for name in verdict.row.metrics})
+    if rules.keep_best and verdicts and rules.best_metric not in known:
+        raise UsageError(
+            f"no checkpoint of {run.name} has the metric {rules.best_metric!r}, nothing was "
+            f"deleted; there are: {', '.join(known) or 'none'}; --keep-best 0 does without"
+        )
+
+
+def _refuse_if_all_in_use(run: RunDir, verdicts: Sequence[Verdict], idle: Standing | None) -> None:
+    """Say so where a live attempt is the only reason that nothing goes.
+
+    Raises:
+        RunAlive: it is.
+    """
+    from hpctrain.checkpoint.retention import WAIT, Why
+    from hpctrain.checkpoint.usage import in_use
+    from hpctrain.errors import RunAlive
+    from hpctrain.ledger import events as ledger
+
+    usage = in_use(ledger.read(run), idle)
+    only = any(verdict.why == (Why.IN_USE,) for verdict in verdicts)
+    if usage is not None and only and all(verdict.why for verdict in verdicts):
+        raise RunAlive(f"nothing of {run.name} was pruned: {usage.reason}; {WAIT}")
+
+
+def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
+    """What became of a checkpoint, which may be other than was planned."""
+    from dataclasses import replace
+
+    from hpctrain.checkpoint.retention import Why
+
+    return replace(verdict, why=() if gone else verdict.why or (Why.IN_USE,))
+
+
+def _tell_pruned(
+    run: RunDir, rules: Rules, verdicts: Sequence[Verdict], *, dry_run: bool, as_json: bool
+) -> None:
+    from hpctrain.checkpoint.pins import pinned
+    from hpctrain.cli.output import echo_json, table
+    from hpctrain.ledger.format import size
+
+    going = [verdict for verdict in verdicts if not verdict.why]
+    freed = sum(verdict.size_bytes for verdict in going)
+    if as_json:
+        facts: dict[str, Any] = {"run": run.name, "dry_run": dry_run, "freed_bytes": freed}
+        facts["deleted"] = [_fact(verdict) for verdict in going]
+        facts["kept"] = [
+            _fact(verdict) | {"why": [why.value for why in verdict.why]}
+            for verdict in verdicts
+            if verdict.why
+        ]
+        echo_json(facts)
+        return
+    reasons = pinned(run)
+    gone = "would go" if dry_run else "deleted"
+    cells = [
+        (
+            verdict.row.step,
+            size(verdict.size_bytes),
+            "stays" if verdict.why else gone,
+            _in_words(verdict, rules, reasons),
+        )
+        for verdict in verdicts
+    ]
+    if cells:
+        click.echo(table(cells, header=("STEP", "SIZE", "WHAT", "WHY"), right=(0, 1)) + "\n")
+    if dry_run:
+        total = f"{_counted(len(going))} of {run.name} would go, {size(freed)}"
+        click.echo(f"{total}; nothing was deleted (--dry-run)")
+    else:
+        click.echo(f"deleted {_counted(len(going))} of {run.name}, {size(freed)} freed")
+
+
+def _fact(verdict: Verdict) -> dict[str, Any]:
+    return {"step": verdict.row.step, "size_bytes": verdict.size_bytes}
+
+
+def _in_words(verdict: Verdict, rules: Rules, reasons: dict[int, str]) -> str:
+    from hpctrain.checkpoint.retention import Why
+
+    row = verdict.row
+    said = {Why.EVERY: f"every {rules.keep_every}"}
+    if Why.BEST in verdict.why:
+        said[Why.BEST] = f"best {rules.best_metric} ({row.metrics[rules.best_metric]:g})"
+    if reasons.get(row.step):
+        said[Why.PINNED] = f"pinned ({reasons[row.step]})"
+    words = [said.get(why, why.value) for why in verdict.why]
+    return ", ".join(words if row.valid else ["torn", *words])
+
+
+def _counted(number: int) -> str:
+    return f"{number} checkpoint" if number == 1 else f"{number} checkpoints"

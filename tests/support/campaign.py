@@ -1,0 +1,534 @@
+"""Pairs of ranks that save step after step and are killed, and what the next pair finds.
+
+A pair is two forked ranks on gloo: it restores, sweeps, and then saves until somebody dies. Each
+rank says what it does in lines on a pipe; whoever kills it compares that with the run's directory.
+Every value in a checkpoint is a function of its tensor's name and the step (`sharded.py`), so a
+rank sees a mix of two steps as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import struct
+import threading
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint import find, names
+from hpctrain.rundir.fence import take_attempt
+from hpctrain.rundir.layout import RunDir
+from tests.support import sharded
+from tests.support.gloo import preload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.rundir.fence import Attempt
+
+RANKS = 2
+KEEP_LAST = 2
+PATIENCE_S = 60.0
+"""For whatever must happen; a lane that waits longer has found a hang."""
+BULK = "model.bulk"
+"""A tensor that is quickly made and takes a while to write, so that kills hit the writing."""
+PR_SET_PDEATHSIG = 1
+KINDS = {
+    "sync": ("rank 0", "rank 1", "all"),
+    "async": ("rank 0", "rank 1", "all", "writer 0", "writer 1"),
+}
+"""Whom a kill can hit, by the mode of the saves."""
+
+
+@dataclass
+class Kill:
+    """One kill and what it hit.
+
+    Attributes:
+        kind: Whom; see KINDS.
+        hit: A save had begun and not ended by the word of one who died; of a writer: it failed.
+        staged: A staged directory was left.
+        deleting: A half deleted checkpoint was left: it was in a purge.
+    """
+
+    kind: str
+    hit: bool
+    staged: bool = False
+    deleting: bool = False
+
+
+@dataclass
+class Lane:
+    """One run directory, killed again and again; `seed` repeats it.
+
+    Attributes:
+        root: Of the run.
+        mode: "sync" or "async".
+        kills: How many.
+        seed: Of whom, and when.
+    """
+
+    root: Path
+    mode: str
+    kills: int
+    seed: int
+    done: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
+    resumes: int = 0
+
+    def run(self) -> Lane:
+        """Kill as often as asked for.
+
+        Raises:
+            AssertionError: a promise was broken; with the seed, the kill's number, what was said.
+        """
+        import torch.distributed as dist
+
+        _preload()
+        run = RunDir(self.root)
+        run.root.mkdir(parents=True)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dice = random.Random(self.seed)
+        started = time.monotonic()
+        while len(self.done) < self.kills:
+            engine = dice.choice(("ddp", "fsdp2"))
+            pair = Pair(run, self.mode, engine, store.port, number=self.resumes)
+            try:
+                self._one_pair(run, pair, dice)
+            except AssertionError as error:
+                pair.end()
+                raise AssertionError(
+                    f"{error}\nseed {self.seed}, mode {self.mode}, kill {len(self.done)}\n"
+                    f"in the directory: {_names(run)}\n{pair.story()}"
+                ) from error
+            self.resumes += 1
+        last = Pair(run, self.mode, "ddp", store.port, number=self.resumes)
+        _check_resume(run, last, _newest(run))
+        last.hear("saved", times=2)
+        last.end()
+        self.seconds = time.monotonic() - started
+        return self
+
+    def _one_pair(self, run: RunDir, pair: Pair, dice: random.Random) -> None:
+        """From one resume to the death of a rank; writers may die in between."""
+        _check_resume(run, pair, pair.newest_before)
+        pair.hear("begun", times=dice.choice((1, 2, 2, 3)))
+        while True:
+            kind = dice.choice(KINDS[self.mode])
+            victim, _, number = kind.partition(" ")
+            if victim == "writer":
+                time.sleep(dice.uniform(0.0, pair.save_s()))
+                self.done.append(_kill_writer(pair, int(number)))
+                continue
+            victims = list(range(RANKS)) if kind == "all" else [int(number)]
+            pair.kill(victims, dice)
+            self.done.append(_check_dead(run, pair, kind, victims))
+            return
+
+
+def run_lanes(lanes: list[Lane], *, at_once: int = 2) -> list[Lane]:
+    """All lanes, so many at a time, each in a process of its own."""
+    _preload()
+    with ProcessPoolExecutor(at_once, mp_context=get_context("fork")) as pool:
+        return list(pool.map(Lane.run, lanes))
+
+
+def summary(lanes: list[Lane]) -> str:
+    """What a campaign has shown, in one line."""
+    kills = [kill for lane in lanes for kill in lane.done]
+    kinds = Counter(kill.kind for kill in kills)
+    hit = Counter(kill.kind for kill in kills if kill.hit)
+    parts = ", ".join(f"{kind}: {kinds[kind]} ({hit[kind]})" for kind in sorted(kinds))
+    return (
+        f"{len(kills)} kills, {sum(hit.values())} in a save, "
+        f"{sum(kill.staged for kill in kills)} left something staged, "
+        f"{sum(kill.deleting for kill in kills)} something half deleted; "
+        f"by whom (in a save): {parts}; "
+        f"{sum(lane.resumes for lane in lanes)} resumes; "
+        f"{max(lane.seconds for lane in lanes):.0f} s; seeds {[lane.seed for lane in lanes]}"
+    )
+
+
+def _preload() -> None:
+    """Import once what every rank needs."""
+    import hpctrain.checkpoint.restore
+    import hpctrain.checkpoint.retention
+    import hpctrain.checkpoint.saver
+    import hpctrain.settings.schema  # noqa: F401
+
+    preload()
+
+
+class Pair:
+    """Two ranks of one attempt, and what they have said."""
+
+    def __init__(self, run: RunDir, mode: str, engine: str, port: int, *, number: int) -> None:
+        self.newest_before = _newest(run)
+        self.said: list[list[dict[str, Any]]] = [[] for _ in range(RANKS)]
+        self._heard: Counter[tuple[int, str]] = Counter()
+        self._rest = [b""] * RANKS
+        self._pipes: list[int] = []
+        self._pids: list[int] = []
+        self._log = run.root / "ranks.log"
+        self._doom = _Doom()
+        attempt = take_attempt(run, job_id="campaign", restarts=0)
+        for rank in range(RANKS):
+            ours, theirs = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(
+                    theirs,
+                    self._log,
+                    lambda say, rank=rank: _train(
+                        Voice(say, self._doom, rank),
+                        rank,
+                        run,
+                        attempt,
+                        mode=mode,
+                        engine=engine,
+                        store=(port, number),
+                    ),
+                )
+            os.close(theirs)
+            self._pipes.append(ours)
+            self._pids.append(pid)
+
+    def hear(self, kind: str, *, times: int = 1, least_step: int = 0) -> list[dict[str, Any]]:
+        """Wait until every rank has said something so many more times; the last of each."""
+        return [self._hear_one(rank, kind, times, least_step) for rank in range(RANKS)]
+
+    def writer(self, rank: int) -> int:
+        """The process that writes a rank's shards just now."""
+        self._take(0.0)
+        return next(int(word["writer"]) for word in reversed(self.said[rank]) if word.get("writer"))
+
+    def last(self, rank: int, kind: str) -> int:
+        """The newest step of which a rank has said that; 0 if of none."""
+        self._take(0.0)
+        return max((word["step"] for word in self.said[rank] if word["kind"] == kind), default=0)
+
+    def is_saving(self, rank: int) -> bool:
+        """Whether the last that a rank has said is that a save has begun."""
+        self._take(0.0)
+        return bool(self.said[rank]) and self.said[rank][-1]["kind"] == "begun"
+
+    def save_s(self) -> float:
+        """How long a save takes about now."""
+        self._take(0.0)
+        took = [word["seconds"] for word in self.said[0] if word["kind"] == "saved"]
+        return max(0.01, took[-1]) if took else 0.05
+
+    def kill(self, ranks: list[int], dice: random.Random) -> None:
+        """SIGKILL in a save; the others must then end by themselves, and so must every writer."""
+        for rank in ranks:
+            self._doom.set(rank, dice.uniform(0.01, 1.1))
+        self._wait()
+        writers = {word["writer"] for rank in self.said for word in rank if word.get("writer")}
+        for pid in writers:
+            _until(lambda pid=pid: _is_gone(pid), f"writer {pid} outlives its rank")
+
+    def end(self) -> None:
+        """Kill whatever is left of it."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        self._wait()
+
+    def story(self) -> str:
+        """What the ranks said last, and what stands in their log."""
+        lines = [f"rank {rank}: {words[-6:]}" for rank, words in enumerate(self.said)]
+        return "\n".join([*lines, self._log.read_text(errors="replace")[-3000:]])
+
+    def _hear_one(self, rank: int, kind: str, times: int, least_step: int) -> dict[str, Any]:
+        def there() -> bool:
+            self._take(0.02)
+            words = self._of(rank, kind, least_step)
+            enough = len(words) >= self._heard[rank, kind] + times
+            assert enough or self._pipes[rank] >= 0, f"rank {rank} ended and never said {kind!r}"
+            return enough
+
+        _until(there, f"rank {rank} does not say {kind!r} {times} more times")
+        self._heard[rank, kind] += times
+        return self._of(rank, kind, least_step)[self._heard[rank, kind] - 1]
+
+    def _of(self, rank: int, kind: str, least_step: int) -> list[dict[str, Any]]:
+        return [w for w in self.said[rank] if w["kind"] == kind and w["step"] >= least_step]
+
+    def _take(self, timeout_s: float) -> None:
+        """Read what has been said; a rank that has ended says nothing more."""
+        open_ones = [pipe for pipe in self._pipes if pipe >= 0]
+        if not open_ones:
+            return
+        ready, _, _ = select.select(open_ones, [], [], timeout_s)
+        for pipe in ready:
+            rank = self._pipes.index(pipe)
+            content = os.read(pipe, 1 << 16)
+            if not content:
+                os.close(pipe)
+                self._pipes[rank] = -1
+            *lines, self._rest[rank] = (self._rest[rank] + content).split(b"\n")
+            self.said[rank] += [json.loads(line) for line in lines]
+
+    def _wait(self) -> None:
+        """Until both ranks have ended and all that they said is read."""
+        pids, self._pids = self._pids, []
+        for pid in pids:
+            _until(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0], f"rank of pid {pid} hangs")
+        while any(pipe >= 0 for pipe in self._pipes):
+            self._take(1.0)
+
+
+def _check_resume(run: RunDir, pair: Pair, newest: int) -> None:
+    """The pair found the newest committed step, all of it, and left nothing that was staged."""
+    for rank, word in enumerate(pair.hear("restored")):
+        assert word["step"] == newest, f"rank {rank} restored {word['step']}, newest is {newest}"
+        assert word["wrong"] == [], f"rank {rank} got wrong values: {word['wrong']}"
+    left = pair.hear("swept")[0]["left"]
+    assert left == [], f"not swept: {left}"
+    assert find.set_aside(run) == [], "a kill must not damage a committed checkpoint"
+
+
+def _kill_writer(pair: Pair, rank: int) -> Kill:
+    """Kill a rank's writer: that save fails on all ranks or on none, and the next ones pass."""
+    begun = pair.last(0, "begun")
+    failed = pair.last(0, "failed")
+    os.kill(pair.writer(rank), signal.SIGKILL)
+    saved = pair.hear("saved", least_step=begun + 2)
+    assert [word["step"] for word in saved] == [saved[0]["step"]] * RANKS
+    fates = [
+        {word["step"]: word["kind"] for word in words if word["kind"] in {"saved", "failed"}}
+        for words in pair.said
+    ]
+    common = fates[0].keys() & fates[1].keys()
+    unlike = [step for step in common if fates[0][step] != fates[1][step]]
+    assert unlike == [], f"ranks disagree on what became of steps {unlike}"
+    return Kill(f"writer {rank}", hit=pair.last(0, "failed") > failed)
+
+
+def _check_dead(run: RunDir, pair: Pair, kind: str, victims: list[int]) -> Kill:
+    """Whatever was acknowledged is there, and all that has a committed name is whole."""
+    found = find.candidates(run)
+    torn = [one.name for one in found if one.problem is not None]
+    assert torn == [], f"torn: {torn}"
+    told = max(pair.last(rank, "saved") for rank in range(RANKS))
+    newest = _newest(run)
+    assert newest >= max(told, pair.newest_before), f"step {told} was saved, newest is {newest}"
+    assert len(found) >= min(KEEP_LAST, newest), f"kept only {[one.step for one in found]}"
+    return Kill(
+        kind,
+        hit=any(pair.is_saving(rank) for rank in victims),
+        staged=bool(find.staged(run)),
+        deleting=any(names.parse_deleting(name) for name in _names(run)),
+    )
+
+
+def _newest(run: RunDir) -> int:
+    return max((one.step for one in find.candidates(run) if one.problem is None), default=0)
+
+
+def _names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir()) if run.checkpoints.exists() else []
+
+
+def _until(holds: Callable[[], object], why: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, f"{why} (waited {PATIENCE_S:.0f} s)"
+        time.sleep(0.001)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+# ---- in the ranks
+
+
+class _Doom:
+    """Says to a rank that it is to die in its next save, and how far in it.
+
+    Memory that parent and ranks share: a parent that had to wake up first would seldom hit a save
+    of some milliseconds on a busy machine.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * RANKS)
+
+    def set(self, rank: int, share: float) -> None:
+        struct.pack_into("d", self._memory, 8 * rank, share)
+
+    def share(self, rank: int) -> float:
+        return float(struct.unpack_from("d", self._memory, 8 * rank)[0])
+
+
+class Voice:
+    """What a rank says; it dies in the save of which it says that it has begun, if it has to."""
+
+    def __init__(self, say: Callable[..., None], doom: _Doom, rank: int) -> None:
+        self._say = say
+        self._doom = doom
+        self._rank = rank
+        self._save_s = 0.03
+
+    def __call__(self, kind: str, step: int = 0, **more: Any) -> None:
+        self._say(kind, step, **more)
+        self._save_s = more.get("seconds", self._save_s)
+        share = self._doom.share(self._rank) if kind == "begun" else 0.0
+        if share:
+            kill = threading.Timer(share * self._save_s, os.kill, (os.getpid(), signal.SIGKILL))
+            kill.daemon = True
+            kill.start()
+
+
+def _be_rank(pipe: int, log: Path, act: Callable[[Callable[..., None]], None]) -> None:
+    """Be a rank until killed; never returns."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its test
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+
+        def say(kind: str, step: int = 0, **more: Any) -> None:
+            os.write(pipe, json.dumps({"kind": kind, "step": step, **more}).encode() + b"\n")
+
+        act(say)
+    except BaseException:  # noqa: BLE001 - it stands in the log, and the rank has ended
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(1)
+
+
+def _train(
+    say: Voice,
+    rank: int,
+    run: RunDir,
+    attempt: Attempt,
+    *,
+    mode: str,
+    engine: str,
+    store: tuple[int, int],
+) -> None:
+    import torch
+
+    from hpctrain.checkpoint import retention
+    from hpctrain.checkpoint.save import Place
+    from hpctrain.checkpoint.saver import Saver
+    from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.world import World, gather, on_rank_0
+
+    torch.set_num_threads(1)
+    _add_bulk()
+    world = World(rank, rank, RANKS, torch.device("cpu"), _join(rank, *store))
+    place = Place(run, attempt, CheckpointSettings(keep_last=KEEP_LAST))
+
+    def prune(_saved: Any) -> None:
+        retention.prune(run, keep_last=KEEP_LAST, attempt=attempt)
+
+    saver = Saver(place, world, after=prune) if mode == "async" else None
+    mesh = sharded.mesh_of(world, engine)
+    step = _restore(say, place, world, engine, mesh, saver)
+    on_rank_0(world, lambda: retention.sweep(run, attempt))
+    left = [name for name in _names(run) if names.parse_step(name) is None]
+    gather(world, "looked")
+    say("swept", step, left=left)
+    while True:
+        step += 1
+        gather(world, step)  # as training does: whoever has lost a peer hears of it
+        _save(say, place, world, sharded.spread(world, engine, step, mesh), step, saver, prune)
+
+
+def _add_bulk() -> None:
+    """In this process only."""
+    import torch
+
+    small = sharded.content
+    shape = (1024, 1024)
+    sharded.SHAPES[BULK] = ("float32", shape)
+    sharded.content = lambda name, step: (
+        torch.full(shape, float(step)) if name == BULK else small(name, step)
+    )
+
+
+def _join(rank: int, port: int, number: int) -> Any:
+    import torch.distributed as dist
+
+    common = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = timedelta(seconds=PATIENCE_S)
+    own = dist.PrefixStore(f"pair-{number}", common)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=limit)
+    return dist.new_group(backend="gloo", timeout=limit)
+
+
+def _restore(
+    say: Voice, place: Any, world: Any, engine: str, mesh: Any, saver: Any
+) -> int:
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.restore import Wanted, restore
+
+    tensors = sharded.spread(world, engine, None, mesh)
+    own = sharded.own(world, None)
+    fresh = frozenset(name for name in tensors if name.startswith("optim."))
+    restored = restore(
+        place,
+        world,
+        lambda _: Wanted(State(tensors, own), fresh),
+        arena=saver.arena if saver is not None else None,
+    )
+    wrong = []
+    if restored.step:
+        right = sharded.own(world, restored.step)
+        wrong = sharded.wrong(tensors, restored.step)
+        wrong += [name for name in own if own[name].tolist() != right[name].tolist()]
+    say("restored", restored.step, wrong=wrong, skipped=restored.skipped)
+    return restored.step
+
+
+def _save(
+    say: Voice,
+    place: Any,
+    world: Any,
+    tensors: dict[str, Any],
+    step: int,
+    saver: Any,
+    prune: Callable[[Any], None],
+) -> None:
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.save import save
+    from hpctrain.errors import CheckpointError
+
+    state, manifest = State(tensors, sharded.own(world, step)), sharded.manifest(world, step)
+    manifest.block_bytes = 1 << 16
+    started = time.monotonic()
+    if saver is None:
+        say("begun", step)
+        try:
+            saved, error = save(place, world, state, manifest), None
+        except CheckpointError as problem:
+            saved, error = None, problem
+    else:
+        saver.begin(state, manifest)
+        say("begun", step, writer=saver._writer.pid)
+        for tensor in tensors.values():  # training goes on, and overwrites what was copied
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+        outcome = saver.land()
+        saved, error = outcome.saved, outcome.error
+    if saved is None:
+        say("failed", step, why=str(error)[:300])
+        return
+    say("saved", step, seconds=time.monotonic() - started)
+    if saver is None and world.rank == 0:
+        prune(saved)

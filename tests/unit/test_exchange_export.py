@@ -1,0 +1,328 @@
+"""What is exported is what other programs read, bit for bit, or nothing is there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpctrain.exchange import export as exports
+from hpctrain.exchange import place as places
+from hpctrain.exchange import to_safetensors, to_torch
+from hpctrain.exchange.tensors import Tensor, to_dtype, widened
+from tests.support.exchange import Commands, bits, made_run, model_of, save, some
+from tests.unit.test_cli_without_torch import HOOK
+
+
+@pytest.fixture
+def run(tmp_path):
+    return made_run(tmp_path)
+
+
+@pytest.fixture
+def call(tmp_path, capsys):
+    return Commands(tmp_path / "runs", capsys)
+
+
+def test_safetensors_reads_the_weights_of_any_number_of_ranks(run, call, tmp_path):
+    save(run, 100, some(), ranks=3)
+
+    code, out, _ = call("export", run.name, 100, tmp_path / "out")
+
+    assert code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+    assert bits(load_file(tmp_path / "out" / "model.safetensors")) == bits(model_of(some()))
+    assert "each read back and the same" in out
+
+
+def test_large_ones_are_cut_as_hugging_face_does_it(run, call, tmp_path):
+    tensors = {f"model.w{n}": torch.full((250,), float(n)) for n in range(5)}
+    save(run, 7, tensors)
+
+    call("export", run.name, 7, tmp_path / "out", "--max-shard-gb", 2.1e-6)
+
+    there = sorted(path.name for path in (tmp_path / "out").iterdir())
+    shards = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert there == [*shards, "model.safetensors.index.json"]
+    assert index["metadata"] == {"total_size": 5000}
+    assert index["weight_map"] == {f"w{n}": shards[n // 2] for n in range(5)}
+    found = {}
+    for name in shards:
+        found |= load_file(tmp_path / "out" / name)
+    assert bits(found) == bits(model_of(tensors))
+
+
+def test_torch_opens_the_export_with_weights_only(run, call, tmp_path):
+    save(run, 100, some(), ranks=2)
+
+    assert call("export", run.name, 100, tmp_path / "w.pt", "--to", "torch")[0] == 0
+    assert (
+        call("export", run.name, 100, tmp_path / "a.pt", "--to", "torch", "--what", "all")[0] == 0
+    )
+
+    for mapped in (True, False):
+        weights = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mapped)
+        everything = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mapped)
+        assert weights["step"] == everything["step"] == 100
+        assert list(weights) == ["model", "step"]
+        assert bits(weights["model"]) == bits(everything["model"]) == bits(model_of(some()))
+        moments = everything["optimizer"]["emb.weight"]
+        names = {
+            key: some()[f"optim.emb.weight.{key}"] for key in ("exp_avg", "exp_avg_sq", "step")
+        }
+        assert bits(moments) == bits(names)
+        assert everything["state"]["data"] == {"samples_consumed": 800}
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_weights_are_writable_and_trainable_after_torch_load(run, call, tmp_path):
+    save(run, 1, {"model.weight": torch.ones(2, 3), "model.bias": torch.zeros(2)})
+    call("export", run.name, 1, tmp_path / "w.pt", "--to", "torch")
+
+    layer = torch.nn.Linear(3, 2)
+    layer.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True)["model"])
+    layer(torch.ones(1, 3)).sum().backward()
+
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_weights_are_rounded_as_torch_does_it(run, call, tmp_path, dtype):
+    odd = torch.tensor(
+        [1.0, -0.0, 1 / 3, 1e-40, 6e4, float("inf"), -float("inf"), 1 + 2**-8, 2**-25]
+    )
+    tensors = some() | {"model.odd": odd, "model.many": torch.randn(4096)}
+    save(run, 100, tensors)
+    target = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+
+    call("export", run.name, 100, tmp_path / "out", "--dtype", dtype)
+
+    whole = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    wanted = {k: v.to(target) if v.dtype in whole else v for k, v in model_of(tensors).items()}
+    assert bits(load_file(tmp_path / "out" / "model.safetensors")) == bits(wanted)
+
+
+def test_not_a_number_stays_one_when_rounded():
+    worst = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], "<u4").view(np.uint8)
+    rounded = to_dtype(Tensor("x", "F32", (3,), lambda: worst), "BF16").read()
+
+    assert np.isnan(widened(rounded, "BF16")).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_small_floats_mean_what_torch_says(dtype):
+    codes = torch.arange(256 if dtype.itemsize == 1 else 65536)
+    tensor = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
+    word = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}.get(dtype, "BF16")
+
+    mine = widened(tensor.view(torch.uint8).numpy(), word)
+
+    np.testing.assert_array_equal(mine, tensor.float().numpy())
+
+
+def test_what_fp16_cannot_hold_is_refused_by_name(run, call, tmp_path):
+    save(run, 1, {"model.big": torch.tensor([1.0, 7e4])})
+
+    line = call.refused("export", run.name, 1, tmp_path / "out", "--dtype", "fp16")
+
+    assert line.startswith("model.big has 1 values that F16 cannot hold (largest 7e+04)")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prefix_is_taken_off(run, call, tmp_path):
+    save(run, 1, {"model.net.a": torch.ones(2), "model.net.b.c": torch.ones(3)})
+
+    call("export", run.name, 1, tmp_path / "out", "--strip-prefix", "net.")
+
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"a", "b.c"}
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix", "why"),
+    [
+        (("model.a", "model.b"), "net.", "no weight's name starts so, e.g. a"),
+        (("model.net.a", "model.a"), "net.", "several weights would be called 'a'"),
+        (("model.net",), "net", "several weights would be called ''"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_is_refused(run, call, tmp_path, names, prefix, why):
+    save(run, 1, {name: torch.ones(2) for name in names})
+
+    assert why in call.refused("export", run.name, 1, tmp_path / "o", "--strip-prefix", prefix)
+
+
+def test_an_existing_file_is_never_touched(run, call, tmp_path):
+    save(run, 1, some())
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, words in {
+        "model.safetensors": (out,),
+        "a.pt": (out / "a.pt", "--to", "torch"),
+    }.items():
+        (out / name).write_text("mine")
+        assert "exists and is left as it is" in call.refused("export", run.name, 1, *words)
+        assert (out / name).read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == ["a.pt", "model.safetensors"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path):
+    with places.placing(tmp_path / "out", ["x"], 0) as place:
+        place.temporary("x").write_text("new")
+        (tmp_path / "out" / "x").write_text("mine")
+        with pytest.raises(places.UsageError, match="exists"):
+            place.finish()
+        place.clear()
+
+    assert (tmp_path / "out" / "x").read_text() == "mine"
+
+
+def test_where_links_are_not_possible_a_name_is_given_by_renaming(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with places.placing(tmp_path, ["x"], 0) as place:
+        place.temporary("x").write_text("new")
+        place.finish()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+class Stopped(BaseException):
+    """As Ctrl-C is: not an Exception."""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("at", ["write", "compare", "name"])
+def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch, kind, at):
+    path = save(run, 1, {f"model.w{n}": torch.full((250,), float(n)) for n in range(5)})
+    tensors = exports.chosen(
+        path, exports.ours.found(run, 1)[1], everything=False, dtype=None, strip=""
+    )
+    told = iter(range(100))
+    limit = {"write": 2, "compare": 7, "name": 99}[at]
+
+    def on_bytes(_):
+        if next(told) == limit:
+            raise Stopped
+
+    if at == "name":
+        monkeypatch.setattr(places, "flush_directory", lambda _: (_ for _ in ()).throw(Stopped))
+    with pytest.raises(Stopped):
+        if kind == "torch":
+            to_torch.write(tmp_path / "out" / "a.pt", tensors, step=1, on_bytes=on_bytes)
+        else:
+            to_safetensors.write(tmp_path / "out", tensors, max_shard_bytes=2100, on_bytes=on_bytes)
+
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_bit_that_the_disk_turns_is_found_before_the_file_has_its_name(
+    run, call, tmp_path, monkeypatch, kind
+):
+    save(run, 1, {"model.w": torch.ones(1000)})
+
+    def flush(path):
+        content = bytearray(path.read_bytes())
+        content[content.index(b"\0\0\x80\x3f" * 100) + 50] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr({"safetensors": to_safetensors, "torch": to_torch}[kind], "flush", flush)
+    dest = tmp_path / "out" / ("w.pt" if kind == "torch" else "")
+
+    assert "w is not what it was when read back" in call.refused(
+        "export", run.name, 1, dest, "--to", kind
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(run, call, tmp_path):
+    path = save(run, 1, {"model.w": torch.ones(1000)})
+    shard = path / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 4
+    shard.write_bytes(content)
+
+    line = call.refused("export", run.name, 1, tmp_path / "out")
+
+    assert "shard-00000.safetensors" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(run, call, tmp_path, monkeypatch, kind):
+    save(run, 1, {"model.w": torch.ones(1000)})
+    stat = os.statvfs(tmp_path)
+    full = os.statvfs_result((*stat[:3], 0, 0, *stat[5:]))
+    dest = tmp_path / "out" / ("w.pt" if kind == "torch" else "")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: full)
+        assert "0 B free" in call.refused("export", run.name, 1, dest, "--to", kind)
+
+    def no_space(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    module = to_torch if kind == "torch" else to_safetensors
+    monkeypatch.setattr(module, "_put", no_space)
+    assert "No space left on device" in call.refused("export", run.name, 1, dest, "--to", kind)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_words_are_one_line_each(run, call, tmp_path):
+    save(run, 1, {"optim.w.step": torch.ones(1)})
+    (tmp_path / "file").write_text("x")
+
+    assert "has no checkpoint of step 2; there are: 1" in call.refused("export", run.name, 2, "o")
+    assert "holds no weights" in call.refused("export", run.name, 1, tmp_path / "o")
+    save(run, 3, some())
+    assert "is a file" in call.refused("export", run.name, 3, tmp_path / "file")
+    assert "is a folder" in call.refused("export", run.name, 3, tmp_path, "--to", "torch")
+    assert "no run or job" in call.refused("export", "nobody", 3, tmp_path / "o")
+
+
+def test_json_tells_the_files(run, call, tmp_path):
+    save(run, 1, {"model.w": torch.ones(10)})
+
+    told = json.loads(call("export", run.name, 1, tmp_path / "out", "--json")[1])
+
+    path = tmp_path / "out" / "model.safetensors"
+    assert told == {
+        "checkpoint": "step-0000000001",
+        "files": [{"path": str(path), "size_bytes": path.stat().st_size}],
+        "tensors": 1,
+        "tensor_bytes": 40,
+        "verified": 1,
+    }
+
+
+def test_safetensors_need_no_torch_and_the_other_says_that_it_does(run, tmp_path):
+    save(run, 1, some())
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused={"torch"}))
+
+    def call(*words):
+        command = [sys.executable, "-m", "hpctrain", "checkpoints", *map(str, words)]
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+
+    written = call("export", run.name, 1, tmp_path / "out", "--dtype", "bf16")
+    refused = call("export", run.name, 1, tmp_path / "w.pt", "--to", "torch")
+
+    assert written.returncode == 0, written.stderr
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(model_of(some()))
+    assert refused.returncode == 3
+    assert refused.stderr.count("\n") == 1
+    assert "--to torch needs torch" in refused.stderr
