@@ -45,6 +45,8 @@ BATCH_BYTES = 256 << 20
 """Host memory for what cannot be read straight into place, such as a device's memory."""
 SMALL_BYTES = 1 << 20
 """Tensors below this are broadcast together."""
+WEIGHTS = "model."
+"""How the names of a model's tensors begin; see docs/checkpoint-format.md."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,21 @@ def _read(
     if found.manifest is None:
         raise TornCheckpoint("manifest is missing")
     source = Source.open(found.path, found.manifest)
-    filling = _Filling(world, wanted(found.manifest), once=read_once, arena=arena)
+    want = wanted(found.manifest)
+    _require_all_weights(source, want.state)
+    filling = _Filling(world, want, once=read_once, arena=arena)
     return filling, filling.read(source)
+
+
+def _require_all_weights(source: Source, state: State) -> None:
+    """A weight that nobody asks for belongs to another model, and would be lost with the next save.
+
+    Generators of other ranks, and moments of what is no longer trained, may be left out.
+    """
+    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in state.shared]
+    if left:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise CheckpointError(f"{left[0]}{more} is in the checkpoint and not in the model")
 
 
 class _Filling:

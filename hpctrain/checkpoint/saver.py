@@ -12,6 +12,7 @@ come together anyway: before the next save, and at a stop.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class Saver:
         self._arena = Arena()
         self._writer = Writer()
         self._flight: _Flight | None = None
+        self._preparing: threading.Thread | None = None
 
     @property
     def arena(self) -> Arena | None:
@@ -104,15 +106,27 @@ class Saver:
         """The step of the save whose end has not been taken note of."""
         return self._flight.step if self._flight is not None else None
 
-    def prepare(self, state: State) -> int:
-        """Take the host memory now, so that the first save need not; returns this rank's bytes.
+    def prepare(self, state: State) -> None:
+        """Take the host memory now, so that the first save need not. Not collective.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
-        parts = parts_to_write(held(state, self._world))
-        self._arena.ensure(_layout(parts)[1])
-        return sum(part.piece.nbytes for part in parts)
+        self._arena.ensure(self._arena_bytes(state))
+
+    def prepare_behind(self, state: State) -> None:
+        """The same, without waiting for it: the pages are touched behind training."""
+        size = self._arena_bytes(state)
+
+        def take() -> None:
+            with contextlib.suppress(CheckpointError):  # the save meets it again, and reports it
+                self._arena.ensure(size)
+
+        self._preparing = threading.Thread(target=take, name="hpctrain-arena", daemon=True)
+        self._preparing.start()
+
+    def _arena_bytes(self, state: State) -> int:
+        return _layout(parts_to_write(held(state, self._world)))[1]
 
     def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
         """Copy the state and save it behind training; returns how long training waited.
@@ -132,6 +146,8 @@ class Saver:
             raise RuntimeError(f"step {self._flight.step} has not been landed")
         flight = _Flight(manifest.step, time.monotonic() if started is None else started)
         parts = parts_to_write(held(state, self._world))
+        if self._preparing is not None:
+            self._preparing.join()
         try:
             self._writer.ready()
             offsets = self._copy(parts, manifest.step)

@@ -117,8 +117,9 @@ def header(pieces: Sequence[Piece]) -> bytes:
     position = 0
     for piece in pieces:
         key = _key(piece, entries)
-        if key == piece.name:
-            boxes[key] = {"saved_offsets": list(piece.begin)}
+        # Torch reads no file of which a key is not listed; one with its own key is by itself.
+        begin = piece.begin if key == piece.name else [0] * len(piece.extent)
+        boxes[key] = {"saved_offsets": list(begin)}
         end = position + piece.nbytes
         entries[key] = {
             "dtype": piece.dtype,
@@ -241,7 +242,7 @@ def _windows(sizes: Sequence[int], window_bytes: int) -> Iterator[list[tuple[int
     window: list[tuple[int, int, int]] = []
     room = window_bytes
     for index, nbytes in enumerate(sizes):
-        if window and (nbytes > room or len(window) >= MAX_PARTS // 2):
+        if window and nbytes > room:
             yield window
             window, room = [], window_bytes
         for low in range(0, nbytes, window_bytes):

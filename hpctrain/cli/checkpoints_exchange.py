@@ -1,30 +1,26 @@
-"""`hpctrain checkpoints export`, `import` and `diff`: other programs' formats, and two beside."""
+"""`hpctrain checkpoints export` and `import`: to and from other programs' formats."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.checkpoints_diff import progress
 from hpctrain.cli.options import json_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hpctrain.exchange.contents import Contents
-    from hpctrain.exchange.diff import Difference
     from hpctrain.exchange.export import Written
     from hpctrain.exchange.into import Imported
     from hpctrain.exchange.naming import Request
     from hpctrain.exchange.tensors import Tensor
     from hpctrain.rundir.layout import RunDir
 
-EXIT_DIFFERS = 1
 GB = 10**9
-SHOWN = 20
 STEP = click.IntRange(min=0)
 PLACE = click.Path(path_type=Path)
 
@@ -102,7 +98,7 @@ def export_command(
     )
     state = export.state_of(manifest) if everything else None
     place = Path.cwd() / dest.expanduser()
-    with _progress("writing", 2 * _bytes(tensors)) as on_bytes:
+    with progress("writing", 2 * _bytes(tensors)) as on_bytes:
         if kind == "torch":
             written = _to_torch(place, tensors, step, state, on_bytes)
         else:
@@ -148,6 +144,13 @@ Examples:
 @click.option(
     "--map", "table", type=PLACE, metavar="FILE", help="JSON: old to new names, null leaves out."
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    default="keep",
+    show_default=True,
+    help="Round the weights' floats to what the run trains in.",
+)
 @click.option("--weights", metavar="KEY", help="Where the weights lie, if not where usual.")
 @json_option
 @click.pass_obj
@@ -163,6 +166,7 @@ def import_command(
     prefix: str | None,
     table: Path | None,
     weights: str | None,
+    dtype: str,
     as_json: bool,
 ) -> None:
     """Make a checkpoint of a run from another program's.
@@ -171,6 +175,7 @@ def import_command(
     back and compared with the source, tensor by tensor, before it is committed.
     """
     from hpctrain.exchange import into, naming, open_source
+    from hpctrain.exchange.tensors import TARGETS
     from hpctrain.rundir.find import find_run
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.resume import refuse_alive
@@ -184,46 +189,11 @@ def import_command(
     )
     contents = open_source.read(Path.cwd() / source.expanduser(), kind)
     tensors, notes = naming.name_all(contents, request)
-    with _progress("importing", 2 * _bytes(tensors)) as on_bytes:
+    tensors = naming.in_dtype(tensors, TARGETS.get(dtype))
+    with progress("importing", 2 * _bytes(tensors)) as on_bytes:
         made = into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
     notes = [*contents.notes, *notes, *_notes(contents, request, step, tensors)]
     _tell_imported(made, directory, contents, notes, as_json=as_json)
-
-
-@click.command(
-    "diff",
-    epilog="""\b
-Examples:
-  hpctrain checkpoints diff lm-3 1000 2000        two steps of one run
-  hpctrain checkpoints diff lm-3:1000 lm-4:1000   one step of two runs
-""",
-)
-@click.argument("what", nargs=-1, required=True, metavar="RUN STEP STEP | RUN:STEP RUN:STEP")
-@click.option("--quick", is_flag=True, help="Do not read values to say by how much they differ.")
-@json_option
-@click.pass_context
-def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_json: bool) -> None:
-    """Compare two checkpoints: exit code 0 if they are the same, 1 if not.
-
-    Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
-    """
-    from hpctrain.cli.output import echo_json
-    from hpctrain.exchange import diff, ours
-    from hpctrain.rundir.find import find_run
-
-    (left, before), (right, after) = _two(what)
-    one = ours.found(find_run(left, runs=ctx.obj), before)
-    other = ours.found(find_run(right, runs=ctx.obj), after)
-    total = one[1].size + other[1].size
-    with _progress("reading", total) as on_bytes:
-        found = diff.compare(one, other, values=not quick, on_bytes=on_bytes)
-    if as_json:
-        names = [f"{left}:{before}", f"{right}:{after}"]
-        echo_json({"compared": names} | found.as_json())
-    else:
-        _tell_difference(found)
-    if not found.same:
-        ctx.exit(EXIT_DIFFERS)
 
 
 def _to_torch(
@@ -287,30 +257,8 @@ def _table(path: Path | None) -> dict[str, str | None] | None:
     return table
 
 
-def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
-    """The two checkpoints that are meant."""
-    if len(what) == 3 and what[1].isdecimal() and what[2].isdecimal():  # noqa: PLR2004
-        return (what[0], int(what[1])), (what[0], int(what[2]))
-    pairs = [text.rpartition(":") for text in what]
-    if len(what) != 2 or not all(run and step.isdecimal() for run, _, step in pairs):  # noqa: PLR2004
-        raise click.UsageError(
-            f"RUN STEP STEP or RUN:STEP RUN:STEP is wanted, not {' '.join(what)}"
-        )
-    return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
-
-
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-@contextlib.contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty() or not total:
-        yield lambda _: None
-        return
-    with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
-        yield bar.update
 
 
 def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Tensor]) -> list[str]:
@@ -369,41 +317,3 @@ def _tell_imported(
         f"{made.path}: {made.tensors} tensors ({size(made.nbytes)}) from {contents.kind}, each "
         f"read back and the same\nnext         hpctrain resume {run.name}"
     )
-
-
-def _tell_difference(found: Difference) -> None:
-    from hpctrain.cli.output import table
-    from hpctrain.ledger.format import size
-
-    for sign, names in (("-", found.removed), ("+", found.added)):
-        for name in names[:SHOWN]:
-            click.echo(f"{sign} {name}")
-        if len(names) > SHOWN:
-            click.echo(f"{sign} and {len(names) - SHOWN} more (--json shows all)")
-    cells = [
-        (
-            one.name,
-            one.before if one.before == one.after else f"{one.before} -> {one.after}",
-            None if one.elements is None else f"{one.elements:,}",
-            None if one.max_abs is None else f"{one.max_abs:.4g}",
-        )
-        for one in found.changed[:SHOWN]
-    ]
-    if cells:
-        click.echo(table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3)))
-    if len(found.changed) > SHOWN:
-        click.echo(f"and {len(found.changed) - SHOWN} more (--json shows all)")
-    for row in found.state[:SHOWN]:
-        click.echo(f"{row['key']}: {_short(row['before'])} -> {_short(row['after'])}")
-    if len(found.state) > SHOWN:
-        click.echo(f"and {len(found.state) - SHOWN} more (--json shows all)")
-    counts = f"{found.equal} tensors the same, {len(found.changed)} changed"
-    counts += f", {len(found.added)} added, {len(found.removed)} removed"
-    click.echo(f"{counts}; {size(found.bytes_read)} read")
-
-
-def _short(value: Any) -> str:
-    import json
-
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004

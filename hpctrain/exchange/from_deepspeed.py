@@ -157,23 +157,13 @@ def _contents(directory: Path, states: list[Any], shards: list[Any]) -> Contents
     shapes = [_shapes(group) for group in states[0]["param_shapes"]]
     rows = _rows_of_3(directory, shards) if stage == 3 else _rows_of_1(directory, shards)  # noqa: PLR2004
     leaves = _whole_3(rows, shapes) if stage == 3 else _whole_1(rows, shapes, shards)  # noqa: PLR2004
-    leaves += _frozen(directory, states, stage)
-    by_name = {
-        leaf.tensor.name: leaf.tensor for leaf in leaves if leaf.path[0] == "model" and leaf.tensor
-    }
-    leaves += _buffers(directory, states[0])
-    for name, other in states[0].get("shared_params", {}).items():
-        if other in by_name and name not in by_name:
-            leaves.append(_leaf(("model", name), by_name[other]))
+    leaves += _frozen(directory, states) if stage == 3 else []  # noqa: PLR2004
+    leaves += _others(directory, states[0], leaves)
     contents = Contents("deepspeed", directory, leaves)
     contents.step = states[0].get("global_steps")
     if states[0].get("lr_scheduler"):
         contents.notes.append("left out: DeepSpeed's learning rate schedule")
     return contents
-
-
-def _leaf(path: tuple[str, ...], tensor: Tensor) -> Leaf:
-    return Leaf(path, Tensor(path[1], tensor.dtype, tensor.shape, tensor.read))
 
 
 def _listed(value: Any) -> list[int]:
@@ -249,16 +239,17 @@ def _whole_1(
     leaves: list[Leaf] = []
     for number, group in enumerate(shapes):
         position, part = 0, rows.part[number]
-        for at, (name, shape) in enumerate(group.items()):
+        gap = gaps[number] if gaps else [0] * len(group)
+        if sum(map(math.prod, group.values())) + sum(gap) > len(shards) * part:
+            raise CheckpointError(f"{rows.where}: group {number} is shorter than its parameters")
+        for (name, shape), behind in zip(group.items(), gap, strict=True):
             count = math.prod(shape)
             spans = [
                 (number, rank, low - rank * part, high - rank * part)
                 for rank, low, high in _cut(position, position + count, part)
             ]
             leaves += _parameter(rows, name, shape, spans)
-            position += count + (int(gaps[number][at]) if gaps else 0)
-        if position > len(shards) * part:
-            raise CheckpointError(f"{rows.where}: group {number} is shorter than its parameters")
+            position += count + int(behind)
     return leaves
 
 
@@ -339,13 +330,12 @@ def _joined(
     return Tensor(name, dtypes.pop(), shape, content)
 
 
-def _frozen(directory: Path, states: list[Any], stage: int) -> list[Leaf]:
-    """Parameters that are not trained lie beside the model's states."""
+def _frozen(directory: Path, states: list[Any]) -> list[Leaf]:
+    """Parameters that are not trained: ZeRO-3 has a part of each beside the model's states."""
     leaves = []
     for name, size in (states[0].get("frozen_param_shapes") or {}).items():
         shape = tuple(int(one) for one in size)
-        holders = states if stage == 3 else states[:1]  # noqa: PLR2004
-        parts = [state["frozen_param_fragments"][name].reshape(-1) for state in holders]
+        parts = [state["frozen_param_fragments"][name].reshape(-1) for state in states]
         left, spans = math.prod(shape), []
         for rank, part in enumerate(parts):
             count = min(left, len(part))
@@ -359,10 +349,24 @@ def _frozen(directory: Path, states: list[Any], stage: int) -> list[Leaf]:
     return leaves
 
 
-def _buffers(directory: Path, state: dict[str, Any]) -> list[Leaf]:
-    module = state["module"]
-    return [
-        Leaf(("model", name), as_tensor(name, module[name], directory))
-        for name in state["buffer_names"]
-        if name in module
-    ]
+def _others(directory: Path, state: dict[str, Any], leaves: Sequence[Leaf]) -> list[Leaf]:
+    """What the model has besides: tied weights, buffers and, before ZeRO-3, what is not trained.
+
+    Every name of the model is found, or the whole is refused: a weight that was left out would
+    start from random numbers.
+    """
+    known = {str(leaf.path[1]): leaf.tensor for leaf in leaves if leaf.path[0] == "model"}
+    found = []
+    shared = state.get("shared_params") or {}
+    for name, tensor in state["module"].items():
+        if name in known:
+            continue
+        same = known.get(str(shared.get(name)))
+        if same is not None:
+            one = Tensor(name, same.dtype, same.shape, same.read)
+        elif name in state["buffer_names"] or tensor.numel():
+            one = as_tensor(name, tensor, directory)
+        else:
+            raise CheckpointError(f"{directory} names {name} and no rank's file holds it")
+        found.append(Leaf(("model", name), one))
+    return found

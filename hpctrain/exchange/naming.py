@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.exchange.ours import MODEL, OPTIM, PREFIXES
-from hpctrain.exchange.tensors import Tensor, scalar
+from hpctrain.exchange.tensors import Tensor, scalar, to_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,6 +81,13 @@ def name_all(contents: Contents, request: Request) -> tuple[list[Tensor], list[s
     tensors = [replace(one.tensor, name=one.full) for one in named]
     _check(tensors)
     return tensors, finder.notes
+
+
+def in_dtype(tensors: Sequence[Tensor], target: str | None) -> list[Tensor]:
+    """The weights' floats rounded to what a run trains in; None leaves them as they are."""
+    if target is None:
+        return list(tensors)
+    return [to_dtype(one, target) if one.name.startswith(MODEL) else one for one in tensors]
 
 
 def _as_they_are(contents: Contents, request: Request) -> tuple[list[Tensor], list[str]]:
@@ -161,15 +168,7 @@ class _Finder:
                 case _:
                     continue
         if by_number:
-            whose = self._numbered(leaves, by_number)
-            for leaf in by_number:
-                number = int(leaf.path[1])
-                if number not in whose:
-                    raise CheckpointError(
-                        f"{self._contents.source} has optimizer state for number {number}, which "
-                        "no group has"
-                    )
-                self._take(named, whose[number], str(leaf.path[2]), leaf)
+            self._take_numbered(named, leaves, by_number)
         known = {one.name for one in self._weights}
         unknown = [one.name for one in named if one.name not in known]
         if unknown:
@@ -178,6 +177,19 @@ class _Finder:
                 "that name; take the weights alone with --what model"
             )
         return named
+
+    def _take_numbered(
+        self, named: list[_Named], leaves: Sequence[Leaf], by_number: Sequence[Leaf]
+    ) -> None:
+        whose = self._numbered(leaves, by_number)
+        for leaf in by_number:
+            number = int(leaf.path[1])
+            if number not in whose:
+                raise CheckpointError(
+                    f"{self._contents.source} has optimizer state for number {number}, which no "
+                    "group has"
+                )
+            self._take(named, whose[number], str(leaf.path[2]), leaf)
 
     def _weight_keys(self) -> tuple[str, ...]:
         return (self._request.weights,) if self._request.weights else WEIGHTS

@@ -98,7 +98,7 @@ def widened(content: Bytes, dtype: str) -> NDArray[Any]:
 
 
 def same(one: Bytes, other: Bytes) -> bool:
-    """Whether two tensors' bytes are equal; compared in parts, which takes no memory to speak of."""
+    """Whether two tensors' bytes are equal; compared in parts, so that it takes no memory."""
     if len(one) != len(other):
         return False
     parts = range(0, len(one), COMPARED)

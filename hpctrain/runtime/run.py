@@ -333,6 +333,8 @@ class Run:
         if self._first_step_at is None:
             self._first_step_at = time.time()
             self._event("phase", name="first_step")
+            if self._saves is not None:
+                self._saves.warm_up(self._snapshot)
         if self._marks is not None:
             self._marks.add(self.step, (before, self._consumed()))
 
@@ -387,10 +389,7 @@ class Run:
     def _load(self, place: Place) -> Restored:
         started = time.monotonic()
         self._saves = Saves(place, self.world, self._clock)
-        state = self._snapshot()[0]
         saver = self._saves.saver
-        if saver is not None:
-            saver.prepare(state)
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)
         on_rank_0(self.world, lambda: sweep(place.run, place.attempt))
@@ -426,9 +425,10 @@ class Run:
         same_world = manifest.world_size == self.world.world_size
         own = rng.capture(self.world) if same_world else {}
         self._loading = {**tensors, **placeholders, **own}
-        return Wanted(
-            State({**tensors, **placeholders}, own), frozenset(fresh | set(placeholders) | set(own))
-        )
+        state = State({**tensors, **placeholders}, own)
+        if self._saves is not None and self._saves.saver is not None:
+            self._saves.saver.prepare(state)  # also what weights are read into before all agree
+        return Wanted(state, frozenset(fresh | set(placeholders) | set(own)))
 
     def _take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded."""

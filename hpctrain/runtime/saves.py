@@ -58,6 +58,15 @@ class Saves:
         """What saves behind training; None in the synchronous mode."""
         return self._saver
 
+    def warm_up(self, snapshot: Snapshot) -> None:
+        """After the first step, when there is an optimizer's state: memory for the copy.
+
+        Not before: a new optimizer's state made early is not for every optimizer what its first
+        step would make.
+        """
+        if self._saver is not None:
+            self._saver.prepare_behind(snapshot()[0])
+
     def start(self, step: int) -> None:
         """Training begins at this step, which is committed, or 0."""
         self.step = step

@@ -157,7 +157,7 @@ def summary(lanes: list[Lane]) -> str:
         f"{sum(kill.deleting for kill in kills)} something half deleted; "
         f"by whom (in a save): {parts}; "
         f"{sum(lane.resumes for lane in lanes)} resumes; "
-        f"{max(lane.seconds for lane in lanes):.0f} s; seeds {[lane.seed for lane in lanes]}"
+        f"{sum(lane.seconds for lane in lanes):.0f} s of lanes; seeds {[lane.seed for lane in lanes]}"
     )
 
 

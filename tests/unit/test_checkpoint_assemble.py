@@ -125,7 +125,7 @@ def test_the_states_digests_leave_out_the_generators_of_random_numbers():
         whole("model.w", "F32", 40),
         whole("rng.rank-00000.torch", "U8", 100),
         whole("model.none", "U8", 0),
-        whole("tracked.rng.", "U8", 1),
+        whole("rngs.tracked", "U8", 1),
     ]
     sent = part(0, pieces)
 

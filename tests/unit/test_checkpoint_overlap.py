@@ -121,13 +121,27 @@ def boxes(shape, *parts):
     return [Piece("t", "U8", shape, begin, extent) for begin, extent in parts]
 
 
-def test_the_right_number_of_elements_is_not_enough():
-    shape = (4, 4)
-    overlapping = boxes(shape, ((0, 0), (2, 3)), ((0, 2), (2, 2)), ((2, 0), (2, 3)))
-    whole = boxes(shape, ((0, 0), (4, 4)))[0]
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [((0, 0), (2, 3)), ((0, 2), (2, 2)), ((2, 0), (2, 3))],
+        [((0, 0), (2, 4)), ((1, 0), (2, 4))],
+    ],
+    ids=["columns", "rows"],
+)
+def test_the_right_number_of_elements_is_not_enough(parts):
+    overlapping = boxes((4, 4), *parts)
+    (whole,) = boxes((4, 4), ((0, 0), (4, 4)))
 
     assert sum(piece.nbytes for piece in overlapping) == whole.nbytes
     assert found_for(overlapping, whole).problems == {0: "has elements that are in two chunks"}
+
+
+def test_an_empty_box_is_in_nobodys_way():
+    flat = Piece("t", "U8", (4, 4), (0,), (16,), flat=True)
+    empty, wanted = boxes((4, 4), ((0, 0), (0, 2)), ((1, 0), (2, 4)))
+
+    assert found_for([flat, empty], wanted).runs.T.tolist() == [[0, 0, 4, 0, 8]]
 
 
 def test_a_region_that_is_not_covered_tells_how_much_it_lacks():
@@ -177,12 +191,20 @@ def test_what_lies_in_one_column_of_boxes_on_both_sides_is_a_run():
     assert found.runs.T.tolist() == [[0, 1, 8, 0, 12]]
 
 
-def test_dimensions_that_go_on_where_the_inner_one_ends_are_one_loop():
+@pytest.mark.parametrize(
+    ("begin", "extent", "grid"),
+    [
+        ((0, 0, 0, 1), (6, 5, 4, 1), Grid((120, 1), (3, 1), (1, 1), 1, 0)),
+        ((2, 0, 0, 1), (1, 5, 4, 1), Grid((20, 1), (3, 1), (1, 1), 121, 0)),
+        ((0, 0, 1, 0), (6, 1, 2, 3), Grid((6, 6), (60, 1), (6, 1), 3, 0)),
+    ],
+)
+def test_dimensions_that_go_on_where_the_inner_one_ends_are_one_loop(begin, extent, grid):
     (chunk,) = boxes((6, 5, 4, 3), ((0, 0, 0, 0), (6, 5, 4, 3)))
 
-    found = found_for([chunk], Piece("t", "U8", (6, 5, 4, 3), (0, 0, 0, 1), (6, 5, 4, 1)))
+    found = found_for([chunk], Piece("t", "U8", (6, 5, 4, 3), begin, extent))
 
-    assert found.grids == [(0, 0, Grid((120, 1), (3, 1), (1, 1), 1, 0))]
+    assert found.grids == [(0, 0, grid)]
 
 
 GRIDS = st.builds(

@@ -210,6 +210,7 @@ def misfits():
             (0, 0), (96, 15), shape=(96, 15)
         ),
         "model.w is F32[96,16], and [7, 16] from [90, 0] is not in it": box((90, 0), (7, 16)),
+        "model.w is F32[96,16], and [7] from [0, 0] is not in it": box((0, 0), (7,)),
         "model.w is F32[96,16], and [2] from [1535] is not in it": replace(
             whole, begin=(1535,), extent=(2,), flat=True
         ),
@@ -317,17 +318,20 @@ def test_threads_read_at_the_same_time(source, monkeypatch):
     assert len(came) == 3
 
 
-def test_the_first_damage_stops_all_threads(source, monkeypatch):
-    monkeypatch.setattr(ranged, "WINDOW_BYTES", 1)
-    read = []
+def test_the_first_damage_stops_all_threads():
+    everybody, taken, many = threading.Barrier(8), [], 1_000_000
 
-    def fail(count):
-        read.append(count)
-        raise KeyboardInterrupt
+    def work(items):
+        mine = next(items)
+        everybody.wait(timeout=30)
+        if mine == 7:
+            raise TornCheckpoint("the last one's")
+        taken.extend(items)
+        return 0
 
-    with pytest.raises(KeyboardInterrupt):
-        source.read(everything(), threads=2, on_bytes=fail)
-    assert len(read) <= 2
+    with pytest.raises(TornCheckpoint, match="the last one's"):
+        ranged.in_threads(range(many), 8, work)
+    assert len(taken) < many - 8
 
 
 def count_calls(monkeypatch):
@@ -363,6 +367,17 @@ def test_small_blocks_make_no_more_buffers_than_the_kernel_takes(tmp_path):
     source.read([target])
 
     assert bytes(target.buffer) == whole["t"][3:99_993]
+
+
+def test_blocks_that_hold_nothing_of_a_column_are_not_read(tmp_path):
+    rows = Piece("t", "U8", (20, 256), (0, 0), (20, 256))
+    whole = support.contents(1, [[rows]])
+    source = Source(tmp_path, *support.bare(tmp_path, [[rows]], whole, block_bytes=64))
+    column = Piece("t", "U8", (20, 256), (0, 70), (20, 50))
+    target = target_of(column)
+
+    assert source.read([target]) == 20 * 64
+    assert target.buffer == support.bytes_of(column, whole["t"])
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

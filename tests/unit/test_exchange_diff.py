@@ -138,12 +138,12 @@ def test_people_read_a_table(run, call):
     code, out, _ = call("diff", run.name, 1, 2)
 
     assert code == 1
-    assert [line.split() for line in out.splitlines()] == [
-        ["-", "model.b"],
-        ["+", "model.c"],
-        ["CHANGED", "TYPE", "ELEMENTS", "MAX", "ABS"],
-        ["model.a", "F32[3]", "3", "0.5"],
-        "0 tensors the same, 1 changed, 1 added, 1 removed; 24 B read".split(),
+    assert [" ".join(line.split()) for line in out.splitlines()] == [
+        "- model.b",
+        "+ model.c",
+        "CHANGED TYPE ELEMENTS MAX ABS",
+        "model.a F32[3] 3 0.5",
+        "0 tensors the same, 1 changed, 1 added, 1 removed; 24 B read",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -156,10 +157,10 @@ def test_a_prefix_is_taken_off(run, call, tmp_path):
         (("model.net",), "net", "several weights would be called ''"),
     ],
 )
-def test_a_prefix_that_does_not_fit_is_refused(run, call, tmp_path, names, prefix, why):
+def test_a_prefix_that_does_not_fit_is_refused(run, call, names, prefix, why):
     save(run, 1, {name: torch.ones(2) for name in names})
 
-    assert why in call.refused("export", run.name, 1, tmp_path / "o", "--strip-prefix", prefix)
+    assert why in call.refused("export", run.name, 1, "nowhere", "--strip-prefix", prefix)
 
 
 def test_an_existing_file_is_never_touched(run, call, tmp_path):
@@ -219,11 +220,14 @@ def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch, kind, 
 
     if at == "name":
         monkeypatch.setattr(places, "flush_directory", lambda _: (_ for _ in ()).throw(Stopped))
+    if kind == "torch":
+        write = functools.partial(to_torch.write, tmp_path / "out" / "a.pt", tensors, step=1)
+    else:
+        write = functools.partial(
+            to_safetensors.write, tmp_path / "out", tensors, max_shard_bytes=2100
+        )
     with pytest.raises(Stopped):
-        if kind == "torch":
-            to_torch.write(tmp_path / "out" / "a.pt", tensors, step=1, on_bytes=on_bytes)
-        else:
-            to_safetensors.write(tmp_path / "out", tensors, max_shard_bytes=2100, on_bytes=on_bytes)
+        write(on_bytes=on_bytes)
 
     assert not (tmp_path / "out").exists()
 

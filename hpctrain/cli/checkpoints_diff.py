@@ -1,0 +1,115 @@
+"""`hpctrain checkpoints diff`: two checkpoints beside each other."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.exchange.diff import Difference
+
+EXIT_DIFFERS = 1
+SHOWN = 20
+
+
+@click.command(
+    "diff",
+    epilog="""\b
+Examples:
+  hpctrain checkpoints diff lm-3 1000 2000        two steps of one run
+  hpctrain checkpoints diff lm-3:1000 lm-4:1000   one step of two runs
+""",
+)
+@click.argument("what", nargs=-1, required=True, metavar="RUN STEP STEP | RUN:STEP RUN:STEP")
+@click.option("--quick", is_flag=True, help="Do not read values to say by how much they differ.")
+@json_option
+@click.pass_context
+def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_json: bool) -> None:
+    """Compare two checkpoints: exit code 0 if they are the same, 1 if not.
+
+    Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
+    """
+    from hpctrain.cli.output import echo_json
+    from hpctrain.exchange import diff, ours
+    from hpctrain.rundir.find import find_run
+
+    (left, before), (right, after) = _two(what)
+    one = ours.found(find_run(left, runs=ctx.obj), before)
+    other = ours.found(find_run(right, runs=ctx.obj), after)
+    total = one[1].size + other[1].size
+    with progress("reading", total) as on_bytes:
+        found = diff.compare(one, other, values=not quick, on_bytes=on_bytes)
+    if as_json:
+        names = [f"{left}:{before}", f"{right}:{after}"]
+        echo_json({"compared": names} | found.as_json())
+    else:
+        _tell_difference(found)
+    if not found.same:
+        ctx.exit(EXIT_DIFFERS)
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where that is a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty() or not total:
+        yield lambda _: None
+        return
+    with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The two checkpoints that are meant."""
+    if len(what) == 3 and what[1].isdecimal() and what[2].isdecimal():  # noqa: PLR2004
+        return (what[0], int(what[1])), (what[0], int(what[2]))
+    pairs = [text.rpartition(":") for text in what]
+    if len(what) != 2 or not all(run and step.isdecimal() for run, _, step in pairs):  # noqa: PLR2004
+        raise click.UsageError(
+            f"RUN STEP STEP or RUN:STEP RUN:STEP is wanted, not {' '.join(what)}"
+        )
+    return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
+
+
+def _tell_difference(found: Difference) -> None:
+    from hpctrain.cli.output import table
+    from hpctrain.ledger.format import size
+
+    for sign, names in (("-", found.removed), ("+", found.added)):
+        for name in names[:SHOWN]:
+            click.echo(f"{sign} {name}")
+        if len(names) > SHOWN:
+            click.echo(f"{sign} and {len(names) - SHOWN} more (--json shows all)")
+    cells = [
+        (
+            one.name,
+            one.before if one.before == one.after else f"{one.before} -> {one.after}",
+            None if one.elements is None else f"{one.elements:,}",
+            None if one.max_abs is None else f"{one.max_abs:.4g}",
+        )
+        for one in found.changed[:SHOWN]
+    ]
+    if cells:
+        click.echo(table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3)))
+    if len(found.changed) > SHOWN:
+        click.echo(f"and {len(found.changed) - SHOWN} more (--json shows all)")
+    for row in found.state[:SHOWN]:
+        click.echo(f"{row['key']}: {_short(row['before'])} -> {_short(row['after'])}")
+    if len(found.state) > SHOWN:
+        click.echo(f"and {len(found.state) - SHOWN} more (--json shows all)")
+    counts = f"{found.equal} tensors the same, {len(found.changed)} changed"
+    counts += f", {len(found.added)} added, {len(found.removed)} removed"
+    click.echo(f"{counts}; {size(found.bytes_read)} read")
+
+
+def _short(value: Any) -> str:
+    import json
+
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004
