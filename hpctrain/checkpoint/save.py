@@ -201,6 +201,7 @@ class _Sources:
         view = self._parts[index].view
         if view.device.type == "cpu":
             return bytes_of(view)
-        if self._last is None or self._last[0] != index:
-            self._last = (index, view.cpu())
-        return bytes_of(self._last[1])
+        last = self._last  # once: several threads ask where a shard is written by several
+        if last is None or last[0] != index:
+            self._last = last = (index, view.cpu())
+        return bytes_of(last[1])

@@ -237,10 +237,13 @@ class Saver:
         """How the save in flight ended, if it has; it stays to be landed. Not collective."""
         return self._flight.outcome if self._flight and self._flight.landed.is_set() else None
 
-    def settle(self) -> None:
-        """Let the save in flight end, before the process does. Not collective."""
-        if self._flight is not None:
-            self._flight.landed.wait(self._place.settings.timeout_s)
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Let the save in flight end; returns whether it has, in this time. Not collective."""
+        if self._flight is None:
+            return True
+        return self._flight.landed.wait(
+            self._place.settings.timeout_s if timeout_s is None else timeout_s
+        )
 
     def land(self) -> Outcome | None:
         """Wait for the save in flight and say how it ended; None if there was none. Collective."""

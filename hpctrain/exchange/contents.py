@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpctrain.exchange.tensors import Tensor
 
-CARRIED = ("data", "rng", "extra", "world_size", "mesh", "engine")
+CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 """Fields of a manifest that go with a checkpoint of our own."""
 
 
@@ -66,7 +66,7 @@ def carried(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """
     kinds: dict[str, Any] = {
         "data": dict, "rng": (dict, type(None)), "extra": dict,
-        "world_size": int, "mesh": dict, "engine": str,
+        "world_size": int, "mesh": dict,
     }  # fmt: skip
     state = {name: raw[name] for name in CARRIED if name in raw}
     for name, value in state.items():

@@ -63,10 +63,15 @@ class _Named:
 def name_all(contents: Contents, request: Request) -> tuple[list[Tensor], list[str]]:
     """All tensors under our names, and notes on what was left out or guessed.
 
+    Of weights alone nothing else of the manifest is carried over: it speaks of tensors, and of a
+    place in the data, that are not there.
+
     Raises:
         CheckpointError: there are no weights, or it is not certain which is which.
         UsageError: a rename or the table does not fit.
     """
+    if request.model_only:
+        contents.state = {}
     if contents.full_names and request.prefix is None:
         return _as_they_are(contents, request)
     finder = _Finder(contents, request)

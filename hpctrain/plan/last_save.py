@@ -19,6 +19,19 @@ class LastSave(StrEnum):
     """Give the save in flight up, so that the newer one is done in time."""
 
 
+def flight_left_s(usual_s: float, flying_s: float) -> float:
+    """What a save that has taken so long is likely to take yet.
+
+    One that takes longer than usual may hang: it is believed less and less to end soon.
+    """
+    return max(usual_s - flying_s, flying_s / 4)
+
+
+def patience_s(left_s: float, fresh_s: float) -> float:
+    """How long to wait for the save in flight, so that a new one still fits if it hangs."""
+    return max(0.0, left_s - SAFETY * fresh_s)
+
+
 def last_save(left_s: float | None, *, flight_left_s: float, fresh_s: float) -> LastSave:
     """What loses the fewest steps.
 

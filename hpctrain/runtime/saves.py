@@ -13,7 +13,7 @@ from hpctrain.checkpoint import retention
 from hpctrain.checkpoint.save import Place, Saved, save
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.plan.last_save import LastSave, last_save
+from hpctrain.plan.last_save import LastSave, flight_left_s, last_save, patience_s
 from hpctrain.runtime.marks import note
 from hpctrain.runtime.pace import Pace
 from hpctrain.world import broadcast
@@ -120,7 +120,7 @@ class Saves:
             Fenced: a newer attempt has taken the run over.
         """
         choice = self._choose_last(left_s)
-        self._land(abandon=choice is LastSave.FRESH)
+        self._land(abandon=choice is LastSave.FRESH or self._hangs(choice, left_s))
         if choice is LastSave.FINISH and self.step:
             self._event("save_skipped", step=step, why=f"no time: step {self.step} was finished")
             return
@@ -182,10 +182,20 @@ class Saves:
         if saver is None or not broadcast(self._world, saver.in_flight):
             return LastSave.BOTH
         fresh_s = self._clock.expected_save_s()
-        whole_s = self._flight_s if self._flight_s is not None else fresh_s
-        flight_left_s = max(0.0, whole_s - saver.flying_s)
-        choice = last_save(left_s, flight_left_s=flight_left_s, fresh_s=fresh_s)
+        usual_s = self._flight_s if self._flight_s is not None else fresh_s
+        rest_s = flight_left_s(usual_s, saver.flying_s)
+        choice = last_save(left_s, flight_left_s=rest_s, fresh_s=fresh_s)
         return LastSave(broadcast(self._world, choice.value))
+
+    def _hangs(self, choice: LastSave, left_s: float | None) -> bool:
+        """Whether the save in flight takes so long that a new one would not fit any more."""
+        if self._saver is None or choice is not LastSave.BOTH or left_s is None:
+            return False
+        hangs = False
+        if self._world.rank == 0:
+            patience = patience_s(left_s, self._clock.expected_save_s())
+            hangs = not self._saver.settle(patience)
+        return bool(broadcast(self._world, hangs))
 
     def _land(self, *, abandon: bool = False) -> None:
         """Wait for the save in flight, and take note of how it ended, the same on every rank."""

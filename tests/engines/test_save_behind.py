@@ -171,6 +171,20 @@ def test_a_model_that_is_not_the_one_that_is_trained_is_noticed(tmp_path, monkey
     assert same == {1: False, 2: True, 3: True}
 
 
+def test_a_background_save_that_hangs_does_not_cost_the_save_at_the_stop(
+    tmp_path, fault, monkeypatch
+):
+    fault("stop:shard.flush,rank=1,step=4")  # the writer process stands still
+    monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "12")
+    run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
+    train(run, 2, stop_at=4, victim=1)
+
+    stopped = _events(run, "stopped")[0]["step"]
+    assert stopped > 4
+    assert _committed(run) == [stopped, 2]
+    assert [data["step"] for data in _events(run, "save_failed")] == [4]
+
+
 def test_a_program_that_leaves_its_loop_early_keeps_the_save_in_flight(
     tmp_path, fault, monkeypatch
 ):

@@ -96,7 +96,7 @@ class Lane:
         """
         import torch.distributed as dist
 
-        _preload()
+        preload()
         run = RunDir(self.root)
         run.root.mkdir(parents=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -111,7 +111,7 @@ class Lane:
                 pair.end()
                 raise AssertionError(
                     f"{error}\nseed {self.seed}, mode {self.mode}, kill {len(self.done)}\n"
-                    f"in the directory: {_names(run)}\n{pair.story()}"
+                    f"in the directory: {names_in(run)}\n{pair.story()}"
                 ) from error
             self.resumes += 1
         last = Pair(run, self.mode, "ddp", store.port, number=self.resumes)
@@ -140,7 +140,7 @@ class Lane:
 
 def run_lanes(lanes: list[Lane], *, at_once: int = 2) -> list[Lane]:
     """All lanes, so many at a time, each in a process of its own."""
-    _preload()
+    preload()
     with ProcessPoolExecutor(at_once, mp_context=get_context("fork")) as pool:
         return list(pool.map(Lane.run, lanes))
 
@@ -157,18 +157,9 @@ def summary(lanes: list[Lane]) -> str:
         f"{sum(kill.deleting for kill in kills)} something half deleted; "
         f"by whom (in a save): {parts}; "
         f"{sum(lane.resumes for lane in lanes)} resumes; "
-        f"{sum(lane.seconds for lane in lanes):.0f} s of lanes; seeds {[lane.seed for lane in lanes]}"
+        f"{sum(lane.seconds for lane in lanes):.0f} s of lanes; "
+        f"seeds {[lane.seed for lane in lanes]}"
     )
-
-
-def _preload() -> None:
-    """Import once what every rank needs."""
-    import hpctrain.checkpoint.restore
-    import hpctrain.checkpoint.retention
-    import hpctrain.checkpoint.saver
-    import hpctrain.settings.schema  # noqa: F401
-
-    preload()
 
 
 class Pair:
@@ -329,7 +320,7 @@ def _check_dead(run: RunDir, pair: Pair, kind: str, victims: list[int]) -> Kill:
         kind,
         hit=any(pair.is_saving(rank) for rank in victims),
         staged=bool(find.staged(run)),
-        deleting=any(names.parse_deleting(name) for name in _names(run)),
+        deleting=any(names.parse_deleting(name) for name in names_in(run)),
     )
 
 
@@ -338,7 +329,9 @@ def _newest(run: RunDir) -> int:
 
 
 def _names(run: RunDir) -> list[str]:
-    return sorted(path.name for path in run.checkpoints.iterdir()) if run.checkpoints.exists() else []
+    return (
+        sorted(path.name for path in run.checkpoints.iterdir()) if run.checkpoints.exists() else []
+    )
 
 
 def _until(holds: Callable[[], object], why: str) -> None:
@@ -356,179 +349,3 @@ def _is_gone(pid: int) -> bool:
 
 
 # ---- in the ranks
-
-
-class _Doom:
-    """Says to a rank that it is to die in its next save, and how far in it.
-
-    Memory that parent and ranks share: a parent that had to wake up first would seldom hit a save
-    of some milliseconds on a busy machine.
-    """
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * RANKS)
-
-    def set(self, rank: int, share: float) -> None:
-        struct.pack_into("d", self._memory, 8 * rank, share)
-
-    def share(self, rank: int) -> float:
-        return float(struct.unpack_from("d", self._memory, 8 * rank)[0])
-
-
-class Voice:
-    """What a rank says; it dies in the save of which it says that it has begun, if it has to."""
-
-    def __init__(self, say: Callable[..., None], doom: _Doom, rank: int) -> None:
-        self._say = say
-        self._doom = doom
-        self._rank = rank
-        self._save_s = 0.03
-
-    def __call__(self, kind: str, step: int = 0, **more: Any) -> None:
-        self._say(kind, step, **more)
-        self._save_s = more.get("seconds", self._save_s)
-        share = self._doom.share(self._rank) if kind == "begun" else 0.0
-        if share:
-            kill = threading.Timer(share * self._save_s, os.kill, (os.getpid(), signal.SIGKILL))
-            kill.daemon = True
-            kill.start()
-
-
-def _be_rank(pipe: int, log: Path, act: Callable[[Callable[..., None]], None]) -> None:
-    """Be a rank until killed; never returns."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its test
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-
-        def say(kind: str, step: int = 0, **more: Any) -> None:
-            os.write(pipe, json.dumps({"kind": kind, "step": step, **more}).encode() + b"\n")
-
-        act(say)
-    except BaseException:  # noqa: BLE001 - it stands in the log, and the rank has ended
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(1)
-
-
-def _train(
-    say: Voice,
-    rank: int,
-    run: RunDir,
-    attempt: Attempt,
-    *,
-    mode: str,
-    engine: str,
-    store: tuple[int, int],
-) -> None:
-    import torch
-
-    from hpctrain.checkpoint import retention
-    from hpctrain.checkpoint.save import Place
-    from hpctrain.checkpoint.saver import Saver
-    from hpctrain.settings.schema import CheckpointSettings
-    from hpctrain.world import World, gather, on_rank_0
-
-    torch.set_num_threads(1)
-    _add_bulk()
-    world = World(rank, rank, RANKS, torch.device("cpu"), _join(rank, *store))
-    place = Place(run, attempt, CheckpointSettings(keep_last=KEEP_LAST))
-
-    def prune(_saved: Any) -> None:
-        retention.prune(run, keep_last=KEEP_LAST, attempt=attempt)
-
-    saver = Saver(place, world, after=prune) if mode == "async" else None
-    mesh = sharded.mesh_of(world, engine)
-    step = _restore(say, place, world, engine, mesh, saver)
-    on_rank_0(world, lambda: retention.sweep(run, attempt))
-    left = [name for name in _names(run) if names.parse_step(name) is None]
-    gather(world, "looked")
-    say("swept", step, left=left)
-    while True:
-        step += 1
-        gather(world, step)  # as training does: whoever has lost a peer hears of it
-        _save(say, place, world, sharded.spread(world, engine, step, mesh), step, saver, prune)
-
-
-def _add_bulk() -> None:
-    """In this process only."""
-    import torch
-
-    small = sharded.content
-    shape = (1024, 1024)
-    sharded.SHAPES[BULK] = ("float32", shape)
-    sharded.content = lambda name, step: (
-        torch.full(shape, float(step)) if name == BULK else small(name, step)
-    )
-
-
-def _join(rank: int, port: int, number: int) -> Any:
-    import torch.distributed as dist
-
-    common = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = timedelta(seconds=PATIENCE_S)
-    own = dist.PrefixStore(f"pair-{number}", common)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=limit)
-    return dist.new_group(backend="gloo", timeout=limit)
-
-
-def _restore(
-    say: Voice, place: Any, world: Any, engine: str, mesh: Any, saver: Any
-) -> int:
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted, restore
-
-    tensors = sharded.spread(world, engine, None, mesh)
-    own = sharded.own(world, None)
-    fresh = frozenset(name for name in tensors if name.startswith("optim."))
-    restored = restore(
-        place,
-        world,
-        lambda _: Wanted(State(tensors, own), fresh),
-        arena=saver.arena if saver is not None else None,
-    )
-    wrong = []
-    if restored.step:
-        right = sharded.own(world, restored.step)
-        wrong = sharded.wrong(tensors, restored.step)
-        wrong += [name for name in own if own[name].tolist() != right[name].tolist()]
-    say("restored", restored.step, wrong=wrong, skipped=restored.skipped)
-    return restored.step
-
-
-def _save(
-    say: Voice,
-    place: Any,
-    world: Any,
-    tensors: dict[str, Any],
-    step: int,
-    saver: Any,
-    prune: Callable[[Any], None],
-) -> None:
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
-    from hpctrain.errors import CheckpointError
-
-    state, manifest = State(tensors, sharded.own(world, step)), sharded.manifest(world, step)
-    manifest.block_bytes = 1 << 16
-    started = time.monotonic()
-    if saver is None:
-        say("begun", step)
-        try:
-            saved, error = save(place, world, state, manifest), None
-        except CheckpointError as problem:
-            saved, error = None, problem
-    else:
-        saver.begin(state, manifest)
-        say("begun", step, writer=saver._writer.pid)
-        for tensor in tensors.values():  # training goes on, and overwrites what was copied
-            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
-        outcome = saver.land()
-        saved, error = outcome.saved, outcome.error
-    if saved is None:
-        say("failed", step, why=str(error)[:300])
-        return
-    say("saved", step, seconds=time.monotonic() - started)
-    if saver is None and world.rank == 0:
-        prune(saved)

@@ -12,11 +12,11 @@ import io
 import os
 import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 DEAD, BROKEN = 9, 99
 """Exit codes: died at the fault; an error that the product does not know of."""
@@ -61,7 +61,9 @@ class Calls:
         fcntl.flock = self._wrapped("flock", fcntl.flock)
         io.open = self._opening(_raw_of(self))
 
-    def reach(self, name: str, act: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def reach(
+        self, name: str, act: Callable[[], Any], half: Callable[[], Any] | None = None
+    ) -> Any:
         """One call: `act` makes it, `half` makes a part of it."""
         number = len(self.names)
         self.names.append(name)

@@ -207,7 +207,13 @@ def test_a_second_checkpoint_of_the_same_step_is_refused_and_the_first_is_as_it_
 
 @pytest.mark.parametrize(
     "name",
-    ["step-0000002001", "step-0000002000.staged-0001", "step-0000002000.bak", "step-2000", "latest"],
+    [
+        "step-0000002001",
+        "step-0000002000.staged-0001",
+        "step-0000002000.bak",
+        "step-2000",
+        "latest",
+    ],
 )
 def test_a_copy_under_another_name_is_never_chosen(run, name):
     shutil.copytree(find.step_path(run, NEW), run.checkpoints / name)

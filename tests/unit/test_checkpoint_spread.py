@@ -109,16 +109,15 @@ def test_one_alone_writes_everything_as_it_holds_it():
 
 
 def test_a_cut_goes_to_the_nearest_row_of_the_first_dimension_that_has_two():
-    piece = Piece("w", "F32", (9, 8, 10), (4, 2, 0), (1, 6, 10))
+    piece = Piece("w", "F32", (9, 16, 10), (4, 2, 0), (1, 10, 10))
 
-    parts = all_parts([piece], 4)
+    parts = all_parts([piece], 3)
 
     cuts = [(part.begin, part.extent) for mine in parts for _, part in mine]
     assert cuts == [
-        ((4, 2, 0), (1, 2, 10)),
-        ((4, 4, 0), (1, 1, 10)),
-        ((4, 5, 0), (1, 2, 10)),
-        ((4, 7, 0), (1, 1, 10)),
+        ((4, 2, 0), (1, 3, 10)),
+        ((4, 5, 0), (1, 4, 10)),
+        ((4, 9, 0), (1, 3, 10)),
     ]
 
 

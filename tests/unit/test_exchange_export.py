@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpctrain.errors import HpctrainError
 from hpctrain.exchange import export as exports
 from hpctrain.exchange import place as places
 from hpctrain.exchange import to_safetensors, to_torch
@@ -84,6 +85,9 @@ def test_torch_opens_the_export_with_weights_only(run, call, tmp_path):
         assert everything["state"]["data"] == {"samples_consumed": 800}
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
+    reader = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
+    starts = [reader.get_record_offset(name) for name in reader.get_all_records()]
+    assert [start % 64 for start in starts] == [0] * len(starts)
 
 
 def test_weights_are_writable_and_trainable_after_torch_load(run, call, tmp_path):
@@ -163,8 +167,12 @@ def test_a_prefix_that_does_not_fit_is_refused(run, call, names, prefix, why):
     assert why in call.refused("export", run.name, 1, "nowhere", "--strip-prefix", prefix)
 
 
-def test_an_existing_file_is_never_touched(run, call, tmp_path):
+def test_an_existing_file_is_never_touched_nor_is_anything_written(
+    run, call, tmp_path, monkeypatch
+):
     save(run, 1, some())
+    for module in (to_safetensors, to_torch):
+        monkeypatch.setattr(module, "_put", lambda *_: pytest.fail("it was written"))
     out = tmp_path / "out"
     out.mkdir()
     for name, words in {
@@ -250,6 +258,16 @@ def test_a_bit_that_the_disk_turns_is_found_before_the_file_has_its_name(
         "export", run.name, 1, dest, "--to", kind
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_too_many_is_not_the_same():
+    one = Tensor("x", "U8", (3,), lambda: np.zeros(3, np.uint8))
+
+    assert exports.compare([one], {"x": one}, lambda _: None) == 1
+    with pytest.raises(HpctrainError, match="1 tensors were written and 2 are there"):
+        exports.compare([one], {"x": one, "y": one}, lambda _: None)
+    with pytest.raises(HpctrainError, match=r"was written as U8\[3\] and is missing"):
+        exports.compare([one], {"y": one}, lambda _: None)
 
 
 def test_a_damaged_checkpoint_is_not_exported(run, call, tmp_path):

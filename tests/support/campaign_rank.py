@@ -1,0 +1,243 @@
+"""One rank of a campaign's pair: it restores, sweeps, and saves step after step until it dies."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint import names
+from tests.support import gloo, sharded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpctrain.rundir.fence import Attempt
+    from hpctrain.rundir.layout import RunDir
+
+RANKS = 2
+KEEP_LAST = 2
+PATIENCE_S = 60.0
+"""For whatever must happen; a lane that waits longer has found a hang."""
+BULK = "model.bulk"
+"""A tensor that is quickly made and takes a while to write, so that kills hit the writing."""
+PR_SET_PDEATHSIG = 1
+
+
+class Doom:
+    """Says to a rank that it is to die in its next save, and how far in it.
+
+    Memory that parent and ranks share: a parent that had to wake up first would seldom hit a save
+    of some milliseconds on a busy machine.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * RANKS)
+
+    def set(self, rank: int, share: float) -> None:
+        struct.pack_into("d", self._memory, 8 * rank, share)
+
+    def share(self, rank: int) -> float:
+        return float(struct.unpack_from("d", self._memory, 8 * rank)[0])
+
+
+class Voice:
+    """What a rank says; it dies in the save of which it says that it has begun, if it has to."""
+
+    def __init__(self, pipe: int, doom: Doom, rank: int) -> None:
+        self._pipe = pipe
+        self._doom = doom
+        self._rank = rank
+        self._save_s = 0.03
+
+    def __call__(self, kind: str, step: int = 0, **more: Any) -> None:
+        line = json.dumps({"kind": kind, "step": step, **more}).encode() + b"\n"
+        os.write(self._pipe, line)
+        self._save_s = more.get("seconds", self._save_s)
+        share = self._doom.share(self._rank) if kind == "begun" else 0.0
+        if share:
+            kill = threading.Timer(share * self._save_s, os.kill, (os.getpid(), signal.SIGKILL))
+            kill.daemon = True
+            kill.start()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank is told.
+
+    Attributes:
+        rank: Which.
+        run: Where to save.
+        attempt: By which right.
+        mode: "sync" or "async".
+        engine: "ddp" or "fsdp2".
+        port: Of the store by which the ranks find each other.
+        number: Of the pair.
+    """
+
+    rank: int
+    run: RunDir
+    attempt: Attempt
+    mode: str
+    engine: str
+    port: int
+    number: int
+
+
+def be_rank(say: Voice, part: Part, log: Path) -> None:
+    """Train until killed; never returns."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its test
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        _Rank(say, part).train()
+    except BaseException:  # noqa: BLE001 - it stands in the log, and the rank has ended
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(1)
+
+
+class _Rank:
+    def __init__(self, say: Voice, part: Part) -> None:
+        import torch
+
+        from hpctrain.checkpoint.save import Place
+        from hpctrain.checkpoint.saver import Saver
+        from hpctrain.settings.schema import CheckpointSettings
+        from hpctrain.world import World
+
+        torch.set_num_threads(1)
+        _add_bulk()
+        self.say, self.part = say, part
+        cpu = torch.device("cpu")
+        self.world = World(part.rank, part.rank, RANKS, cpu, _join(part))
+        self.place = Place(part.run, part.attempt, CheckpointSettings(keep_last=KEEP_LAST))
+        is_async = part.mode == "async"
+        self.saver = Saver(self.place, self.world, after=self._prune) if is_async else None
+        self.mesh = sharded.mesh_of(self.world, part.engine)
+
+    def train(self) -> None:
+        from hpctrain.checkpoint.retention import sweep
+        from hpctrain.world import gather, on_rank_0
+
+        step = self._restore()
+        run, attempt = self.part.run, self.part.attempt
+        on_rank_0(self.world, lambda: sweep(run, attempt))
+        left = [name for name in names_in(run) if names.parse_step(name) is None]
+        gather(self.world, "looked")
+        self.say("swept", step, left=left)
+        while True:
+            step += 1
+            gather(self.world, step)  # as training does: whoever has lost a peer hears of it
+            self._save(step)
+
+    def _restore(self) -> int:
+        from hpctrain.checkpoint.boxes import State
+        from hpctrain.checkpoint.restore import Wanted, restore
+
+        tensors = self._tensors(None)
+        own = sharded.own(self.world, None)
+        fresh = frozenset(name for name in tensors if name.startswith("optim."))
+        arena = self.saver.arena if self.saver is not None else None
+        wanted = Wanted(State(tensors, own), fresh)
+        restored = restore(self.place, self.world, lambda _: wanted, arena=arena)
+        wrong = []
+        if restored.step:
+            right = sharded.own(self.world, restored.step)
+            wrong = sharded.wrong(tensors, restored.step)
+            wrong += [name for name in own if own[name].tolist() != right[name].tolist()]
+        self.say("restored", restored.step, wrong=wrong, skipped=restored.skipped)
+        return restored.step
+
+    def _save(self, step: int) -> None:
+        from hpctrain.checkpoint.boxes import State
+
+        state = State(self._tensors(step), sharded.own(self.world, step))
+        manifest = sharded.manifest(self.world, step)
+        manifest.block_bytes = 1 << 16
+        started = time.monotonic()
+        error = self._wait_for(state, manifest) if self.saver is None else self._behind(state, manifest)
+        if error is not None:
+            self.say("failed", step, why=str(error)[:300])
+            return
+        self.say("saved", step, seconds=time.monotonic() - started)
+        if self.saver is None and self.world.rank == 0:
+            self._prune(None)
+
+    def _wait_for(self, state: Any, manifest: Any) -> Exception | None:
+        from hpctrain.checkpoint.save import save
+        from hpctrain.errors import CheckpointError
+
+        self.say("begun", manifest.step)
+        try:
+            save(self.place, self.world, state, manifest)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _behind(self, state: Any, manifest: Any) -> Exception | None:
+        assert self.saver is not None
+        self.saver.begin(state, manifest)
+        self.say("begun", manifest.step, writer=self.saver._writer.pid)
+        for tensor in state.shared.values():  # training goes on, and overwrites what was copied
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+        outcome = self.saver.land()
+        assert outcome is not None
+        return outcome.error
+
+    def _tensors(self, step: int | None) -> dict[str, Any]:
+        return sharded.spread(self.world, self.part.engine, step, self.mesh)
+
+    def _prune(self, _: Any) -> None:
+        from hpctrain.checkpoint.retention import prune
+
+        prune(self.part.run, keep_last=KEEP_LAST, attempt=self.part.attempt)
+
+
+def names_in(run: RunDir) -> list[str]:
+    """Everything that lies in the directory of checkpoints, if there is one."""
+    if not run.checkpoints.exists():
+        return []
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def preload() -> None:
+    """Import once in the parent what every rank needs."""
+    import hpctrain.checkpoint.restore
+    import hpctrain.checkpoint.retention
+    import hpctrain.checkpoint.saver
+    import hpctrain.settings.schema  # noqa: F401
+
+    gloo.preload()
+
+
+def _add_bulk() -> None:
+    """In this process only."""
+    import torch
+
+    small = sharded.content
+    shape = (1024, 1024)
+    sharded.SHAPES[BULK] = ("float32", shape)
+    sharded.content = lambda name, step: (
+        torch.full(shape, float(step)) if name == BULK else small(name, step)
+    )
+
+
+def _join(part: Part) -> Any:
+    import torch.distributed as dist
+
+    common = dist.TCPStore("127.0.0.1", part.port, is_master=False)
+    limit = timedelta(seconds=PATIENCE_S)
+    own = dist.PrefixStore(f"pair-{part.number}", common)
+    dist.init_process_group("gloo", store=own, rank=part.rank, world_size=RANKS, timeout=limit)
+    return dist.new_group(backend="gloo", timeout=limit)
