@@ -126,20 +126,21 @@ def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held
 def _sharded(name: str, tensor: Any) -> Held:
     if not isinstance(tensor, DTensor):
         raise CheckpointError(f"{name} is a {type(tensor).__name__}, known are tensors and DTensor")
-    key = (tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
+    key = (name, tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements)
     if key not in _PLACES:
-        _PLACES[key] = _place(name, tensor)
-    begin, extent, replica, replicas = _PLACES[key]
-    piece = Piece(name, _dtype(name, tensor), key[0], begin, extent)
-    return Held(piece, tensor.to_local().detach(), replica, replicas)
+        begin, extent, replica, replicas = _place(name, tensor)
+        piece = Piece(name, _dtype(name, tensor), tuple(tensor.shape), begin, extent)
+        _PLACES[key] = (piece, replica, replicas)
+    piece, replica, replicas = _PLACES[key]
+    local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
+    return Held(piece, local.detach(), replica, replicas)
 
 
-Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
-_PLACES: dict[tuple[Any, ...], Place] = {}
+_PLACES: dict[tuple[Any, ...], tuple[Piece, int, int]] = {}
 """Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
 
 
-def _place(name: str, tensor: Any) -> Place:
+def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Begin and extent of this rank's box, its number among those that hold it, and how many do."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(f"{name} is a sum that is still to be added up over ranks")

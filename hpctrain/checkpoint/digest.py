@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PREFIX = "xxh3_64:"
 BLOCKS_PREFIX = "xxh3_64-blocks:"
-BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 256 << 10
 """Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
 is still in the cache when it is written or used after its digest was taken."""
 READ_BYTES = 1 << 20

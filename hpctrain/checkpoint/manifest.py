@@ -1,9 +1,8 @@
 """MANIFEST.json: the list that proves a checkpoint whole, written last, and proof of itself.
 
-The file holds its own digest, taken over the canonical JSON of everything else. Reading it back
-demands besides that every byte is as `dump` wrote it, so that a flipped bit in white space counts
-too. A key that this version does not know is ignored; one that a reader must know needs a higher
-FORMAT.
+Its last entry is the digest of all bytes before that entry, so every byte counts, also white space
+and the order in which the chunk table counts the tensors. A key that this version does not know is
+ignored; one that a reader must know needs a higher FORMAT.
 """
 
 from __future__ import annotations
@@ -108,11 +107,11 @@ def dump(manifest: Manifest, path: Path) -> None:
         CheckpointError: it holds something that would not come back from JSON as it is.
         OSError: the file is there already, or cannot be written.
     """
-    raw = _plain(manifest)
-    raw["self_digest"] = manifest.self_digest = _own_digest(raw)
+    body = _body(manifest)
+    manifest.self_digest = bytes_digest(body)
     points.reach("manifest.write", path=path, step=manifest.step)
     with path.open("xb") as file:
-        file.write(_rendered(raw))
+        file.write(body + _seal(manifest.self_digest))
         file.flush()
         points.reach("manifest.flush", path=path, fd=file.fileno(), step=manifest.step)
         os.fsync(file.fileno())
@@ -147,14 +146,14 @@ def parse(content: bytes) -> Manifest:
         raise TornCheckpoint(
             f"manifest has format {version}, this hpctrain reads up to {FORMAT}; use a newer one"
         )
-    if raw.get("self_digest") != _own_digest(raw):
+    end = len(content) - len(_seal(bytes_digest(b"")))
+    if content[end:] == _seal(bytes_digest(content[:end])):
+        return _built(raw)
+    if content[end:] == _seal(str(raw.get("self_digest"))):
         raise TornCheckpoint("manifest's own digest does not match")
-    rendered = _rendered(raw)
-    if content != rendered:
-        if rendered.startswith(content):
-            raise TornCheckpoint(f"manifest is cut: it ends after {len(content):,} bytes")
-        raise TornCheckpoint("manifest's bytes are not as they were written")
-    return _built(raw)
+    if not content.endswith(b"}\n"):
+        raise TornCheckpoint(f"manifest is cut: it ends after {len(content):,} bytes")
+    raise TornCheckpoint("manifest's bytes are not as they were written")
 
 
 def _read(path: Path) -> bytes:
@@ -225,18 +224,24 @@ def files_problem(files: list[FileEntry]) -> str | None:
     return None
 
 
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as JSON will give it back; refused where that would be something else."""
+def _body(manifest: Manifest) -> bytes:
+    """Everything before the last entry; refused where JSON would give back something else."""
     raw = asdict(manifest)
+    del raw["self_digest"]
     raw["tensors"] = {entry.name: entry.text for entry in manifest.tensors}
     _require_string_keys(raw, "manifest")
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(raw))
+        text = json.dumps(raw, indent=1)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"manifest of step {manifest.step} cannot be written as JSON: {error}"
         ) from error
-    return plain
+    return text.removesuffix("\n}").encode("ascii")
+
+
+def _seal(digest: str) -> bytes:
+    """The last entry and the end of the file."""
+    return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 
 def _require_string_keys(value: Any, where: str) -> None:
@@ -252,13 +257,3 @@ def _require_string_keys(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _require_string_keys(inner, f"{where}[{index}]")
-
-
-def _own_digest(raw: dict[str, Any]) -> str:
-    # In the order of the file: the chunk table counts the tensors in it, so it is proved as well.
-    rest = {key: value for key, value in raw.items() if key != "self_digest"}
-    return bytes_digest(json.dumps(rest, separators=(",", ":")).encode("ascii"))
-
-
-def _rendered(raw: dict[str, Any]) -> bytes:
-    return (json.dumps(raw, indent=1) + "\n").encode("ascii")

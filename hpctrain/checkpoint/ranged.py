@@ -31,7 +31,7 @@ class Files:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
         self._manifest = manifest
-        self._open: tuple[int, int] | None = None
+        self._open: tuple[int, int, Path] | None = None
         nbytes = window_blocks(manifest.block_bytes) * manifest.block_bytes
         self.scratch: memoryview = np.empty(nbytes, np.uint8).data
 
@@ -49,8 +49,8 @@ class Files:
         name, step = self._manifest.files[number].name, self._manifest.step
         wanted = sum(map(len, buffers))
         try:
-            file = self._file(number, name)
-            points.reach("read.block", path=self._path / name, fd=file, step=step, bytes=wanted)
+            file, path = self._file(number, name)
+            points.reach("read.block", path=path, fd=file, step=step, bytes=wanted)
             done = os.preadv(file, buffers, position)
             while done < wanted:  # a call may give less than it was asked for
                 count = os.preadv(file, _rest(buffers, done), position + done)
@@ -76,11 +76,12 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _file(self, number: int, name: str) -> int:
+    def _file(self, number: int, name: str) -> tuple[int, Path]:
         if self._open is None or self._open[0] != number:
             self.close()
-            self._open = number, os.open(self._path / name, os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[1]
+            path = self._path / name
+            self._open = number, os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+        return self._open[1:]
 
 
 class Shared(Generic[T]):

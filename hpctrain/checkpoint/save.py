@@ -155,12 +155,12 @@ def _write(
     try:
         part = part_of(pieces, write(path) if pieces else None)
         points.reach("report.gather", path=path, step=step, rank=world.rank)
-        return part, ""
     except OSError as error:
         return part_of([], None), f"rank {world.rank}: {space.describe(error, path)}"
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         text = str(error) if isinstance(error, HpctrainError) else one_line(error)
         return part_of([], None), f"rank {world.rank}: {text}"
+    return part, ""
 
 
 def _publish(

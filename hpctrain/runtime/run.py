@@ -418,7 +418,7 @@ class Run:
         """The tensors to fill from a checkpoint; the program's own, not copies."""
         tensors: dict[str, torch.Tensor] = {}
         if self._model is not None:
-            tensors.update(engine_state.collect(self._model, self._optimizer))
+            tensors.update(engine_state.collect(self._model, self._optimizer_in(manifest)))
         fresh = {name for name in tensors if name.startswith(engine_state.OPTIM)}
         placeholders: dict[str, torch.Tensor] = {}
         tracked.empty_tensors(manifest.extra, placeholders)
@@ -430,11 +430,16 @@ class Run:
             self._saves.saver.prepare(state)  # also what weights are read into before all agree
         return Wanted(state, frozenset(fresh | set(placeholders) | set(own)))
 
+    def _optimizer_in(self, manifest: Manifest) -> Optimizer | None:
+        """The optimizer, unless weights alone were imported: then a new one begins with them."""
+        has_state = any(one.name.startswith(engine_state.OPTIM) for one in manifest.tensors)
+        return self._optimizer if has_state or manifest.engine != "import" else None
+
     def _take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded."""
         tensors, self._loading = self._loading, {}
         if self._model is not None:
-            engine_state.apply(self._model, self._optimizer, tensors)
+            engine_state.apply(self._model, self._optimizer_in(manifest), tensors)
         for name, thing in self._tracked.items():
             if name in manifest.extra:
                 tracked.restore(thing, tracked.join(manifest.extra[name], tensors))

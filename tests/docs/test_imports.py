@@ -23,10 +23,11 @@ TENSORS = {f"checkpoint.{name}" for name in ("boxes", "dcp", "restore", "save", 
 BYTES = {
     f"checkpoint.{name}"
     for name in (
-        "assemble", "grid", "overlap", "ranged", "reader", "shard", "table", "verify", "writer", "writer_process",
+        "assemble", "grid", "overlap", "ranged", "reader", "shard", "table", "verify",
+        "writer", "writer_process",
     )
 }  # fmt: skip
-"""They handle what lies in the files and import numpy; `submit`, `resume` and `status` need none."""
+"""They handle what lies in the files and import numpy; `submit` and `status` need none."""
 CODE = """
 import importlib, sys
 REFUSED = set(sys.argv[1].split(","))

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.ledger import events as ledger
 from tests.support.exchange import Commands
-from tests.support.recipe import assert_same_bits, full_state, make_run, train
+from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
 
 STEPS, STOP = 12, 5
 
@@ -28,3 +28,20 @@ def test_an_export_of_everything_trains_on_bit_equal(tmp_path, capsys, kind, des
     restored = [event.data["step"] for event in ledger.read(second) if event.kind == "restored"]
     assert restored == [step]
     assert_same_bits(full_state(first, STEPS), full_state(second, STEPS))
+
+
+def test_weights_alone_begin_with_a_new_optimizer(tmp_path, capsys):
+    call = Commands(tmp_path, capsys)
+    first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second")
+    train(first, 1)
+    weights = full_state(first, STEPS)
+
+    call("export", first.root, STEPS, tmp_path / "out")
+    code, _, _ = call("import", tmp_path / "out", "--run", second.root, "--step", 0)
+    assert code == 0
+    train(second, 2)
+
+    restored = [e.data for e in ledger.read(second) if e.kind == "restored"]
+    assert [(one["step"], one["checkpoint"]) for one in restored] == [(0, "step-0000000000")]
+    assert losses(second)[1] < losses(first)[1]
+    assert full_state(second, STEPS).keys() == weights.keys()

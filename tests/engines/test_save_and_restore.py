@@ -46,7 +46,7 @@ def save_rank(root, engine, steps=(10,), mode="sync"):
 
 
 def load_rank(root, engine, read_once=True, fresh=True):
-    """What was restored, which tensors are wrong, and what was touched of those that are careful."""
+    """What was restored, which tensors are wrong, and what was touched that must not be."""
     from hpctrain.checkpoint.boxes import State
     from hpctrain.checkpoint.restore import Wanted, restore
     from hpctrain.world import join_world

@@ -1,4 +1,4 @@
-"""Saves behind training, in the shipped recipe on real ranks: what becomes of each, and of training."""
+"""Saves behind training, in the shipped recipe on real ranks: what becomes of each."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_sta
 def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
     disk = small_disk(800 << 10)
     run = make_run(disk / "run", **EACH, checkpoint__mode=mode)
-    with pytest.raises(AssertionError, match="step 8 was not saved: .* free"):
+    with pytest.raises(AssertionError, match=r"step 8 was not saved: .* free"):
         train(run, 2)  # the last save is no periodic one: the run is not done without it
 
     kept = _committed(run)

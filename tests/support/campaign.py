@@ -8,21 +8,15 @@ rank sees a mix of two steps as such.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import random
 import select
 import signal
-import struct
-import threading
 import time
-import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,21 +24,22 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint import find, names
 from hpctrain.rundir.fence import take_attempt
 from hpctrain.rundir.layout import RunDir
-from tests.support import sharded
-from tests.support.gloo import preload
+from tests.support.campaign_rank import (
+    KEEP_LAST,
+    PATIENCE_S,
+    RANKS,
+    Doom,
+    Part,
+    Voice,
+    be_rank,
+    names_in,
+    preload,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.rundir.fence import Attempt
 
-RANKS = 2
-KEEP_LAST = 2
-PATIENCE_S = 60.0
-"""For whatever must happen; a lane that waits longer has found a hang."""
-BULK = "model.bulk"
-"""A tensor that is quickly made and takes a while to write, so that kills hit the writing."""
-PR_SET_PDEATHSIG = 1
 KINDS = {
     "sync": ("rank 0", "rank 1", "all"),
     "async": ("rank 0", "rank 1", "all", "writer 0", "writer 1"),
@@ -173,25 +168,14 @@ class Pair:
         self._pipes: list[int] = []
         self._pids: list[int] = []
         self._log = run.root / "ranks.log"
-        self._doom = _Doom()
+        self._doom = Doom()
         attempt = take_attempt(run, job_id="campaign", restarts=0)
         for rank in range(RANKS):
             ours, theirs = os.pipe()
             pid = os.fork()
             if pid == 0:
-                _be_rank(
-                    theirs,
-                    self._log,
-                    lambda say, rank=rank: _train(
-                        Voice(say, self._doom, rank),
-                        rank,
-                        run,
-                        attempt,
-                        mode=mode,
-                        engine=engine,
-                        store=(port, number),
-                    ),
-                )
+                part = Part(rank, run, attempt, mode, engine, port, number)
+                be_rank(Voice(theirs, self._doom, rank), part, self._log)
             os.close(theirs)
             self._pipes.append(ours)
             self._pids.append(pid)
@@ -326,12 +310,6 @@ def _check_dead(run: RunDir, pair: Pair, kind: str, victims: list[int]) -> Kill:
 
 def _newest(run: RunDir) -> int:
     return max((one.step for one in find.candidates(run) if one.problem is None), default=0)
-
-
-def _names(run: RunDir) -> list[str]:
-    return (
-        sorted(path.name for path in run.checkpoints.iterdir()) if run.checkpoints.exists() else []
-    )
 
 
 def _until(holds: Callable[[], object], why: str) -> None:

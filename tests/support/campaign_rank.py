@@ -166,7 +166,9 @@ class _Rank:
         manifest = sharded.manifest(self.world, step)
         manifest.block_bytes = 1 << 16
         started = time.monotonic()
-        error = self._wait_for(state, manifest) if self.saver is None else self._behind(state, manifest)
+        error = (
+            self._wait_for(state, manifest) if self.saver is None else self._behind(state, manifest)
+        )
         if error is not None:
             self.say("failed", step, why=str(error)[:300])
             return
@@ -174,7 +176,7 @@ class _Rank:
         if self.saver is None and self.world.rank == 0:
             self._prune(None)
 
-    def _wait_for(self, state: Any, manifest: Any) -> Exception | None:
+    def _in_front(self, state: Any, manifest: Any) -> Exception | None:
         from hpctrain.checkpoint.save import save
         from hpctrain.errors import CheckpointError
 

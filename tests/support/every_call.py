@@ -95,21 +95,14 @@ class Calls:
         return call
 
     def _opening(self, raw: Any) -> Any:
-        def opened(
-            file: Any,
-            mode: str = "r",
-            buffering: int = -1,
-            encoding: str | None = None,
-            errors: str | None = None,
-            newline: str | None = None,
-        ) -> Any:
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *text: Any) -> Any:
             plain = mode.replace("b", "").replace("t", "")
             name = "open" if plain == "r" else "create"
             stream: Any = self.reach(name, lambda: raw(file, plain))
             if buffering == 0:
                 return stream
             stream = io.BufferedReader(stream) if plain == "r" else io.BufferedWriter(stream)
-            return stream if "b" in mode else io.TextIOWrapper(stream, encoding, errors, newline)
+            return stream if "b" in mode else io.TextIOWrapper(stream, *text)
 
         return opened
 

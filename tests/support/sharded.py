@@ -7,8 +7,10 @@ what it has read is right without seeing what was written.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "model.embed.weight": ("float32", (257, 12)),

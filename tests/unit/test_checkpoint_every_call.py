@@ -21,6 +21,8 @@ from tests.support.loading import loaded
 from tests.support.memory import folder_in_memory
 
 NEWEST, NEXT = 3, 4
+TORN = 5
+"""The step in the manifest of the torn directory that lies where the next one is to go."""
 KEEP_LAST = 2
 SAVED, REFUSED = 0, 1
 right = functools.cache(support.contents)
@@ -39,10 +41,10 @@ def before(memory):
     attempt = support.next_attempt(run)
     support.save(run, attempt, 1, 2, NEWEST)
     support.stage(run, attempt, NEXT)
-    (torn,) = support.save(run, attempt, NEXT + 1)
+    (torn,) = support.save(run, attempt, TORN)
     (torn / support.SHARD_1).unlink()
     torn.rename(find.step_path(run, NEXT))
-    (half,) = support.save(run, attempt, NEXT + 2)
+    (half,) = support.save(run, attempt, TORN + 1)
     (half / "MANIFEST.json").unlink()
     half.rename(half.with_name("step-0000000001.deleting-1"))
     return run
@@ -93,6 +95,8 @@ def _whole_steps(run):
 
 def _check(run, code):
     whole = _whole_steps(run)
+    torn = [one.manifest for one in find.candidates(run) if one.problem is not None]
+    assert [one.step for one in torn if one] == [TORN] * len(torn), "a torn one was committed"
     assert NEWEST in whole
     assert whole[0] == NEXT if code == SAVED else whole[0] in {NEWEST, NEXT}
     # The next attempt, undisturbed: whatever was left is in nobody's way.

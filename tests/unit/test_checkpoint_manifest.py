@@ -33,10 +33,8 @@ def reason(path):
 def sealed(raw):
     """A manifest file's bytes for a dictionary, with the digest that belongs to it."""
     rest = {key: value for key, value in raw.items() if key != "self_digest"}
-    canonical = json.dumps(rest, separators=(",", ":"))
-    return (
-        json.dumps({**rest, "self_digest": bytes_digest(canonical.encode())}, indent=1) + "\n"
-    ).encode()
+    body = json.dumps(rest, indent=1).removesuffix("\n}").encode()
+    return body + f',\n "self_digest": "{bytes_digest(body)}"\n}}\n'.encode()
 
 
 def test_what_is_loaded_is_what_was_dumped(path):
@@ -118,8 +116,11 @@ def test_a_changed_value_fails_the_manifests_own_digest(path):
 
 def test_added_white_space_is_not_as_it_was_written(path):
     manifests.dump(support.manifest(1000, [ENTRY]), path)
-    path.write_text(path.read_text().replace('"step": 1000', '"step":  1000'))
+    whole = path.read_text()
 
+    path.write_text(whole.replace('"step": 1000', '"step":  1000'))
+    assert reason(path) == "manifest's own digest does not match"
+    path.write_text(whole.removesuffix("}\n") + " }\n")
     assert reason(path) == "manifest's bytes are not as they were written"
 
 

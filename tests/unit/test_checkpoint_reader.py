@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import ranged, shard
+from hpctrain.checkpoint.digest import BLOCK_BYTES
 from hpctrain.checkpoint.manifest import TABLE_NAME, TensorEntry
 from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.shard import Piece
@@ -385,7 +386,7 @@ def test_no_more_than_115_percent_of_what_is_needed_is_read(tmp_path, ranks):
     shape = (4096, 2048)
     saved = [[box((at, 0), (1024, 2048), shape=shape)] for at in range(0, 4096, 1024)]
     content = {"model.w": np.arange(4096 * 2048, dtype=np.uint32).tobytes()}
-    manifest = support.manifest(1000, [], block_bytes=512 << 10)
+    manifest = support.manifest(1000, [], block_bytes=BLOCK_BYTES)
     parts = []
     for rank, (piece,) in enumerate(saved):
         low = piece.begin[0] * 8192
@@ -411,7 +412,7 @@ def test_beside_the_destination_little_memory_is_taken(tmp_path, columns):
     shape = (4096, 4096)
     piece = box((0, 0), shape, shape=shape)
     content = np.arange(4096 * 4096, dtype=np.uint32).reshape(shape)
-    manifest = support.manifest(1000, [], block_bytes=512 << 10)
+    manifest = support.manifest(1000, [], block_bytes=BLOCK_BYTES)
     report = shard.write(tmp_path / SHARD_0, [piece], [content.reshape(-1).data.cast("B")])
     support.commit.write_table(tmp_path, manifest, [support.part_of([piece], report)])
     low, count = columns
