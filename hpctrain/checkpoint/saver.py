@@ -12,7 +12,6 @@ come together anyway: before the next save, and at a stop.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -106,27 +105,29 @@ class Saver:
         """The step of the save whose end has not been taken note of."""
         return self._flight.step if self._flight is not None else None
 
-    def prepare(self, state: State) -> None:
-        """Take the host memory now, so that the first save need not. Not collective.
+    def prepare(self, state: State) -> str:
+        """Take the host memory for copies of this state; why it cannot be had, or "".
 
-        Raises:
-            CheckpointError: there is not so much memory.
+        Not collective.
         """
-        self._arena.ensure(self._arena_bytes(state))
+        if self._preparing is not None:
+            self._preparing.join()
+        return self._take(_layout(parts_to_write(held(state, self._world)))[1])
 
     def prepare_behind(self, state: State) -> None:
         """The same, without waiting for it: the pages are touched behind training."""
-        size = self._arena_bytes(state)
-
-        def take() -> None:
-            with contextlib.suppress(CheckpointError):  # the save meets it again, and reports it
-                self._arena.ensure(size)
-
-        self._preparing = threading.Thread(target=take, name="hpctrain-arena", daemon=True)
+        size = _layout(parts_to_write(held(state, self._world)))[1]
+        self._preparing = threading.Thread(
+            target=self._take, args=(size,), name="hpctrain-arena", daemon=True
+        )
         self._preparing.start()
 
-    def _arena_bytes(self, state: State) -> int:
-        return _layout(parts_to_write(held(state, self._world)))[1]
+    def _take(self, size: int) -> str:
+        try:
+            self._arena.ensure(size)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
         """Copy the state and save it behind training; returns how long training waited.

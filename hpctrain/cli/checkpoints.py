@@ -100,6 +100,8 @@ def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
         echo_json(facts)
         return
     files = facts.pop("files")
+    if "tensors" in facts:
+        facts["tensors"] = f"{len(facts['tensors']):,} (--json lists them)"
     click.echo(table([(key, _inline(value)) for key, value in facts.items()]))
     if files:
         cells = [(file["name"], f"{file['size']:,}", file["digest"]) for file in files]

@@ -16,7 +16,7 @@ from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.plan.last_save import LastSave, flight_left_s, last_save, patience_s
 from hpctrain.runtime.marks import note
 from hpctrain.runtime.pace import Pace
-from hpctrain.world import broadcast
+from hpctrain.world import broadcast, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +48,7 @@ class Saves:
         self._waited_s = 0.0
         self._told: int | None = None
         self._digest = ""
+        self._has_memory = False
 
     @property
     def _is_async(self) -> bool:
@@ -166,8 +167,28 @@ class Saves:
         self._land()
         started = time.monotonic()
         self._waited_s = started - due
-        saver.begin(*snapshot(), started=started)
+        state, manifest = snapshot()
+        if not self._has_memory and not self._take_memory(saver, state):
+            self._now(step, snapshot)
+            return
+        saver.begin(state, manifest, started=started)
         self.step = step
+
+    def _take_memory(self, saver: Saver, state: State) -> bool:
+        """Before the first background save: whether every rank has the memory for its copy.
+
+        Where one has not, training waits for its saves from here on: a run without any would lose
+        more.
+        """
+        missing = next((why for why in gather(self._world, saver.prepare(state)) if why), "")
+        self._has_memory = not missing
+        if missing:
+            saver.close()
+            self._saver = None
+            self._event("save_mode", mode="sync", why=missing)
+            if self._world.rank == 0:
+                print(f"hpctrain: saves are synchronous: {missing}", file=sys.stderr, flush=True)
+        return self._has_memory
 
     def _is_busy_and_skips(self, step: int) -> bool:
         if self._saver is None or self._settings.when_busy != "skip":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 
 import pytest
@@ -89,6 +90,28 @@ def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed, ra
     assert _committed(run) == [step for step in range(STEPS, 0, -1) if step != 3]
     assert not find.staged(run)
     assert_same_bits(full_state(undisturbed, STEPS), full_state(run, STEPS))
+
+
+def test_without_memory_for_the_copy_on_one_rank_all_ranks_save_while_training_waits(
+    tmp_path, monkeypatch
+):
+    from hpctrain.checkpoint import arena
+
+    real = arena.Arena.ensure
+
+    def ensure(self, nbytes):
+        if os.environ.get("RANK") == "1" and nbytes > 0:
+            raise arena.CheckpointError("there is no memory")
+        real(self, nbytes)
+
+    monkeypatch.setattr(arena.Arena, "ensure", ensure)
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2, stop_at=4, victim=0)
+    train(run, 2)  # a resume reads into the same memory, and must do without as well
+
+    assert set(_committed(run)) == set(range(1, STEPS + 1))
+    assert {data["mode"] for data in _events(run, "saved")} == {"sync"}
+    assert [data["why"] for data in _events(run, "save_mode")] == ["there is no memory"] * 2
 
 
 def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path, fault):
