@@ -155,6 +155,7 @@ class Saves:
     # ---- parts
 
     def _now(self, step: int, snapshot: Snapshot) -> None:
+        self._waited_s = 0.0
         state, manifest = snapshot()
         saved = save(self._place, self._world, state, manifest)
         self.step, self._last_at = step, time.monotonic()

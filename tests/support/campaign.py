@@ -27,6 +27,7 @@ from hpctrain.rundir.layout import RunDir
 from tests.support.campaign_rank import (
     KEEP_LAST,
     PATIENCE_S,
+    POINTS,
     RANKS,
     Doom,
     Part,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+HALF = 0.5
 KINDS = {
     "sync": ("rank 0", "rank 1", "all"),
     "async": ("rank 0", "rank 1", "all", "writer 0", "writer 1"),
@@ -207,8 +209,9 @@ class Pair:
 
     def kill(self, ranks: list[int], dice: random.Random) -> None:
         """SIGKILL in a save; the others must then end by themselves, and so must every writer."""
+        by_time = dice.random() < HALF
         for rank in ranks:
-            self._doom.set(rank, dice.uniform(0.01, 1.1))
+            self._doom.set(rank, dice.uniform(0.01, 1.1) if by_time else -dice.uniform(0, POINTS))
         self._wait()
         writers = {word["writer"] for rank in self.said for word in rank if word.get("writer")}
         for pid in writers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import mmap
 import os
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint import names
+from hpctrain.testing import points
 from tests.support import gloo, sharded
 
 if TYPE_CHECKING:
@@ -30,11 +32,17 @@ PATIENCE_S = 60.0
 """For whatever must happen; a lane that waits longer has found a hang."""
 BULK = "model.bulk"
 """A tensor that is quickly made and takes a while to write, so that kills hit the writing."""
+SOON_S = 0.002
+POINTS = 11
+"""That a rank passes in a save, about."""
 PR_SET_PDEATHSIG = 1
 
 
 class Doom:
-    """Says to a rank that it is to die in its next save, and how far in it.
+    """Says to a rank that it is to die in its next save, and when.
+
+    A share from 0 is of the time that a save takes. Below 0 it is how many fault points are passed
+    before, and a part of SOON_S.
 
     Memory that parent and ranks share: a parent that had to wake up first would seldom hit a save
     of some milliseconds on a busy machine.
@@ -64,10 +72,22 @@ class Voice:
         os.write(self._pipe, line)
         self._save_s = more.get("seconds", self._save_s)
         share = self._doom.share(self._rank) if kind == "begun" else 0.0
-        if share:
-            kill = threading.Timer(share * self._save_s, os.kill, (os.getpid(), signal.SIGKILL))
-            kill.daemon = True
-            kill.start()
+        if share > 0:
+            _die_in(share * self._save_s)
+        elif share < 0:
+            after, part = divmod(-share, 1)
+            self._die_behind_point(int(after), part * SOON_S)
+
+    def _die_behind_point(self, count: int, seconds: float) -> None:
+        """Most of a save is waiting; what is over in a moment is hit from a point beside it."""
+        left = itertools.count(count, -1)
+        points.handler = lambda _: _die_in(seconds) if next(left) == 0 else None
+
+
+def _die_in(seconds: float) -> None:
+    kill = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    kill.daemon = True
+    kill.start()
 
 
 @dataclass(frozen=True)
@@ -166,9 +186,8 @@ class _Rank:
         manifest = sharded.manifest(self.world, step)
         manifest.block_bytes = 1 << 16
         started = time.monotonic()
-        error = (
-            self._wait_for(state, manifest) if self.saver is None else self._behind(state, manifest)
-        )
+        act = self._in_front if self.saver is None else self._behind
+        error = act(state, manifest)
         if error is not None:
             self.say("failed", step, why=str(error)[:300])
             return
