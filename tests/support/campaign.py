@@ -91,17 +91,14 @@ class Lane:
         Raises:
             AssertionError: a promise was broken; with the seed, the kill's number, what was said.
         """
-        import torch.distributed as dist
-
         preload()
         run = RunDir(self.root)
         run.root.mkdir(parents=True)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dice = random.Random(self.seed)
         started = time.monotonic()
         while len(self.done) < self.kills:
             engine = dice.choice(("ddp", "fsdp2"))
-            pair = Pair(run, self.mode, engine, store.port, number=self.resumes)
+            pair = Pair(run, self.mode, engine, number=self.resumes)
             try:
                 self._one_pair(run, pair, dice)
             except AssertionError as error:
@@ -111,7 +108,7 @@ class Lane:
                     f"in the directory: {names_in(run)}\n{pair.story()}"
                 ) from error
             self.resumes += 1
-        last = Pair(run, self.mode, "ddp", store.port, number=self.resumes)
+        last = Pair(run, self.mode, "ddp", number=self.resumes)
         _check_resume(run, last, _newest(run))
         last.hear("saved", times=2)
         last.end()
@@ -162,7 +159,7 @@ def summary(lanes: list[Lane]) -> str:
 class Pair:
     """Two ranks of one attempt, and what they have said."""
 
-    def __init__(self, run: RunDir, mode: str, engine: str, port: int, *, number: int) -> None:
+    def __init__(self, run: RunDir, mode: str, engine: str, *, number: int) -> None:
         self.newest_before = _newest(run)
         self.said: list[list[dict[str, Any]]] = [[] for _ in range(RANKS)]
         self._heard: Counter[tuple[int, str]] = Counter()
@@ -176,7 +173,7 @@ class Pair:
             ours, theirs = os.pipe()
             pid = os.fork()
             if pid == 0:
-                part = Part(rank, run, attempt, mode, engine, port, number)
+                part = Part(rank, run, attempt, mode, engine, number)
                 be_rank(Voice(theirs, self._doom, rank), part, self._log)
             os.close(theirs)
             self._pipes.append(ours)
@@ -260,9 +257,10 @@ class Pair:
 
     def _wait(self) -> None:
         """Until both ranks have ended and all that they said is read."""
-        pids, self._pids = self._pids, []
-        for pid in pids:
+        while self._pids:
+            pid = self._pids[-1]
             _until(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0], f"rank of pid {pid} hangs")
+            self._pids.pop()
         while any(pipe >= 0 for pipe in self._pipes):
             self._take(1.0)
 

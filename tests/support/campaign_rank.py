@@ -66,15 +66,21 @@ class Voice:
         self._doom = doom
         self._rank = rank
         self._save_s = 0.03
+        self._doomed = False
 
     def __call__(self, kind: str, step: int = 0, **more: Any) -> None:
         line = json.dumps({"kind": kind, "step": step, **more}).encode() + b"\n"
         os.write(self._pipe, line)
         self._save_s = more.get("seconds", self._save_s)
         share = self._doom.share(self._rank) if kind == "begun" else 0.0
+        if share and not self._doomed:
+            self._doomed = True  # counting would begin anew with each save, and never end
+            self._obey(share)
+
+    def _obey(self, share: float) -> None:
         if share > 0:
             _die_in(share * self._save_s)
-        elif share < 0:
+        else:
             after, part = divmod(-share, 1)
             self._die_behind_point(int(after), part * SOON_S)
 
@@ -100,7 +106,6 @@ class Part:
         attempt: By which right.
         mode: "sync" or "async".
         engine: "ddp" or "fsdp2".
-        port: Of the store by which the ranks find each other.
         number: Of the pair.
     """
 
@@ -109,7 +114,6 @@ class Part:
     attempt: Attempt
     mode: str
     engine: str
-    port: int
     number: int
 
 
@@ -257,8 +261,9 @@ def _add_bulk() -> None:
 def _join(part: Part) -> Any:
     import torch.distributed as dist
 
-    common = dist.TCPStore("127.0.0.1", part.port, is_master=False)
     limit = timedelta(seconds=PATIENCE_S)
-    own = dist.PrefixStore(f"pair-{part.number}", common)
-    dist.init_process_group("gloo", store=own, rank=part.rank, world_size=RANKS, timeout=limit)
+    # A file, no server: one in the parent has a thread, which a forked rank's garbage collector
+    # would wait for, and aborts on.
+    common = dist.FileStore(str(part.run.root / f"store-{part.number}"), RANKS)
+    dist.init_process_group("gloo", store=common, rank=part.rank, world_size=RANKS, timeout=limit)
     return dist.new_group(backend="gloo", timeout=limit)
