@@ -184,8 +184,9 @@ def _read(
 ) -> tuple[_Filling, int]:
     if found.manifest is None:
         raise TornCheckpoint("manifest is missing")
-    source = Source.open(found.path, found.manifest)
+    # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
     want = wanted(found.manifest)
+    source = Source.open(found.path, found.manifest)
     _require_all_weights(source, want.state)
     filling = _Filling(world, want, once=read_once, arena=arena)
     return filling, filling.read(source)

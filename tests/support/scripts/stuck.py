@@ -9,13 +9,19 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain
+from hpctrain.checkpoint import find
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.run import Run
 
 
 def main() -> None:
@@ -27,11 +33,20 @@ def main() -> None:
     for step in run.steps(total=20):
         is_first = os.environ["HPCTRAIN_RESTARTS"] == "0"
         if is_first and run.world.rank == 1 and step == fatal_step:
+            wait_for_a_save(run)
             Path("stuck").touch()
             hold_the_gil() if how == "c-call" else stop_for_good()
         optimizer.zero_grad()
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()
+
+
+def wait_for_a_save(run: Run) -> None:
+    """The one that is being written behind training needs this rank's report to be committed."""
+    end = time.monotonic() + 60
+    while not find.candidates(run.dir):
+        assert time.monotonic() < end, "no save was committed"
+        time.sleep(0.01)
 
 
 def hold_the_gil() -> None:
