@@ -28,6 +28,9 @@ from hpctrain.checkpoint.writer import Request, Writer, WriterTimeout
 from hpctrain.checkpoint.writer_process import SHIELDED, Failure, frame
 from hpctrain.errors import CheckpointError
 from hpctrain.testing.faults import armed
+from tests.support import small_disk as disks
+
+small_disk = disks.small_disk
 
 MIB = 1 << 20
 BLOCK = 512 << 10
@@ -236,33 +239,12 @@ def test_a_file_that_the_system_lets_not_grow_is_an_error_with_its_errno(one, ar
     assert one.pid == pid
 
 
-FULL = """
-with Writer() as one:
-    one.begin(request({path!r}, 4, 1 << 20), arena)
-    try:
-        one.wait(60)
-    except Exception as error:
-        print(type(error).__name__, error.__cause__.errno, error)
-"""
-
-
-def test_a_full_disk_is_an_error_with_its_errno(tmp_path):
-    script = WRITER.format(path=[]) + FULL.format(path=f"{tmp_path}/shard")
-    apart = ("unshare", "--map-root-user", "--mount")
-    if subprocess.run([*apart, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no file system of its own may be mounted here (unshare is refused)")
-    run = subprocess.run(
-        [
-            *(*apart, "sh", "-euc"),
-            'mount -t tmpfs -o size=2m none "$1"; exec "$2" -c "$3"',
-            *("sh", str(tmp_path), sys.executable, script),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.startswith(f"CheckpointError 28 {tmp_path}/shard cannot be written: ")
-    assert "No space left on device" in run.stdout
+def test_a_full_disk_is_an_error_with_its_errno(one, arena, small_disk):
+    path = small_disk(2 * MIB) / "shard"
+    one.begin(request(path, *filled(arena, [4 * MIB])), arena)
+    with pytest.raises(CheckpointError, match=r"shard cannot be written: .*No space left") as it:
+        one.wait(PATIENCE)
+    assert it.value.__cause__.errno == errno.ENOSPC
 
 
 def test_the_process_reaches_its_point_with_rank_and_step_before_it_begins(arena, tmp_path):
