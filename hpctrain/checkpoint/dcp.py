@@ -282,5 +282,5 @@ def _target(item: ReadItem, source: Source, host: torch.Tensor) -> Target:
     if item.type is not LoadItemType.BYTE_IO:
         first = item.storage_index.offset or begin
         begin = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
-    shape = tuple(host.shape)
-    return Target(entry.name, DTYPES[host.dtype], entry.shape, begin, shape, bytes_of(host))
+    piece = Piece(entry.name, DTYPES[host.dtype], entry.shape, begin, tuple(host.shape))
+    return Target(piece, bytes_of(host))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.grid import Grid
     from hpctrain.checkpoint.manifest import Manifest, TensorEntry
     from hpctrain.checkpoint.overlap import Overlap
+    from hpctrain.checkpoint.shard import Piece
     from hpctrain.checkpoint.table import ChunkTable
 
 SHOWN = 3
@@ -43,22 +44,12 @@ class Target:
     """Where a part of a tensor is to go.
 
     Attributes:
-        name: The tensor's full name.
-        dtype: In safetensors' words.
-        shape: Of the whole tensor.
-        begin: Where the box starts in each dimension; of a flat target, its first element.
-        extent: The box's size in each dimension; of a flat target, its number of elements.
+        piece: Which part; its cuts need not be those of the chunks.
         buffer: Writable memory of exactly these elements, row-major.
-        flat: A range of the row-major elements instead of a box.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: tuple[int, ...]
-    extent: tuple[int, ...]
+    piece: Piece
     buffer: Any
-    flat: bool = False
 
 
 class Run(NamedTuple):
@@ -169,12 +160,14 @@ class Source:
             try:
                 memory = self._memory(target)
             except CheckpointError as error:
-                problems.append(f"{target.name} {error}")
+                problems.append(f"{target.piece.name} {error}")
                 continue
             if len(memory):
                 wanted.append((target, memory))
         found = self._overlap([target for target, _ in wanted])
-        problems += [f"{wanted[number][0].name} {why}" for number, why in found.problems.items()]
+        problems += [
+            f"{wanted[number][0].piece.name} {why}" for number, why in found.problems.items()
+        ]
         if problems:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             shown = "; ".join(problems[:SHOWN])
@@ -185,22 +178,23 @@ class Source:
 
     def _memory(self, target: Target) -> memoryview:
         """The target's memory as bytes, if the target is what the checkpoint has."""
-        number = self._numbers.get(target.name)
+        piece = target.piece
+        number = self._numbers.get(piece.name)
         if number is None:
             raise CheckpointError("is not in the checkpoint")
         entry = self.manifest.tensors[number]
-        if (entry.dtype, entry.shape) != (target.dtype, tuple(target.shape)):
-            wanted = f"{target.dtype}[{','.join(map(str, target.shape))}]"
+        if (entry.dtype, entry.shape) != (piece.dtype, tuple(piece.shape)):
+            wanted = f"{piece.dtype}[{','.join(map(str, piece.shape))}]"
             raise CheckpointError(f"is {entry.text} in the checkpoint, {wanted} is wanted")
-        sizes = (math.prod(target.shape),) if target.flat else target.shape
-        if not len(target.begin) == len(target.extent) == len(sizes) or not all(
+        sizes = (math.prod(piece.shape),) if piece.flat else piece.shape
+        if not len(piece.begin) == len(piece.extent) == len(sizes) or not all(
             0 <= begin <= begin + count <= size
-            for begin, count, size in zip(target.begin, target.extent, sizes, strict=True)
+            for begin, count, size in zip(piece.begin, piece.extent, sizes, strict=True)
         ):
             raise CheckpointError(
-                f"is {entry.text}, and {list(target.extent)} from {list(target.begin)} is not in it"
+                f"is {entry.text}, and {list(piece.extent)} from {list(piece.begin)} is not in it"
             )
-        nbytes = math.prod(target.extent) * DTYPES[target.dtype]
+        nbytes = piece.nbytes
         whole = memoryview(target.buffer)
         if whole.nbytes != nbytes or whole.readonly or not whole.c_contiguous:
             raise CheckpointError(
@@ -212,9 +206,10 @@ class Source:
 
     def _overlap(self, targets: Sequence[Target]) -> Overlap:
         regions = [
-            Region(one.shape, one.begin, one.extent, one.flat, DTYPES[one.dtype]) for one in targets
+            Region(one.shape, one.begin, one.extent, one.flat, DTYPES[one.dtype])
+            for one in (target.piece for target in targets)
         ]
-        numbers = [self._numbers[one.name] for one in targets]
+        numbers = [self._numbers[one.piece.name] for one in targets]
         return overlap(self.table, regions, np.array(numbers, np.int64))
 
     def _run_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[Window]:

@@ -241,7 +241,7 @@ class _Filling:
             if box.piece.name not in self._fresh:
                 later.append((view, piece))
             elif view.device.type == "cpu" and view.is_contiguous():
-                straight.append(_target(piece, bytes_of(view)))
+                straight.append(Target(piece, bytes_of(view)))
             else:
                 through.append((view, piece))
         targets = [self._stage(view, piece) for view, piece in later]
@@ -268,7 +268,7 @@ class _Filling:
     def _stage(self, view: torch.Tensor, piece: Piece) -> Target:
         host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
         self._staged.append((view, host))
-        return _target(piece, bytes_of(host))
+        return Target(piece, bytes_of(host))
 
     def _host(self, nbytes: int) -> torch.Tensor:
         """Host memory: of the arena while it lasts, whose pages are warm, else new."""
@@ -293,10 +293,6 @@ def _view(box: Held, piece: Piece) -> torch.Tensor:
     return local
 
 
-def _target(piece: Piece, buffer: memoryview) -> Target:
-    return Target(piece.name, piece.dtype, piece.shape, piece.begin, piece.extent, buffer)
-
-
 def _batches(
     through: Sequence[tuple[torch.Tensor, Piece]],
 ) -> Iterator[list[tuple[torch.Tensor, Piece]]]:
@@ -314,7 +310,7 @@ def _read_through(source: Source, batch: Sequence[tuple[torch.Tensor, Piece]]) -
     """Read into host memory first: a device's memory cannot be read into."""
     hosts = [torch.empty(view.shape, dtype=view.dtype) for view, _ in batch]
     pieces = [piece for _, piece in batch]
-    targets = [_target(piece, bytes_of(host)) for piece, host in zip(pieces, hosts, strict=True)]
+    targets = [Target(piece, bytes_of(host)) for piece, host in zip(pieces, hosts, strict=True)]
     count = source.read(targets)
     for (view, _), host in zip(batch, hosts, strict=True):
         view.copy_(host)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.checkpoint import find
 from hpctrain.checkpoint.reader import Source, Target
-from hpctrain.checkpoint.shard import DTYPES
+from hpctrain.checkpoint.shard import DTYPES, Piece
 from hpctrain.errors import NotFound, TornCheckpoint
 from hpctrain.exchange.tensors import Tensor
 
@@ -56,7 +56,7 @@ def _tensor(source: Source, entry: TensorEntry) -> Tensor:
         content = np.empty(math.prod(entry.shape) * DTYPES[entry.dtype], np.uint8)
         whole = (0,) * len(entry.shape)
         source.read(
-            [Target(entry.name, entry.dtype, entry.shape, whole, entry.shape, content.data)]
+            [Target(Piece(entry.name, entry.dtype, entry.shape, whole, entry.shape), content.data)]
         )
         return content
 

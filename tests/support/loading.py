@@ -24,9 +24,8 @@ def loaded(found: Found) -> dict[str, bytes]:
     values, targets = {}, []
     for entry in found.manifest.tensors:
         begin = (0,) * len(entry.shape)
-        nbytes = Piece(entry.name, entry.dtype, entry.shape, begin, entry.shape).nbytes
-        values[entry.name] = np.full(nbytes, 255, np.uint8)
-        place = (entry.name, entry.dtype, entry.shape, begin, entry.shape)
-        targets.append(Target(*place, values[entry.name]))
+        piece = Piece(entry.name, entry.dtype, entry.shape, begin, entry.shape)
+        values[entry.name] = np.full(piece.nbytes, 255, np.uint8)
+        targets.append(Target(piece, values[entry.name]))
     source.read(targets)
     return {name: value.tobytes() for name, value in values.items()}

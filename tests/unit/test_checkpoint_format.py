@@ -73,11 +73,7 @@ def test_hpctrain_reads_every_tensor_of_the_sample():
     chunks = table.load(STEP, found.manifest)
     targets = {
         entry.name: Target(
-            entry.name,
-            entry.dtype,
-            entry.shape,
-            (0,) * len(entry.shape),
-            entry.shape,
+            Piece(entry.name, entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape),
             bytearray(KNOWN[entry.name].nbytes),
         )
         for entry in found.manifest.tensors

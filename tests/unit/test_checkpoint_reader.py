@@ -33,9 +33,7 @@ MIB = 1 << 20
 def target_of(piece, buffer=None):
     """A destination of the piece's region, full of 0xEE."""
     buffer = bytearray(b"\xee" * piece.nbytes) if buffer is None else buffer
-    return Target(
-        piece.name, piece.dtype, piece.shape, piece.begin, piece.extent, buffer, piece.flat
-    )
+    return Target(piece, buffer)
 
 
 def box(begin, extent, name="model.w", dtype="F32", shape=(96, 16)):
@@ -175,7 +173,7 @@ def test_calls_that_give_less_than_asked_for_are_repeated(source, monkeypatch):
     source.read(targets)
 
     for target in targets:
-        assert bytes(target.buffer) == WHOLE[target.name]
+        assert bytes(target.buffer) == WHOLE[target.piece.name]
 
 
 def test_swapped_shards_of_one_size_are_found(tmp_path):
