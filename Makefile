@@ -11,6 +11,8 @@ STAMP := $(VENV)/.hpctrain-dev-installed
 export PATH := $(abspath $(BIN)):$(PATH)
 TESTS ?=
 PYTEST ?= pytest -q
+# see tests/conftest.py
+BESIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help
 help: ## show this list
@@ -44,7 +46,7 @@ slurm: $(STAMP)
 
 .PHONY: test
 test: slurm ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
-	@$(PYTEST) $(TESTS)
+	@$(PYTEST) $(BESIDE) $(TESTS)
 
 .PHONY: lint
 lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spelling

@@ -1,5 +1,9 @@
 """Fixtures for all tests, and what to do where a test's surroundings are missing.
 
+`make test` runs two at a time (pytest-xdist): the tests that need SLURM mostly wait for it, so one
+worker has all of them, and the other the rest, file by file and with what the first leaves of the
+CPUs (`nice`), so that no time limit of a real job is missed because of a unit test.
+
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
 """
@@ -18,11 +22,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REQUIRE = "HPCTRAIN_REQUIRE"
+BESIDE_NICENESS = 15
 INSTALL = "run tests/support/install_slurm.sh"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    for item in items:
+        is_slurm = item.get_closest_marker("slurm") is not None
+        item.add_marker(pytest.mark.xdist_group("slurm" if is_slurm else item.path.name))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("slurm") is None:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
         return
     if lacking := missing():
         reason = f"no SLURM cluster here, missing: {', '.join(lacking)}; {INSTALL}"
