@@ -169,7 +169,7 @@ def test_the_marker_would_be_made(tmp_path):
 @pytest.mark.parametrize(
     "thing",
     [os.system, eval, getattr, collections.Counter, torch.load, Path.unlink, dcp.FileSystemReader],
-    ids=str,
+    ids=lambda value: getattr(value, "__qualname__", str(value)),
 )
 def test_the_metadata_reader_knows_only_what_metadata_needs(tmp_path, thing):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(thing))
