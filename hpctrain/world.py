@@ -35,6 +35,7 @@ class World:
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    ranks_per_node: int = 1
 
     @property
     def is_distributed(self) -> bool:
@@ -55,7 +56,8 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), local_rank, dist.get_world_size(), device, control)
+    ranks, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), dist.get_world_size()
+    return World(dist.get_rank(), local_rank, size, device, control, ranks or size)
 
 
 def _device(local_rank: int) -> torch.device:

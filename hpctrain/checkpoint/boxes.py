@@ -7,7 +7,7 @@ Works for plain tensors and for whatever speaks torch DCP's protocol for sharded
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from hpctrain.checkpoint.spread import my_part
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from hpctrain.world import World
 
@@ -33,16 +33,37 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 @dataclass(frozen=True)
+class Flat:
+    """A range of a tensor's row-major elements: what a ZeRO rank holds of a parameter.
+
+    Attributes:
+        local: The elements, of one dimension; the program's own memory.
+        first: Number of the first one in the whole tensor.
+        shape: Of the whole tensor.
+    """
+
+    local: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class State:
     """What a checkpoint holds, by full names.
 
     Attributes:
-        shared: Plain tensors that every rank holds alike, or DTensors.
+        shared: Plain tensors that several ranks hold alike, DTensors, or flat ranges.
         own: Plain tensors that only this rank has, under names that no other rank has.
+        copies: Where not every rank holds a shared tensor, or more do than its own mesh knows of:
+            which of the copies this rank has, and how many there are. Without an entry a plain
+            tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
+        known: Names of the program's that other ranks hold and this one does not.
     """
 
-    shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,13 +97,29 @@ def held(state: State, world: World) -> list[Held]:
     Raises:
         CheckpointError: a tensor is of a kind that cannot be stored.
     """
+    everywhere = (world.rank, world.world_size)
     shared = [
-        _sharded(name, tensor)
-        if hasattr(tensor, "__create_chunk_list__")
-        else _whole(name, tensor, world.rank, world.world_size)
+        _held(name, tensor, state.copies.get(name), everywhere)
         for name, tensor in state.shared.items()
     ]
     return shared + [_whole(name, tensor, 0, 1) for name, tensor in state.own.items()]
+
+
+def _held(
+    name: str,
+    tensor: torch.Tensor | Flat,
+    copies: tuple[int, int] | None,
+    everywhere: tuple[int, int],
+) -> Held:
+    if isinstance(tensor, Flat):
+        return _flat(name, tensor, *(copies or (0, 1)))
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return _whole(name, tensor, *(copies or everywhere))
+    box = _sharded(name, tensor)
+    if copies is None:
+        return box
+    copy, count = copies
+    return replace(box, replica=copy * box.replicas + box.replica, replicas=count * box.replicas)
 
 
 def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
@@ -121,6 +158,14 @@ def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held
     shape = tuple(tensor.shape)
     piece = Piece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
     return Held(piece, tensor.detach(), replica, replicas)
+
+
+def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
+    extent = (tensor.local.numel(),)
+    piece = Piece(
+        name, _dtype(name, tensor.local), tensor.shape, (tensor.first,), extent, flat=True
+    )
+    return Held(piece, tensor.local.detach(), replica, replicas)
 
 
 def _sharded(name: str, tensor: Any) -> Held:

@@ -197,7 +197,8 @@ def _require_all_weights(source: Source, state: State) -> None:
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
     """
-    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in state.shared]
+    known = state.shared.keys() | state.known
+    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in known]
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointError(f"{left[0]}{more} is in the checkpoint and not in the model")

@@ -38,6 +38,29 @@ def rank_positions(first_position: int, global_batch: int, rank: int, world_size
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What an engine asks of the way a step's samples are cut; the same on every rank.
+
+    Attributes:
+        equal: Every pass of every rank has as many samples, some of weight 0 where there are too
+            few (pipelines pass on tensors of one shape).
+        at_least: Passes per step, at least.
+        multiple_of: Passes per step are a multiple of this.
+        leaves: Passes are the same samples at any number of ranks: pass i of all ranks' together
+            takes samples [i * micro_batch, (i + 1) * micro_batch) of the step.
+    """
+
+    equal: bool = False
+    at_least: int = 1
+    multiple_of: int = 1
+    leaves: bool = False
+
+
+ANY_PASSES = Passes()
+"""Nothing is asked: as few passes as there can be, of shares as equal as they can be."""
+
+
+@dataclass(frozen=True)
 class MicroBatchPlan:
     """How a step is cut into forward and backward passes; the same on every rank."""
 
@@ -79,6 +102,8 @@ class Piece:
     indices: list[int]
     weights: list[float]
     """1 for a sample that counts, 0 for one that only keeps this rank in step with the others."""
+    leaf: int | None = None
+    """Number of this pass among those of all ranks (`Passes.leaves`); None if none counts."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,13 @@ class StepBatch:
 
 
 def cut_step(
-    positions: range, rank: int, world_size: int, micro_batch: int, *, index: Callable[[int], int]
+    positions: range,
+    rank: int,
+    world_size: int,
+    micro_batch: int,
+    *,
+    index: Callable[[int], int],
+    passes: Passes = ANY_PASSES,
 ) -> StepBatch:
     """One rank's part of the global positions of a step.
 
@@ -113,6 +144,7 @@ def cut_step(
         world_size: How many ranks there are now.
         micro_batch: Samples per pass of one rank at most; 0 for any number.
         index: The sample at a global position, e.g. `SampleOrder.index`.
+        passes: What the engine asks of the cuts.
     """
     plan = plan_micro_batches(len(positions), world_size, micro_batch)
     mine = rank_positions(positions.start, len(positions), rank, world_size)
@@ -140,6 +172,7 @@ class GlobalBatches:
         micro_batch: int,
         *,
         consumed: int = 0,
+        passes: Passes = ANY_PASSES,
     ) -> None:
         self.order = order
         self.global_batch = global_batch
@@ -147,12 +180,18 @@ class GlobalBatches:
         self.world_size = world_size
         self.micro_batch = micro_batch
         self.consumed = consumed
+        self.passes = passes
 
     def next_step(self) -> StepBatch:
         """This rank's part of the next step; from here on its samples count as consumed."""
         positions = range(self.consumed, self.consumed + self.global_batch)
         step = cut_step(
-            positions, self.rank, self.world_size, self.micro_batch, index=self.order.index
+            positions,
+            self.rank,
+            self.world_size,
+            self.micro_batch,
+            index=self.order.index,
+            passes=self.passes,
         )
         self.consumed = positions.stop
         return step

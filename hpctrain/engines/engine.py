@@ -1,104 +1,166 @@
-"""One training step under any engine: forward precision, backward, clipping, update.
+"""What every engine can do: one training step, one evaluation, its state by full names.
 
-DDP and FSDP2 differ in how a model is wrapped and when gradients travel; the rest is the same code.
+An engine is a model that is spread over the ranks, with its optimizer. What differs between them
+(how the model is cut, when gradients travel, how state is named) stays behind this class.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.engines.blocks import find_blocks
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.data.batches import Passes
+    from hpctrain.engines.loss_scale import LossScale
+    from hpctrain.plan.mesh import Mesh
     from hpctrain.world import World
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
-class Engine:
-    """A parallelised model with its optimizer.
+@dataclass(frozen=True)
+class Microbatch:
+    """The samples of one forward and backward pass of one rank.
 
     Attributes:
-        kind: "ddp", "fsdp2", or "plain" for a single process.
-        model: What the program calls; parameter names are those of the original.
-        optimizer: Updates this rank's share of the parameters.
+        inputs: What the model takes, with the samples along its first dimension.
+        targets: What the loss takes beside the model's output.
+        leaf: Its number among all microbatches of the step, of all ranks; None where it does not
+            matter, or where the samples count nothing.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, settings: EngineSettings, world: World
-    ) -> None:
-        """Parallelise. Collective: every rank calls it with the same model.
+    inputs: torch.Tensor
+    targets: Any
+    leaf: int | None = None
 
-        Raises:
-            UsageError: the optimizer has state already, or the precision is not to be had here.
+
+class Engine(abc.ABC):
+    """A model that is spread over the ranks, with its optimizer.
+
+    Attributes:
+        kind: "plain", "ddp", "fsdp2", "zero0" to "zero3".
+        mesh: Ranks along each axis.
+        model: What the program calls; parameter names are those of the original. Under a pipeline
+            it holds this rank's part alone and is not called.
+        optimizer: Updates this rank's share of the parameters; the program sets its rates.
+        passes: What the engine asks of the way a step's samples are cut into microbatches.
+        loss_scale: With fp16, how far losses are scaled; None otherwise.
+    """
+
+    kind: str
+    mesh: Mesh
+    model: nn.Module
+    optimizer: Optimizer
+    passes: Passes
+    loss_scale: LossScale | None
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        self.world = world
+        self.mesh = mesh
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ranks that read different samples this one is."""
+        return self.mesh.data_rank(self.world.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks read different samples."""
+        return self.mesh.data_ranks
+
+    @property
+    def random_rank(self) -> int:
+        """Ranks with the same number must draw the same random numbers: those along `tp`."""
+        return self.mesh.pp_rank(self.world.rank) * self.data_ranks + self.data_rank
+
+    @abc.abstractmethod
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """Add up the gradients of a step. Collective: every rank calls it, with equally many.
+
+        Args:
+            microbatches: Of this rank; ranks along `tp` and `pp` give the same ones.
+            loss: Of a model's output and the microbatch's targets; a number that is this
+                microbatch's share of the step's loss: losses and gradients are added, over
+                microbatches and over data ranks.
+
+        Returns:
+            The step's loss, over all ranks; the same number on every rank.
         """
-        if optimizer.state:
-            raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
-        self.precision = _precision(settings.precision, world.device)
-        self.optimizer = optimizer
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=self.precision is torch.float16
-        )
-        self._device = world.device
-        self._clip_norm = settings.clip_norm
-        if settings.activation_checkpointing:
-            _recompute_blocks(model)
-        model.to(world.device)
-        self.model, self.kind = self._wrap(model, settings, world)
 
-    def _wrap(
-        self, model: nn.Module, settings: EngineSettings, world: World
-    ) -> tuple[nn.Module, str]:
-        if not world.is_distributed:
-            return model, "plain"
-        if settings.kind == "fsdp2":
-            return _shard(model, self.optimizer, self.precision, settings, world), "fsdp2"
-        # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
-        # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
-        # runtime.md 1.8).
-        devices = [world.device] if world.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-        return wrapped, "ddp"
+    @abc.abstractmethod
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """The same sum without gradients, with the model in its evaluation mode. Collective."""
+
+    @abc.abstractmethod
+    def step(self) -> float:
+        """Clip over all ranks, update, clear the gradients. Collective.
+
+        Returns:
+            The gradient's norm before clipping, the same on every rank. It is infinite or not a
+            number where fp16 has overflowed; the update is left out then.
+        """
+
+    @abc.abstractmethod
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """This rank's weights (fp32 masters where there are such) and moments by full names.
+
+        They share memory with what trains. Collective: every rank calls it. An optimizer that has
+        not stepped yet gets the state of step 0.
+        """
+
+    @abc.abstractmethod
+    def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
+        """Go on with what `state` gave and what was filled in since. Collective."""
+
+    # ---- for programs with a loop of their own over microbatches
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around one microbatch's forward and backward pass; gradients travel in the last only."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
-        quiet = isinstance(self.model, DistributedDataParallel) and not last
-        waiting = self.model.no_sync() if quiet else contextlib.nullcontext()  # type: ignore[operator]
-        enabled = self.precision is not torch.float32 and not isinstance(self.model, FSDPModule)
-        with waiting, torch.autocast(self._device.type, dtype=self.precision, enabled=enabled):
-            yield
+        """Around one microbatch's forward and backward pass; gradients travel in the last only.
+
+        Raises:
+            UsageError: the engine has the passes of a step go together.
+        """
+        raise UsageError(
+            f"engine {self.kind} with {self.mesh.as_dict()} cannot run microbatches one by one; "
+            "call engine.forward_backward"
+        )
+        yield  # makes it a generator
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of a loss already weighted by its share of the global batch."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        """Add the gradients of a microbatch's share of the step's loss; inside `microbatch`."""
+        raise NotImplementedError
 
-    def step(self) -> float:
-        """Clip over all ranks, update, clear the gradients; returns their norm before clipping."""
-        self.scaler.unscale_(self.optimizer)
-        limit = self._clip_norm or float("inf")
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+    # ---- for engines
+
+    def total(self, mine: torch.Tensor) -> float:
+        """The sum of a number over data ranks. Collective.
+
+        Args:
+            mine: One fp64 number; of ranks along `tp` the first one's counts, along `pp` the
+                last one's.
+        """
+        last = self.mesh.pp_rank(self.world.rank) == self.mesh.pp - 1
+        counts = last and self.mesh.tp_rank(self.world.rank) == 0
+        value = (
+            mine.detach().to(torch.float64)
+            if counts
+            else torch.zeros_like(mine, dtype=torch.float64)
+        )
+        return float(global_sum(self.world, value))
 
 
 def global_sum(world: World, value: torch.Tensor) -> torch.Tensor:
@@ -106,56 +168,3 @@ def global_sum(world: World, value: torch.Tensor) -> torch.Tensor:
     if world.is_distributed:
         dist.all_reduce(value)
     return value
-
-
-def _precision(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        fits = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if fits else torch.float32
-    if name not in DTYPES:
-        raise UsageError(
-            f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}"
-        )
-    return DTYPES[name]
-
-
-def _recompute_blocks(model: nn.Module) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
-
-    blocks = {id(block) for block in find_blocks(model)}
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=checkpoint_wrapper,
-        check_fn=lambda module: id(module) in blocks,
-    )
-
-
-def _shard(
-    model: nn.Module,
-    optimizer: Optimizer,
-    precision: torch.dtype,
-    settings: EngineSettings,
-    world: World,
-) -> nn.Module:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    options: dict[str, Any] = {
-        "mesh": dist.init_device_mesh(  # type: ignore[attr-defined]
-            world.device.type, (world.world_size,), mesh_dim_names=("dp_shard",)
-        ),
-        "reshard_after_forward": settings.reshard_after_forward,
-    }
-    if precision is not torch.float32:
-        # Gradients are added in fp32 unless measured to be safe in less.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=precision, reduce_dtype=torch.float32
-        )
-    for block in find_blocks(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    sharded = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [sharded[names[id(parameter)]] for parameter in group["params"]]
-    return model

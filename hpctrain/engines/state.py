@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -100,7 +102,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return where if local.numel() != 1 else (*where[1:], local.item())
 
 
-def apply(model: nn.Module, optimizer: Optimizer | None, state: dict[str, torch.Tensor]) -> None:
+def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
     """Make an optimizer go on with the tensors that `collect` gave and that were filled since.
 
     The model's own share their memory with what `collect` gives and need nothing. Collective under

@@ -1,7 +1,7 @@
 """This rank's random number generators as tensors, to travel in the checkpoint without pickle.
 
-At another world size the saved ones have no owner: each rank then starts from (seed, step, rank),
-which is the same however often the run is disturbed.
+On another mesh the saved ones have no owner: each rank then starts from (seed, step, rank), which
+is the same however often the run is disturbed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ def apply(world: World, state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state[stem + "cuda"], world.device)
 
 
-def seed_anew(world: World, seed: int, step: int) -> None:
-    """Start every generator from (seed, step, rank)."""
-    value = (seed * 1_000_003 + step) * 1_000_003 + world.rank
+def seed_anew(number: int, seed: int, step: int) -> None:
+    """Start every generator from (seed, step, number).
+
+    Args:
+        number: Of the rank; ranks that must draw the same numbers have the same.
+        seed: The run's.
+        step: Updates applied.
+    """
+    value = (seed * 1_000_003 + step) * 1_000_003 + number
     value &= 0x7FFF_FFFF_FFFF_FFFF
     torch.manual_seed(value)  # CUDA's too
     random.seed(value)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -155,7 +155,7 @@ class Run:
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
-        self._loading: dict[str, torch.Tensor] = {}
+        self._loading: dict[str, Any] = {}
         self._first_step_at: float | None = None
         self._event("phase", name="initialised")
 
@@ -165,15 +165,14 @@ class Run:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
 
         Returns:
-            The engine: `engine.model` to call, `engine.microbatch`, `engine.backward`,
-            `engine.step`.
+            The engine: `engine.forward_backward`, `engine.evaluate`, `engine.step`.
         """
-        from hpctrain.engines.engine import Engine
+        from hpctrain.engines.parallelize import parallelize
 
-        self._engine = Engine(model, optimizer, self.settings.engine, self.world)
+        self._engine = parallelize(model, optimizer, self.settings.engine, self.world)
         self._model, self._optimizer = self._engine.model, optimizer
-        if self._engine.scaler.is_enabled():
-            self._tracked["scaler"] = self._engine.scaler
+        if self._engine.loss_scale is not None:
+            self._tracked["scaler"] = self._engine.loss_scale
         return self._engine
 
     def track(
@@ -347,11 +346,9 @@ class Run:
     # ---- state
 
     def _snapshot(self) -> tuple[State, Manifest]:
-        tensors: dict[str, torch.Tensor] = {}
-        if self._model is not None:
-            tensors.update(engine_state.collect(self._model, self._optimizer))
+        state = self._program_state()
         extra = {
-            name: tracked.split(f"tracked.{name}", tracked.state_of(thing), tensors)
+            name: tracked.split(f"tracked.{name}", tracked.state_of(thing), state.shared)
             for name, thing in self._tracked.items()
         }
         attempt = self._attempt
@@ -365,7 +362,7 @@ class Run:
             attempt_token=attempt.token,
             created=time.time(),
             world_size=self.world.world_size,
-            mesh={"dp": self.world.world_size},
+            mesh=self._mesh(),
             engine=self._engine.kind if self._engine else "own",
             data=self._data.state_dict() if self._data is not None else {},
             rng={"ranks": self.world.world_size},
@@ -373,15 +370,30 @@ class Run:
             extra=extra,
             metrics=dict(self._metrics),
         )
-        return State(tensors, rng.capture(self.world)), manifest
+        return replace(state, own=rng.capture(self.world)), manifest
+
+    def _program_state(self, *, with_optimizer: bool = True) -> State:
+        """The model's and the optimizer's tensors, of an engine's or of the program's own."""
+        if self._engine is not None:
+            return self._engine.state(with_optimizer=with_optimizer)
+        if self._model is None:
+            return State()
+        optimizer = self._optimizer if with_optimizer else None
+        return State(dict(engine_state.collect(self._model, optimizer)))
+
+    def _mesh(self) -> dict[str, int]:
+        if self._engine is not None:
+            return self._engine.mesh.as_dict()
+        return {"dp_replicate": self.world.world_size}
 
     def _restore(self) -> None:
         restored = Restored()
         if self.dir is not None and self._attempt is not None:
             restored = self._load(Place(self.dir, self._attempt, self.settings.checkpoint))
         manifest = restored.manifest
-        if manifest is None or manifest.world_size != self.world.world_size:
-            rng.seed_anew(self.world, self.settings.train.seed, self.step)
+        if manifest is None or not self._has_generators(manifest):
+            number = self._engine.random_rank if self._engine else self.world.rank
+            rng.seed_anew(number, self.settings.train.seed, self.step)
         if self._model is not None:
             share = sum(p.numel() * p.element_size() for p in self._model.parameters())
             self._clock.state_bytes = 3 * share  # weights and two moments
@@ -416,36 +428,41 @@ class Run:
 
     def _wanted(self, manifest: Manifest) -> Wanted:
         """The tensors to fill from a checkpoint; the program's own, not copies."""
-        tensors: dict[str, torch.Tensor] = {}
-        if self._model is not None:
-            tensors.update(engine_state.collect(self._model, self._optimizer_in(manifest)))
-        fresh = {name for name in tensors if name.startswith(engine_state.OPTIM)}
+        state = self._program_state(with_optimizer=self._has_optimizer(manifest))
+        fresh = {name for name in state.shared if name.startswith(engine_state.OPTIM)}
         placeholders: dict[str, torch.Tensor] = {}
         tracked.empty_tensors(manifest.extra, placeholders)
-        same_world = manifest.world_size == self.world.world_size
-        own = rng.capture(self.world) if same_world else {}
-        self._loading = {**tensors, **placeholders, **own}
-        state = State({**tensors, **placeholders}, own)
+        own = rng.capture(self.world) if self._has_generators(manifest) else {}
+        state = replace(state, shared={**state.shared, **placeholders}, own=own)
+        self._loading = {**state.shared, **own}
         if self._saves is not None and self._saves.saver is not None:
             self._saves.saver.prepare(state)  # also what weights are read into before all agree
         return Wanted(state, frozenset(fresh | set(placeholders) | set(own)))
 
-    def _optimizer_in(self, manifest: Manifest) -> Optimizer | None:
-        """The optimizer, unless weights alone were imported: then a new one begins with them."""
-        has_state = any(one.name.startswith(engine_state.OPTIM) for one in manifest.tensors)
-        return self._optimizer if has_state or manifest.engine != "import" else None
+    def _has_generators(self, manifest: Manifest) -> bool:
+        """Whether this rank's random generators are in a checkpoint: saved on the same mesh."""
+        return manifest.world_size == self.world.world_size and manifest.mesh == self._mesh()
+
+    def _has_optimizer(self, manifest: Manifest) -> bool:
+        """Not where weights alone were imported: then a new optimizer begins with them."""
+        if manifest.engine != "import":
+            return True
+        return any(one.name.startswith(engine_state.OPTIM) for one in manifest.tensors)
 
     def _take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded."""
         tensors, self._loading = self._loading, {}
-        if self._model is not None:
-            engine_state.apply(self._model, self._optimizer_in(manifest), tensors)
+        has_optimizer = self._has_optimizer(manifest)
+        if self._engine is not None:
+            self._engine.apply(tensors, with_optimizer=has_optimizer)
+        elif self._model is not None and has_optimizer:
+            engine_state.apply(self._model, self._optimizer, tensors)
         for name, thing in self._tracked.items():
             if name in manifest.extra:
                 tracked.restore(thing, tracked.join(manifest.extra[name], tensors))
         if self._data is not None and manifest.data:
             self._data.load_state_dict(manifest.data)
-        if manifest.world_size == self.world.world_size:
+        if self._has_generators(manifest):
             rng.apply(self.world, tensors)
         self.step = manifest.step
 

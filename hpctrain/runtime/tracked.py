@@ -54,7 +54,7 @@ def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def split(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def split(name: str, value: Any, tensors: dict[str, Any]) -> Any:
     """The JSON form of a state; its tensors are put into `tensors` under names below `name`.
 
     Raises:

@@ -135,18 +135,61 @@ class CheckpointSettings:
 class EngineSettings:
     """[engine]: how the model is parallelised."""
 
-    kind: str = setting("ddp", "ddp or fsdp2", choices=("ddp", "fsdp2"))
+    kind: str = setting(
+        "ddp",
+        "ddp copies the model, fsdp2 shards it (and is what tp, pp and ep build on), "
+        "zero0 to zero3 are DeepSpeed's stages",
+        choices=("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
+    )
+    tp: str = setting("1", "tensor-parallel ranks: N, or MIN-MAX to fit what there is; in a node")
+    pp: str = setting("1", "pipeline-parallel ranks: N or MIN-MAX; across nodes")
+    ep: str = setting("1", "expert-parallel ranks: N or MIN-MAX; part of the data-parallel ones")
+    dp_replicate: str = setting(
+        "1", "fsdp2: copies of the sharded model (hybrid sharding): N or MIN-MAX"
+    )
+    sequence_parallel: bool = setting(
+        True, "tp: norms and dropout work on a part of the sequence each"
+    )
+    pp_schedule: str = setting(
+        "1f1b",
+        "pp: order of the microbatches",
+        choices=("gpipe", "1f1b", "interleaved"),
+    )
+    pp_stages_per_rank: int = setting(
+        2, "pp_schedule interleaved: pieces of the model on each rank"
+    )
     precision: str = setting(
         "auto",
         "auto is bf16 on a GPU that has it, else fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
-    activation_checkpointing: bool = setting(
-        False, "recompute each block's activations in the backward pass"
+    activation_checkpointing: str = setting(
+        "no",
+        "recompute in the backward pass: full each block, selective all of it but matrix products",
+        choices=("no", "full", "selective"),
+    )
+    compile: str = setting(
+        "no",
+        "torch.compile each block, with this backend",
+        choices=("no", "inductor", "aot_eager", "eager"),
     )
     reshard_after_forward: bool = setting(
         True, "fsdp2: free gathered parameters after the forward pass"
+    )
+    offload: str = setting(
+        "no",
+        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3, "
+        "nvme for zero3",
+        choices=("no", "cpu", "nvme"),
+    )
+    offload_path: str = setting("", "offload nvme: a folder on the node's own disk")
+    ds_config: str = setting(
+        "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"
+    )
+    exact: bool = setting(
+        False,
+        "ddp and fsdp2: the same bits at any number of data-parallel ranks; needs train.micro_batch",
     )
 
 
@@ -172,6 +215,8 @@ class TrainSettings:
     warmup: int = setting(20, "warm-up steps")
     weight_decay: float = setting(0.1, "AdamW's weight decay")
     dropout: float = setting(0.0, "dropout probability")
+    experts: int = setting(0, "experts in each block's MLP; 0 for a dense one")
+    experts_per_token: int = setting(2, "of these, how many each token goes to")
     seed: int = setting(1234, "seed of weights, sample order and dropout")
     val_every: int = setting(0, "steps between validations; 0 for one at the end")
     val_batches: int = setting(4, "global batches per validation")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import hpctrain
-from hpctrain.data.batches import GlobalBatches, Piece, cut_step
+from hpctrain.data.batches import GlobalBatches, cut_step
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokens import TokenFile
-from hpctrain.engines.engine import global_sum
+from hpctrain.engines.engine import Microbatch
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
 from hpctrain.recipes.lm.schedule import lr_at
@@ -25,7 +25,7 @@ from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
     from hpctrain.data.batches import StepBatch
-    from hpctrain.engines.engine import Engine
+    from hpctrain.engines.engine import Engine, Loss
     from hpctrain.runtime.run import Run
 
 NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
@@ -55,17 +55,19 @@ def main() -> None:
     data = GlobalBatches(
         SampleOrder(size, train.seed),
         train.global_batch,
-        run.world.rank,
-        run.world.world_size,
+        engine.data_rank,
+        engine.data_ranks,
         train.micro_batch,
+        passes=engine.passes,
     )
     run.track(data=data)
+    share = _share_of_loss(train.global_batch * train.seq_len)
     for step in run.steps(total=train.steps):
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
         batch = data.next_step()
-        loss = _forward_backward(run, engine, tokens, batch)
+        loss = engine.forward_backward(_microbatches(run, tokens, batch), share)
         norm = engine.step()
         if train.audit:
             _audit(step, batch)
@@ -96,56 +98,47 @@ def _tokens(run: Run) -> TokenFile:
     return TokenFile(broadcast(run.world, path))
 
 
-def _forward_backward(run: Run, engine: Engine, tokens: TokenFile, batch: StepBatch) -> float:
-    """Gradients of the mean loss over the global batch; returns that mean, the same on every rank.
-
-    Each rank's sum is weighted by the number of ranks, because the engines average gradients over
-    them.
-    """
-    train = run.settings.train
-    share = 1.0 / (train.global_batch * train.seq_len)
-    total = torch.zeros((), dtype=torch.float64)
-    for number, piece in enumerate(batch.pieces, start=1):
-        with engine.microbatch(last=number == len(batch.pieces)):
-            loss = _weighted_loss(run, engine, tokens, piece) * share
-            engine.backward(loss * run.world.world_size)
-        total += loss.detach().double().cpu()
-    return float(global_sum(run.world, total))
+def _microbatches(run: Run, tokens: TokenFile, batch: StepBatch) -> list[Microbatch]:
+    """A step's passes of this rank: sequences, what follows each token, what each counts."""
+    seq_len, device = run.settings.train.seq_len, run.world.device
+    found = []
+    for piece in batch.pieces:
+        sequences = torch.from_numpy(tokens.batch(piece.indices, seq_len)).to(device)
+        weights = torch.tensor(piece.weights, device=device)
+        targets = (sequences[:, 1:], weights)
+        found.append(Microbatch(sequences[:, :-1], targets, piece.leaf))
+    return found
 
 
-def _weighted_loss(run: Run, engine: Engine, tokens: TokenFile, piece: Piece) -> torch.Tensor:
-    """Sum of the token losses of a piece's samples; one of weight 0 only keeps ranks in step."""
-    device = run.world.device
-    sequences = torch.from_numpy(tokens.batch(piece.indices, run.settings.train.seq_len)).to(device)
-    weights = torch.tensor(piece.weights, device=device)
-    logits = engine.model(sequences[:, :-1])
-    return (token_loss(logits, sequences[:, 1:]) * weights).sum()
+def _share_of_loss(positions: int) -> Loss:
+    """A microbatch's share of the mean loss over so many tokens."""
+
+    def loss(logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        following, weights = targets
+        return (token_loss(logits, following) * weights).sum() / positions
+
+    return loss
 
 
 def _validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> float | None:
     """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
     train = run.settings.train
     count = min(len(held_out), train.val_batches * train.global_batch)
-    total = torch.zeros((), dtype=torch.float64)
-    engine.model.eval()
-    with torch.no_grad():
-        for first in range(0, count, train.global_batch):
-            if run.should_stop():
-                engine.model.train()
-                return None
-            positions = range(first, min(first + train.global_batch, count))
-            batch = cut_step(
-                positions,
-                run.world.rank,
-                run.world.world_size,
-                train.micro_batch,
-                index=held_out.__getitem__,
-            )
-            for piece in batch.pieces:
-                with engine.microbatch(last=True):
-                    total += _weighted_loss(run, engine, tokens, piece).double().cpu()
-    engine.model.train()
-    return float(global_sum(run.world, total)) / (count * train.seq_len)
+    share = _share_of_loss(count * train.seq_len)
+    total = 0.0
+    for first in range(0, count, train.global_batch):
+        if run.should_stop():
+            return None
+        batch = cut_step(
+            range(first, min(first + train.global_batch, count)),
+            engine.data_rank,
+            engine.data_ranks,
+            train.micro_batch,
+            index=held_out.__getitem__,
+            passes=engine.passes,
+        )
+        total += engine.evaluate(_microbatches(run, tokens, batch), share)
+    return total
 
 
 def _is_validation(step: int, every: int, total: int) -> bool:

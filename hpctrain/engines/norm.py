@@ -1,0 +1,67 @@
+"""One gradient norm over the whole mesh, and clipping by it.
+
+Each rank adds up the squares of what it holds in fp64; what several ranks hold alike counts once.
+One sum over the world follows, so pipeline stages, experts and mixed kinds of tensors need nothing
+of their own, and all ranks have the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from hpctrain.engines.engine import global_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpctrain.plan.mesh import Mesh
+    from hpctrain.world import World
+
+
+def copies_of(tensor: torch.Tensor, mesh: Mesh) -> int:
+    """How many ranks hold the same part of a tensor of a model's."""
+    if not isinstance(tensor, DTensor):
+        return mesh.stage_ranks
+    inside = 1
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            inside *= tensor.device_mesh.size(axis)
+    return inside * outer_copies(tensor, mesh)
+
+
+def outer_copies(tensor: DTensor, mesh: Mesh) -> int:
+    """How many times a tensor's own device mesh fits into the ranks that hold its layer."""
+    return mesh.stage_ranks // tensor.device_mesh.size()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without a node for autograd."""
+    part: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - see above
+    return part
+
+
+def global_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> float:
+    """The 2-norm of all gradients of all ranks. Collective."""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(copies_of(gradient, mesh), []).append(local(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for copies, parts in by_copies.items():
+        squares = [part.to(world.device, torch.float64).square().sum() for part in parts]
+        total += torch.stack(squares).sum() / copies
+    return math.sqrt(float(global_sum(world, total)))
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What to multiply gradients by, as torch's `clip_grad_norm_`; `limit` 0 clips nothing."""
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+
+def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place."""
+    if gradients and factor != 1.0:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)

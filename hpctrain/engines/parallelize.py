@@ -1,0 +1,160 @@
+"""From a model of one process to an engine: each way of cutting it, in the order that works.
+
+Pipeline first (it drops layers), then tensor and expert parallel (they replace parameters), then
+recomputation, compilation, and at last sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.fsdp import shard
+from hpctrain.engines.native import Native
+from hpctrain.engines.places import join_places
+from hpctrain.engines.precision import precision_of
+from hpctrain.engines.recompute import recompute_blocks
+from hpctrain.errors import UsageError
+from hpctrain.plan.mesh import Mesh, plan_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from hpctrain.engines.engine import Engine
+    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.world import World
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How to cut a model whose layout is not a common one.
+
+    Attributes:
+        tensor_parallel: Module names to torch's parallel styles; None for a decoder's default.
+        stage_order: Names of the modules that a pipeline passes its tensor through, in order; None
+            for the model's children with its blocks in their place.
+    """
+
+    tensor_parallel: Mapping[str, Any] | None = None
+    stage_order: Sequence[str] | None = None
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: Optimizer,
+    settings: EngineSettings,
+    world: World,
+    *,
+    plan: ModelPlan | None = None,
+) -> Engine:
+    """Spread a model over the ranks. Collective: every rank calls it with the same model.
+
+    Args:
+        model: Of one process, on the CPU.
+        optimizer: Of all its parameters, without state.
+        settings: Which engine, and its mesh.
+        world: The ranks.
+        plan: How to cut the model along `tp` and `pp`, where its layout is not a common one.
+
+    Raises:
+        UsageError: the optimizer has state already, or the settings do not fit model or world.
+    """
+    if optimizer.state:
+        raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
+    plan = plan or ModelPlan()
+    known = frozenset(model.state_dict())
+    if not world.is_distributed:
+        prepare(model, settings, world)
+        parts: dict[str, Any] = {"settings": settings, "world": world, "known": known}
+        return Native("plain", model, optimizer, mesh=Mesh(), **parts)
+    mesh = plan_mesh(settings, world.world_size, world.ranks_per_node)
+    parts = {"settings": settings, "world": world, "mesh": mesh, "known": known}
+    if settings.kind.startswith("zero"):
+        from hpctrain.engines.zero import Zero
+
+        return Zero(model, optimizer, **parts)
+    if settings.kind == "ddp":
+        return _copied(model, optimizer, parts)
+    return _sharded(model, optimizer, parts, plan)
+
+
+def _copied(model: nn.Module, optimizer: Optimizer, parts: dict[str, Any]) -> Engine:
+    settings, world = parts["settings"], parts["world"]
+    prepare(model, settings, world)
+    if settings.exact:
+        from hpctrain.engines.exact import ExactCopies
+
+        return ExactCopies("ddp", model, optimizer, **parts)
+    # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
+    # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
+    # runtime.md 1.8).
+    devices = [world.device] if world.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
+    return Native("ddp", wrapped, optimizer, **parts)
+
+
+def _sharded(
+    model: nn.Module, optimizer: Optimizer, parts: dict[str, Any], plan: ModelPlan
+) -> Engine:
+    settings, world, mesh = parts["settings"], parts["world"], parts["mesh"]
+    before = names_of(model)
+    places = join_places(mesh, world.device)
+    stages = None
+    if mesh.pp > 1:
+        from hpctrain.engines.pipeline import cut
+
+        stages = cut(model, mesh.pp_rank(world.rank), mesh.pp, settings, plan.stage_order)
+        model = stages.model
+    for part in stages.parts if stages is not None else [model]:
+        if mesh.tp > 1:
+            from hpctrain.engines.tensor_parallel import tensor_parallelize
+
+            tensor_parallelize(part, places.tp, settings, plan.tensor_parallel)
+        if mesh.ep > 1:
+            from hpctrain.engines.experts import expert_parallelize
+
+            expert_parallelize(part, places)
+        prepare(part, settings, world)
+        shard(part, places, precision_of(settings.precision, world.device), settings)
+    point_to(optimizer, model, before)
+    if stages is not None:
+        from hpctrain.engines.pipeline import Pipeline
+
+        return Pipeline(model, optimizer, stages=stages, places=places, **parts)
+    if settings.exact:
+        from hpctrain.engines.exact import ExactShards
+
+        return ExactShards("fsdp2", model, optimizer, places=places, **parts)
+    return Native("fsdp2", model, optimizer, **parts)
+
+
+def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
+    """What is the same for every way of cutting: recomputation, device, compilation. In place."""
+    if settings.activation_checkpointing != "no":
+        recompute_blocks(model, settings.activation_checkpointing)
+    model.to(world.device)
+    if settings.compile != "no":
+        for block in find_blocks(model):
+            block.compile(backend=settings.compile)
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Names of a model's parameters by their identity, before they are replaced."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def point_to(optimizer: Optimizer, model: nn.Module, before: dict[int, str]) -> None:
+    """Have an optimizer update the parameters that stand where its own stood.
+
+    Those that are not on this rank any more are dropped from their group.
+    """
+    now = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        names = [before[id(parameter)] for parameter in group["params"]]
+        group["params"] = [now[name] for name in names if name in now]

@@ -1,0 +1,51 @@
+"""Activation checkpointing: what a block computed is computed again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hpctrain.engines.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - their names
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    }
+)
+"""What selective recomputation keeps: matrix products and attention, which cost the most."""
+
+
+def recompute_blocks(model: nn.Module, how: str) -> None:
+    """Wrap each block of a model; `how` is "full" or "selective"."""
+    blocks = {id(block) for block in find_blocks(model)}
+    options: dict[str, Any] = {}
+    if how == "selective":
+        options["context_fn"] = _contexts
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **options),
+        check_fn=lambda module: id(module) in blocks,
+    )
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
