@@ -58,6 +58,7 @@ class Engine(abc.ABC):
         optimizer: Updates this rank's share of the parameters; the program sets its rates.
         passes: What the engine asks of the way a step's samples are cut into microbatches.
         loss_scale: With fp16, how far losses are scaled; None otherwise.
+        begun: Updates applied before the step in hand.
     """
 
     kind: str
@@ -70,6 +71,11 @@ class Engine(abc.ABC):
     def __init__(self, world: World, mesh: Mesh) -> None:
         self.world = world
         self.mesh = mesh
+        self.begun = 0
+
+    def at_step(self, step: int) -> None:
+        """The program begins a step: so many updates have been applied in the run's life."""
+        self.begun = step
 
     @property
     def data_rank(self) -> int:
@@ -125,10 +131,14 @@ class Engine(abc.ABC):
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """Go on with what `state` gave and what was filled in since. Collective."""
 
+    def forget_moments(self) -> None:
+        """Drop the optimizer's state: the next step makes it anew."""
+        self.optimizer.state.clear()
+
     # ---- for programs with a loop of their own over microbatches
 
     @contextlib.contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
+    def microbatch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002 - for those that can
         """Around one microbatch's forward and backward pass; gradients travel in the last only.
 
         Raises:

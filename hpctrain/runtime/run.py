@@ -11,25 +11,23 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpctrain.checkpoint.boxes import State
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.restore import Restored, Wanted, restore
 from hpctrain.checkpoint.retention import sweep
 from hpctrain.checkpoint.save import Place
 from hpctrain.clusters import get_control
-from hpctrain.engines import state as engine_state
 from hpctrain.errors import UsageError
 from hpctrain.ledger import events as ledger
 from hpctrain.records import StopCause
 from hpctrain.rundir.fence import Attempt, take_attempt
 from hpctrain.rundir.layout import RunDir
-from hpctrain.runtime import rng, tracked
+from hpctrain.runtime import tracked
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
     STOP_INTERRUPT,
@@ -42,6 +40,7 @@ from hpctrain.runtime.board import Board
 from hpctrain.runtime.clock import JobClock
 from hpctrain.runtime.listener import Listener
 from hpctrain.runtime.marks import StepMarks, note
+from hpctrain.runtime.program import Program
 from hpctrain.runtime.saves import Saves
 from hpctrain.runtime.watcher import Watcher
 from hpctrain.settings.schema import Settings
@@ -54,7 +53,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.boxes import State
     from hpctrain.engines.engine import Engine
+    from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.settings.spec import Spec
 
 
@@ -142,11 +143,7 @@ class Run:
         self._spec = spec
         self._listener = listener
         self._agreement = Agreement(world)
-        self._engine: Engine | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._data: Any = None
-        self._tracked: dict[str, tracked.Stateful] = {}
+        self._program = Program(world)
         end = os.environ.get("HPCTRAIN_JOB_END")
         self._clock = JobClock(float(end) if end else None, settings.run.stop_margin_s)
         self._watcher = self._start_watcher()
@@ -155,25 +152,31 @@ class Run:
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
-        self._loading: dict[str, Any] = {}
         self._first_step_at: float | None = None
         self._event("phase", name="initialised")
 
     # ---- what a program calls
 
-    def parallelize(self, model: nn.Module, optimizer: Optimizer) -> Engine:
+    def parallelize(
+        self, model: nn.Module, optimizer: Optimizer, *, plan: ModelPlan | None = None
+    ) -> Engine:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
+
+        Args:
+            model: On the CPU, the same on every rank.
+            optimizer: Of all its parameters, without state.
+            plan: How to cut a model of an uncommon layout along `tp` and `pp`.
 
         Returns:
             The engine: `engine.forward_backward`, `engine.evaluate`, `engine.step`.
         """
         from hpctrain.engines.parallelize import parallelize
 
-        self._engine = parallelize(model, optimizer, self.settings.engine, self.world)
-        self._model, self._optimizer = self._engine.model, optimizer
-        if self._engine.loss_scale is not None:
-            self._tracked["scaler"] = self._engine.loss_scale
-        return self._engine
+        engine = parallelize(model, optimizer, self.settings.engine, self.world, plan=plan)
+        self._program.use(engine)
+        ranks = self.world.ranks_per_node
+        self._event("mesh", engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
+        return engine
 
     def track(
         self,
@@ -194,12 +197,13 @@ class Run:
             others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
             dicts.
         """
-        self._model = model if model is not None else self._model
-        self._optimizer = optimizer if optimizer is not None else self._optimizer
-        self._data = data if data is not None else self._data
+        program = self._program
+        program.model = model if model is not None else program.model
+        program.optimizer = optimizer if optimizer is not None else program.optimizer
+        program.data = data if data is not None else program.data
         for name, thing in others.items():  # said now, not when the first save fails
             tracked.split(name, tracked.state_of(thing), {})
-        self._tracked.update(others)
+        program.tracked.update(others)
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left of `total`, from the restored one on; saves and leaves by itself.
@@ -212,6 +216,8 @@ class Run:
             self._obey(self._exchange())
             started = time.monotonic()
             before = self._consumed()
+            if self._program.engine is not None:
+                self._program.engine.at_step(self.step)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
@@ -338,22 +344,16 @@ class Run:
             self._marks.add(self.step, (before, self._consumed()))
 
     def _consumed(self) -> int | None:
-        if self._data is None or self._marks is None:
-            return None
-        count = self._data.state_dict().get("samples_consumed")
-        return None if count is None else int(count)
+        return None if self._marks is None else self._program.consumed()
 
     # ---- state
 
     def _snapshot(self) -> tuple[State, Manifest]:
-        state = self._program_state()
-        extra = {
-            name: tracked.split(f"tracked.{name}", tracked.state_of(thing), state.shared)
-            for name, thing in self._tracked.items()
-        }
         attempt = self._attempt
         if attempt is None or self.dir is None:
             raise UsageError("there is no run directory to save into")
+        state, extra = self._program.snapshot()
+        data = self._program.data
         manifest = Manifest(
             run_id=self._spec.run_id if self._spec else "",
             name=self.dir.name,
@@ -362,41 +362,23 @@ class Run:
             attempt_token=attempt.token,
             created=time.time(),
             world_size=self.world.world_size,
-            mesh=self._mesh(),
-            engine=self._engine.kind if self._engine else "own",
-            data=self._data.state_dict() if self._data is not None else {},
+            mesh=self._program.mesh,
+            engine=self._program.kind,
+            data=data.state_dict() if data is not None else {},
             rng={"ranks": self.world.world_size},
             versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             extra=extra,
             metrics=dict(self._metrics),
         )
-        return replace(state, own=rng.capture(self.world)), manifest
-
-    def _program_state(self, *, with_optimizer: bool = True) -> State:
-        """The model's and the optimizer's tensors, of an engine's or of the program's own."""
-        if self._engine is not None:
-            return self._engine.state(with_optimizer=with_optimizer)
-        if self._model is None:
-            return State()
-        optimizer = self._optimizer if with_optimizer else None
-        return State(dict(engine_state.collect(self._model, optimizer)))
-
-    def _mesh(self) -> dict[str, int]:
-        if self._engine is not None:
-            return self._engine.mesh.as_dict()
-        return {"dp_replicate": self.world.world_size}
+        return state, manifest
 
     def _restore(self) -> None:
         restored = Restored()
         if self.dir is not None and self._attempt is not None:
             restored = self._load(Place(self.dir, self._attempt, self.settings.checkpoint))
-        manifest = restored.manifest
-        if manifest is None or not self._has_generators(manifest):
-            number = self._engine.random_rank if self._engine else self.world.rank
-            rng.seed_anew(number, self.settings.train.seed, self.step)
-        if self._model is not None:
-            share = sum(p.numel() * p.element_size() for p in self._model.parameters())
-            self._clock.state_bytes = 3 * share  # weights and two moments
+        self._program.seed(restored.manifest, self.settings.train.seed, self.step)
+        if self._program.state_bytes:
+            self._clock.state_bytes = self._program.state_bytes
 
     def _load(self, place: Place) -> Restored:
         started = time.monotonic()
@@ -406,9 +388,10 @@ class Run:
         restored = restore(place, self.world, self._wanted, arena=arena)
         on_rank_0(self.world, lambda: sweep(place.run, place.attempt))
         if restored.manifest is not None:
-            self._take_over(restored.manifest)
-        elif restored.spoiled and self._optimizer is not None:
-            self._optimizer.state.clear()  # made of a damaged checkpoint's bytes
+            self._program.take_over(restored.manifest)
+            self.step = restored.manifest.step
+        elif restored.spoiled:
+            self._program.forget()
         self._event(
             "restored",
             step=self.step,
@@ -427,44 +410,11 @@ class Run:
         return restored
 
     def _wanted(self, manifest: Manifest) -> Wanted:
-        """The tensors to fill from a checkpoint; the program's own, not copies."""
-        state = self._program_state(with_optimizer=self._has_optimizer(manifest))
-        fresh = {name for name in state.shared if name.startswith(engine_state.OPTIM)}
-        placeholders: dict[str, torch.Tensor] = {}
-        tracked.empty_tensors(manifest.extra, placeholders)
-        own = rng.capture(self.world) if self._has_generators(manifest) else {}
-        state = replace(state, shared={**state.shared, **placeholders}, own=own)
-        self._loading = {**state.shared, **own}
+        wanted = self._program.wanted(manifest)
         if self._saves is not None and self._saves.saver is not None:
-            self._saves.saver.prepare(state)  # also what weights are read into before all agree
-        return Wanted(state, frozenset(fresh | set(placeholders) | set(own)))
-
-    def _has_generators(self, manifest: Manifest) -> bool:
-        """Whether this rank's random generators are in a checkpoint: saved on the same mesh."""
-        return manifest.world_size == self.world.world_size and manifest.mesh == self._mesh()
-
-    def _has_optimizer(self, manifest: Manifest) -> bool:
-        """Not where weights alone were imported: then a new optimizer begins with them."""
-        if manifest.engine != "import":
-            return True
-        return any(one.name.startswith(engine_state.OPTIM) for one in manifest.tensors)
-
-    def _take_over(self, manifest: Manifest) -> None:
-        """Go on from what has been loaded."""
-        tensors, self._loading = self._loading, {}
-        has_optimizer = self._has_optimizer(manifest)
-        if self._engine is not None:
-            self._engine.apply(tensors, with_optimizer=has_optimizer)
-        elif self._model is not None and has_optimizer:
-            engine_state.apply(self._model, self._optimizer, tensors)
-        for name, thing in self._tracked.items():
-            if name in manifest.extra:
-                tracked.restore(thing, tracked.join(manifest.extra[name], tensors))
-        if self._data is not None and manifest.data:
-            self._data.load_state_dict(manifest.data)
-        if self._has_generators(manifest):
-            rng.apply(self.world, tensors)
-        self.step = manifest.step
+            # also what weights are read into before all agree
+            self._saves.saver.prepare(wanted.state)
+        return wanted
 
     # ---- small things
 

@@ -1,0 +1,78 @@
+"""One format for every engine: each saves, each loads what each has saved, and training goes on.
+
+What is whole is told by torch's and DeepSpeed's own ways of gathering (tests/support/layouts.py),
+never by our checkpoints.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import layouts
+
+SAVED_AT, LAST = 5, 15
+DENSE = ["DDP@2","FSDP2@4","FSDP2@3"]
+X = [
+    "DDP@2", "FSDP2@4", "FSDP2@3", "FSDP2xTP@4", "PPxFSDP2@4", "ZeRO-1@2", "ZeRO-2@3", "ZeRO-3@4",
+]  # fmt: skip
+WITH_EXPERTS = ["DDP@2", "FSDP2@3", "EPxFSDP2@4", "ZeRO-1@2", "ZeRO-3@4"]
+EXPERTS = 4
+
+
+def _train(layout, root, experts):
+    engine = layouts.build(layout, experts=experts)
+    before = layouts.steps(engine, 0, SAVED_AT)
+    layouts.save(engine, root, SAVED_AT)
+    whole = layouts.whole(engine)
+    return before, whole, layouts.steps(engine, SAVED_AT, LAST)
+
+
+def _load_all(layout, roots, experts):
+    engine = layouts.build(layout, experts=experts)
+    found = {}
+    for name, root in roots.items():
+        assert layouts.load(engine, root) == SAVED_AT
+        whole = layouts.whole(engine)
+        found[name] = (whole, layouts.steps(engine, SAVED_AT, LAST))
+    return found
+
+
+def _saved(names, folder, experts):
+    return {
+        name: (folder / name, *layouts.run(name, _train, root=folder / name, experts=experts))
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return _saved(DENSE, tmp_path_factory.mktemp("dense"), 0)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    return _saved(WITH_EXPERTS, tmp_path_factory.mktemp("experts"), EXPERTS)
+
+
+def _assert_loads(layout, saved, experts):
+    roots = {name: root for name, (root, *_) in saved.items()}
+    loaded = layouts.run(layout, _load_all, roots=roots, experts=experts)
+    assert loaded.keys() == saved.keys()
+    for name, (whole, following) in loaded.items():
+        _, _, before, undisturbed = saved[name]
+        assert whole.keys() == before.keys()
+        assert not [key for key in whole if not whole[key].equal(before[key])], name
+        assert len(following) == LAST - SAVED_AT
+        for (loss, norm), (its_loss, its_norm) in zip(following, undisturbed, strict=True):
+            assert loss == pytest.approx(its_loss, rel=2e-5), name
+            assert norm == pytest.approx(its_norm, rel=1e-3), name
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_what_any_engine_saved_loads_bit_equal_and_trains_on(dense, layout):
+    _assert_loads(layout, dense, 0)
+
+
+@pytest.mark.parametrize("layout", WITH_EXPERTS)
+def test_the_same_for_a_model_with_experts(with_experts, layout):
+    _assert_loads(layout, with_experts, EXPERTS)
