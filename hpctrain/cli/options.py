@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hpctrain.rundir.find import RUNS_VARIABLE
+from hpctrain.settings.schema import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,3 +48,24 @@ def runs_flag(runs: Path) -> str:
 
     default = Path.cwd() / (os.environ.get(RUNS_VARIABLE) or "runs")
     return "" if runs == default else f" --runs {shlex.quote(str(runs))}"
+
+
+def engine_options(function: _Function) -> _Function:
+    """`--engine KIND` and `--mesh AXIS=N,...`: how the model is parallelised."""
+    with_mesh = click.option(
+        "--mesh",
+        metavar="AXIS=N[,AXIS=N...]",
+        callback=_mesh,
+        help="Ranks along tp, pp, ep, dp_replicate: N or MIN-MAX; data-parallel ranks take the "
+        "rest. E.g. tp=4,pp=1-2.",
+    )(function)
+    kinds = EngineSettings.__dataclass_fields__["kind"].metadata["choices"]
+    return click.option(
+        "--engine", type=click.Choice(kinds), help="How the model is spread over the ranks."
+    )(with_mesh)
+
+
+def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, str] | None:
+    from hpctrain.settings.mesh_flag import parse_mesh
+
+    return None if value is None else parse_mesh(value)

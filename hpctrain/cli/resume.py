@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import runs_option
+from hpctrain.cli.options import engine_options, runs_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 Examples:
   hpctrain resume                        the latest run, as it was
   hpctrain resume lm-3 --nodes 2         on two nodes; the checkpoint is resharded
+  hpctrain resume lm-3 --engine fsdp2 --mesh tp=2
+                                         with another engine; the weights are the same
   hpctrain resume lm-3 --from 4000       go back to step 4000; newer ones are set aside
   hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
 """
@@ -30,6 +31,7 @@ Examples:
 @click.option("--partition", help="Partition from now on.")
 @click.option("--account", help="Account from now on.")
 @click.option("--qos", help="Quality of service from now on.")
+@engine_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
@@ -40,6 +42,8 @@ def command(
     *,
     sets: tuple[str, ...],
     from_step: int | None,
+    engine: str | None,
+    mesh: dict[str, str] | None,
     dry_run: bool,
     as_json: bool,
     runs: Path,
@@ -48,22 +52,22 @@ def command(
     """Go on with a run that is not running.
 
     RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest
-    checkpoint that is whole is taken, at any number of nodes; which ones were looked at and why
-    one was not taken is shown.
+    checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
+    looked at and why one was not taken is shown, and which rank will be on which node.
     """
     from hpctrain.cli.output import echo_json
     from hpctrain.plan.resume import as_text
     from hpctrain.rundir.find import find_run
+    from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.launch import launch
     from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
 
     found = find_run(run, runs=runs)
-    request = ResumeRequest(
-        {f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()},
-        sets,
-        from_step,
-    )
+    changes: dict[str, tuple[str, object]] = {
+        f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()
+    }
+    request = ResumeRequest(changes | engine_flags(engine, mesh), sets, from_step)
     spec, notes = change_spec(load_spec(found.spec), request)
     refuse_alive(found, spec)
     plan = plan_resume(found, spec, from_step)
@@ -73,6 +77,6 @@ def command(
             click.echo(f"note         {note}")
     job_id = None if dry_run else launch(found, spec, by="resume", from_step=from_step)
     if as_json:
-        echo_json({"plan": asdict(plan), "job_id": job_id, "run_dir": str(found.root)})
+        echo_json({"plan": plan.as_json(), "job_id": job_id, "run_dir": str(found.root)})
     elif job_id is not None:
         click.echo(f"job          {job_id}\nnext         hpctrain logs {found.name} -f")

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option, runs_flag, runs_option
+from hpctrain.cli.options import engine_options, json_option, runs_flag, runs_option
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpctrain.plan.mesh import Mesh
     from hpctrain.rundir.layout import RunDir
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
@@ -21,7 +24,8 @@ EXAMPLES = """\b
 Examples:
   hpctrain submit --nodes 4
   hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
-  hpctrain submit --nodes 4 --set train.steps=2000 --set engine.kind=fsdp2 --dry-run
+  hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
+  hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
 """
 
@@ -45,6 +49,7 @@ class _Submit(click.Command):
     "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."
 )
 @click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
+@engine_options
 @click.option(
     "--site", metavar="S", help="The cluster's settings: a name of `hpctrain sites list`."
 )
@@ -191,6 +196,8 @@ def _report(
     for note in notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
+    if spec.settings.engine.kind == "fsdp2":
+        rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
         edits = " with uncommitted edits" if spec.snapshot.dirty else ""
         commit = spec.snapshot.commit[:10] or "no commit yet"
@@ -211,6 +218,13 @@ def _job_text(prepared: Prepared, job_id: str | None) -> str:
     return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"
 
 
+def meshes_text(meshes: Mapping[int, Mesh]) -> str:
+    """The meshes of a range of nodes in a line."""
+    if len(meshes) == 1:
+        return next(iter(meshes.values())).text
+    return "; ".join(f"{nodes} nodes: {mesh.text}" for nodes, mesh in meshes.items())
+
+
 def _facts(
     prepared: Prepared, run: RunDir, job_id: str | None, notes: list[str], following: list[str]
 ) -> dict[str, Any]:
@@ -224,6 +238,7 @@ def _facts(
         "cluster": spec.cluster,
         "site": spec.site,
         "nodes": spec.settings.slurm.nodes,
+        "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,
         "notes": notes,

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import runs_option
+from hpctrain.cli.options import engine_options, json_option, runs_option
+from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.plan.parity import TOLERANCE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.submit.prepare import SubmitRequest
+
+_TOLERANCES = ", ".join(f"{value:g} for {name}" for name, value in TOLERANCE.items())
 
 
 @click.command(
@@ -19,13 +28,49 @@ Examples:
   hpctrain train --set train.steps=1000       longer
   hpctrain train --set train.data=~/texts     on your own text files
   hpctrain train --name first                 a second time: goes on where it stopped
+  hpctrain train --parity 5 --engine fsdp2 --mesh tp=2
+                                              does that engine train as one process does?
 """
 )
 @click.option("--name", help="Name of the run; one that exists is gone on with.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--config", metavar="FILE", help="Settings file [hpctrain.toml].")
+@engine_options
+@click.option(
+    "--parity",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Do not train: compare N steps of the engine to one process on the same batches, and the "
+    "gradients of the first step by name. Exit code 3 if they differ.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    metavar="R",
+    help="--parity: processes of the engine [as few as its mesh needs, at least 2].",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="--parity: how far a loss may be off, relative to it; gradients and their norms ten times "
+    f"as far [{_TOLERANCES}].",
+)
+@json_option
 @runs_option
-def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: Path) -> None:
+def command(
+    *,
+    name: str | None,
+    sets: tuple[str, ...],
+    config: str | None,
+    engine: str | None,
+    mesh: dict[str, str] | None,
+    parity: int | None,
+    ranks: int | None,
+    tolerance: float | None,
+    as_json: bool,
+    runs: Path,
+) -> None:
     """Train the shipped language model in this terminal.
 
     Ctrl-C saves and leaves; the same command with the same --name goes on from there.
@@ -33,16 +78,36 @@ def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: P
     import os
     from pathlib import Path
 
+    from hpctrain.cli.output import echo_warning
     from hpctrain.rundir.find import runs_root
     from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
     from hpctrain.submit.resume import ResumeRequest, change_spec, refuse_alive
 
     root = runs_root(runs)
     existing = RunDir((root / name).absolute()) if name else None
+    if parity is not None:
+        asked = SubmitRequest(
+            cwd=Path.cwd(),
+            environ=os.environ,
+            runs=root,
+            config=Path(config) if config else None,
+            sets=sets,
+            engine=engine,
+            mesh=mesh,
+        )
+        if existing is not None and not existing.spec.exists():
+            raise NotFound(f"there is no run {name} whose settings --parity could take; see --runs")
+        _parity(asked, existing, steps=parity, ranks=ranks, tolerance=tolerance, as_json=as_json)
+        return
+    for flag, given in (("--ranks", ranks), ("--tolerance", tolerance), ("--json", as_json)):
+        if given:
+            raise UsageError(f"{flag} goes with --parity only; leave it out, or add --parity 5")
     if existing is not None and existing.spec.exists():
-        spec, _ = change_spec(load_spec(existing.spec), ResumeRequest({}, sets))
+        request = ResumeRequest(engine_flags(engine, mesh), sets, alone=True)
+        spec, _ = change_spec(load_spec(existing.spec), request)
         refuse_alive(existing, spec)
         spec.dump(existing.spec)
         run = existing
@@ -56,21 +121,37 @@ def command(name: str | None, sets: tuple[str, ...], config: str | None, runs: P
                 name=name,
                 config=Path(config) if config else None,
                 sets=sets,
+                engine=engine,
+                mesh=mesh,
+                alone=True,
                 snapshot=False,
             )
         )
+        for note in prepared.notes:
+            echo_warning(note)
         run = create_run(prepared.spec, prepared.runs, auto_name=prepared.auto_name)
     click.echo(f"run {run.root}")
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
-    try:
+    with _torch_needed():
         from hpctrain.recipes.lm.train import main
+    main()
+
+
+def _parity(request: SubmitRequest, existing: RunDir | None, **options: Any) -> None:
+    from hpctrain.cli.train_parity import parity
+
+    with _torch_needed():
+        parity(request, existing, **options)
+
+
+@contextlib.contextmanager
+def _torch_needed() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        from hpctrain.errors import ChecksFailed
-
         raise ChecksFailed(
             "hpctrain train needs torch, which this Python does not have; install it, "
             "or submit to a cluster that has it"
         ) from None
-    main()

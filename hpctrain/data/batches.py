@@ -47,13 +47,22 @@ class Passes:
         at_least: Passes per step, at least.
         multiple_of: Passes per step are a multiple of this.
         leaves: Passes are the same samples at any number of ranks: pass i of all ranks' together
-            takes samples [i * micro_batch, (i + 1) * micro_batch) of the step.
+            takes samples [i * micro_batch, (i + 1) * micro_batch) of the step, and is run by rank
+            i % ranks. The last may have fewer.
     """
 
     equal: bool = False
     at_least: int = 1
     multiple_of: int = 1
     leaves: bool = False
+
+    def count(self, needed: int) -> int:
+        """Passes per step where so many are needed."""
+        if self.at_least < 1 or self.multiple_of < 1:
+            raise ValueError(
+                f"cannot run at least {self.at_least} passes, a multiple of {self.multiple_of}"
+            )
+        return -(-max(needed, self.at_least) // self.multiple_of) * self.multiple_of
 
 
 ANY_PASSES = Passes()
@@ -72,17 +81,37 @@ class MicroBatchPlan:
     """Passes of a step, of all ranks together, that do no work: 0 where the shares are equal."""
 
 
-def plan_micro_batches(global_batch: int, world_size: int, micro_batch: int) -> MicroBatchPlan:
-    """The fewest passes in which no rank holds more than `micro_batch` samples (0: any number)."""
+def plan_micro_batches(
+    global_batch: int, world_size: int, micro_batch: int, passes: Passes = ANY_PASSES
+) -> MicroBatchPlan:
+    """The fewest passes in which no rank holds more than `micro_batch` samples (0: any number).
+
+    Raises:
+        ValueError: the numbers make no sense; or `passes.leaves` without a `micro_batch`.
+    """
     if micro_batch < 0:
         raise ValueError(f"a micro batch cannot have {micro_batch} samples")
     sizes = shares(global_batch, world_size)
-    count = -(-sizes[0] // micro_batch) if micro_batch else 1
+    if passes.leaves:
+        leaves = count_leaves(global_batch, micro_batch)
+        count = passes.count(-(-leaves // world_size))
+        return MicroBatchPlan(count, min(micro_batch, global_batch), count * world_size - leaves)
+    count = passes.count(-(-sizes[0] // micro_batch) if micro_batch else 1)
     return MicroBatchPlan(
         micro_batches=count,
         largest_piece=-(-sizes[0] // count),
         empty_pieces=sum(max(0, count - size) for size in sizes),
     )
+
+
+def count_leaves(global_batch: int, micro_batch: int) -> int:
+    """Passes of a step that count, of all ranks together, where they are the same at any number."""
+    if micro_batch < 1:
+        raise ValueError(
+            f"passes that are the same at any number of ranks cannot have {micro_batch} samples; "
+            "set a micro batch"
+        )
+    return -(-global_batch // micro_batch)
 
 
 def pieces(positions: range, count: int) -> list[range]:
@@ -145,15 +174,45 @@ def cut_step(
         micro_batch: Samples per pass of one rank at most; 0 for any number.
         index: The sample at a global position, e.g. `SampleOrder.index`.
         passes: What the engine asks of the cuts.
+
+    Raises:
+        ValueError: see `plan_micro_batches`.
     """
-    plan = plan_micro_batches(len(positions), world_size, micro_batch)
-    mine = rank_positions(positions.start, len(positions), rank, world_size)
-    spare = Piece([index(positions.start)], [0.0])
-    cut = [
-        Piece([index(position) for position in piece], [1.0] * len(piece)) if piece else spare
-        for piece in pieces(mine, plan.micro_batches)
-    ]
-    return StepBatch(positions.start, positions.stop, cut)
+    plan = plan_micro_batches(len(positions), world_size, micro_batch, passes)
+    spare = index(positions.start)
+    if passes.leaves:
+        cut = _leaves(positions, rank, world_size, micro_batch, plan.micro_batches)
+    else:
+        mine = rank_positions(positions.start, len(positions), rank, world_size)
+        cut = [(piece, None) for piece in pieces(mine, plan.micro_batches)]
+    found = []
+    for taken, leaf in cut:
+        # A pass of leaves that counts nothing is as large as the others: it takes no time that they
+        # do not take, and a compiled model sees the same shapes at any number of ranks.
+        full = passes.equal or (passes.leaves and leaf is None)
+        missing = (plan.largest_piece if full else 1) - len(taken)
+        found.append(
+            Piece(
+                [*map(index, taken), *([spare] * missing)],
+                [1.0] * len(taken) + [0.0] * missing,
+                leaf,
+            )
+        )
+    return StepBatch(positions.start, positions.stop, found)
+
+
+def _leaves(
+    positions: range, rank: int, world_size: int, micro_batch: int, count: int
+) -> list[tuple[range, int | None]]:
+    """One rank's passes: positions and number among those of all ranks, None where none is left."""
+    leaves = count_leaves(len(positions), micro_batch)
+    found: list[tuple[range, int | None]] = []
+    for leaf in range(rank, count * world_size, world_size):
+        if leaf < leaves:
+            found.append((positions[leaf * micro_batch : (leaf + 1) * micro_batch], leaf))
+        else:
+            found.append((positions[:0], None))
+    return found
 
 
 class GlobalBatches:

@@ -11,12 +11,18 @@ if TYPE_CHECKING:
 
 
 def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The children of the model's largest list of modules of one class; empty without one."""
+    """The children of the list of modules of one class that holds most parameters; or none.
+
+    A list inside another (a block's experts) holds less than what it is in, however long it is.
+    Wrappers around each block (recomputation, sharding) are the blocks then.
+    """
     best: list[nn.Module] = []
+    most = 0
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
         children = list(module.children())
-        if len({type(child) for child in children}) == 1 and len(children) > len(best):
-            best = children
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if len({type(child) for child in children}) == 1 and size > most:
+            best, most = children, size
     return best

@@ -11,11 +11,23 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import Shard
 
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.experts import find_experts
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementFnResult
 
     from hpctrain.engines.places import Places
     from hpctrain.settings.schema import EngineSettings
@@ -26,11 +38,19 @@ def shard(
 ) -> None:
     """Shard a model in place, block by block. Collective.
 
-    Gradients are added over ranks, not averaged: the loss carries its share.
+    Gradients are added over ranks, not averaged: the loss carries its share. Experts that lie on
+    several ranks are cut further over the ranks that have the same ones; their gradients are added
+    over these alone, since the tokens of the others have come to them.
+
+    Raises:
+        UsageError: experts cannot be cut so.
     """
     options: dict[str, Any] = {
         "mesh": places.dense,
         "reshard_after_forward": settings.reshard_after_forward,
+        # Experts are gathered with their block: a unit of their own inside it would count other
+        # operators when the block is computed again, which selective recomputation refuses.
+        "shard_placement_fn": _cuts(model, places),
     }
     if precision is not torch.float32:
         # Gradients are added in fp32 unless measured to be safe in less.
@@ -45,6 +65,64 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             add_gradients(module)
+
+
+def _cuts(model: nn.Module, places: Places) -> Callable[[nn.Parameter], ShardPlacementFnResult]:
+    """Where each parameter is cut, and over which ranks."""
+    names = {
+        id(weight): f"{prefix}.{name}"
+        for prefix, module in find_experts(model).items()
+        for name, weight in module.named_parameters()
+    }
+    mesh = places.expert_shard
+    over = None if mesh is None else _expert_mesh(mesh)
+
+    def cut(weight: nn.Parameter) -> ShardPlacementFnResult:
+        name = names.get(id(weight))
+        if name is None:
+            return None
+        if over is None:
+            return _whole_experts(weight, places.dense.size(-1))
+        return ShardPlacementResult(_within_experts(name, weight, over.shard_mesh_size), over)
+
+    return cut
+
+
+def _expert_mesh(mesh: DeviceMesh) -> FSDPMeshInfo:
+    """A mesh in the words of `fully_shard`: copies come first where it has two axes."""
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _whole_experts(weight: nn.Parameter, ranks: int) -> Shard | None:
+    """Cut experts between experts, as all parameters along their first dimension.
+
+    Fewer experts than ranks would lie on some ranks only, and fill these: then within each.
+    """
+    dimension = None if weight.shape[0] % ranks == 0 else _even_dimension(weight, ranks)
+    return None if dimension is None else Shard(dimension)
+
+
+def _within_experts(name: str, weight: nn.Parameter, ranks: int) -> Shard:
+    """Cut experts that lie on several ranks already: along another dimension than the experts'.
+
+    Along the same one a rank's part would be no single box, and could not be saved as one.
+    """
+    dimension = _even_dimension(weight, ranks)
+    if dimension is None:
+        raise UsageError(
+            f"{name} of shape {list(weight.shape)} has no dimension after the experts' that can "
+            f"be cut into {ranks} equal parts (engine.ep goes {ranks} times into the ranks of a "
+            "copy); change the model's width, engine.ep, or the number of ranks"
+        )
+    return Shard(dimension)
+
+
+def _even_dimension(weight: nn.Parameter, ranks: int) -> int | None:
+    """The first dimension after the experts' that has so many equal parts; None without one."""
+    fitting = (axis for axis in range(1, weight.ndim) if weight.shape[axis] % ranks == 0)
+    return next(fitting, None)
 
 
 def add_gradients(module: FSDPModule) -> None:

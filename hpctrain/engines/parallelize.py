@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.engines import state as names
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.engines.fsdp import shard
 from hpctrain.engines.native import Native
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Engine
+    from hpctrain.plan.shape import ModelShape
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 
@@ -39,10 +41,12 @@ class ModelPlan:
         tensor_parallel: Module names to torch's parallel styles; None for a decoder's default.
         stage_order: Names of the modules that a pipeline passes its tensor through, in order; None
             for the model's children with its blocks in their place.
+        shape: Sizes that the mesh must divide, where they are known.
     """
 
     tensor_parallel: Mapping[str, Any] | None = None
     stage_order: Sequence[str] | None = None
+    shape: ModelShape | None = None
 
 
 def parallelize(
@@ -73,7 +77,9 @@ def parallelize(
         prepare(model, settings, world)
         parts: dict[str, Any] = {"settings": settings, "world": world, "known": known}
         return Native("plain", model, optimizer, mesh=Mesh(), **parts)
-    mesh = plan_mesh(settings, world.world_size, world.ranks_per_node)
+    mesh = plan_mesh(
+        settings, world.world_size, world.ranks_per_node, shape=plan.shape
+    )
     parts = {"settings": settings, "world": world, "mesh": mesh, "known": known}
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero import Zero
@@ -136,11 +142,14 @@ def _sharded(
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     """What is the same for every way of cutting: recomputation, device, compilation. In place."""
-    if settings.activation_checkpointing != "no":
-        recompute_blocks(model, settings.activation_checkpointing)
+    blocks, how = find_blocks(model), settings.activation_checkpointing
+    if how != "no":
+        recompute_blocks(model, how)
     model.to(world.device)
     if settings.compile != "no":
-        for block in find_blocks(model):
+        # What is recomputed in full is compiled inside its wrapper: aot autograd cannot keep the
+        # device mesh that a recomputed graph of tensor parallelism refers to.
+        for block in blocks if how == "full" else find_blocks(model):
             block.compile(backend=settings.compile)
 
 
@@ -154,7 +163,8 @@ def point_to(optimizer: Optimizer, model: nn.Module, before: dict[int, str]) -> 
 
     Those that are not on this rank any more are dropped from their group.
     """
-    now = dict(model.named_parameters())
+    # Recomputation has put a wrapper into the blocks' names since.
+    now = {names.unwrapped(name): parameter for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        names = [before[id(parameter)] for parameter in group["params"]]
-        group["params"] = [now[name] for name in names if name in now]
+        own = [before[id(parameter)] for parameter in group["params"]]
+        group["params"] = [now[name] for name in own if name in now]

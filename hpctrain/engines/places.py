@@ -22,10 +22,16 @@ class Places:
     Attributes:
         root: Over all ranks, with the axes of `plan.mesh.AXES`.
         dense: For parameters: `dp_shard`, with `dp_replicate` before it where there are copies.
+        sparse: Under expert parallelism, all ranks again with `dp_shard` cut in two: `ep`, the
+            ranks beside each other that share the experts, and before it `ep_shard`, the ranks
+            that share one expert. Else None.
+        expert_shard: For experts, like `dense`: `ep_shard` with copies before it. Else None.
     """
 
     root: DeviceMesh
     dense: DeviceMesh
+    sparse: DeviceMesh | None = None
+    expert_shard: DeviceMesh | None = None
 
     @property
     def tp(self) -> DeviceMesh:
@@ -37,10 +43,23 @@ class Places:
         """Ranks of the pipeline that this one is in."""
         return self.root["pp"]
 
+    @property
+    def ep(self) -> DeviceMesh:
+        """Ranks that share the experts with this one; only where there is expert parallelism."""
+        assert self.sparse is not None, "no expert parallelism"  # noqa: S101 - our own bug
+        return self.sparse["ep"]
+
 
 def join_places(mesh: Mesh, device: torch.device) -> Places:
     """Make the groups of all axes. Collective: every rank calls it."""
     sizes = tuple(getattr(mesh, axis) for axis in AXES)
     root = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dense = root["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else root["dp_shard"]
-    return Places(root, dense)
+    if mesh.ep == 1:
+        return Places(root, dense)
+    cut = (mesh.dp_shard // mesh.ep, mesh.ep)
+    # Cut from the same root: torch joins a parameter's meshes only where they have one in common.
+    sparse = root._unflatten("dp_shard", cut, ("ep_shard", "ep"))  # noqa: SLF001 - not public yet
+    copied = mesh.dp_replicate > 1
+    shard = sparse["dp_replicate", "ep_shard"] if copied else sparse["ep_shard"]
+    return Places(root, dense, sparse, shard)

@@ -25,13 +25,25 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - their names
         torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+        torch.ops._c10d_functional.all_reduce.default,  # noqa: SLF001
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001
     }
 )
-"""What selective recomputation keeps: matrix products and attention, which cost the most."""
+"""What selective recomputation keeps, since it costs the most: matrix products, attention, and
+sums over the ranks of `tp`."""
 
 
 def recompute_blocks(model: nn.Module, how: str) -> None:
-    """Wrap each block of a model; `how` is "full" or "selective"."""
+    """Have each block of a model compute its forward pass again in the backward pass. In place.
+
+    Each block is wrapped, before it is compiled and sharded. Random numbers are drawn again as they
+    were.
+
+    Args:
+        model: In place; its parameters stay the same ones.
+        how: "full" keeps a block's inputs alone; "selective" also the results in `KEPT`.
+    """
     blocks = {id(block) for block in find_blocks(model)}
     options: dict[str, Any] = {}
     if how == "selective":

@@ -89,6 +89,12 @@ def _plain_name(name: str) -> str:
     return "".join(part for part in parts if part not in _WRAPPERS)
 
 
+def unwrapped(name: str) -> str:
+    """A parameter's name in the model that nothing wraps."""
+    stem, _, own = name.rpartition(".")
+    return _plain_name(stem + "." if stem else "") + own
+
+
 def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether both have the same names, each for the same memory or the same single value."""
     return one.keys() == other.keys() and all(

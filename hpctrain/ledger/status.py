@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from hpctrain.ledger.derive import (
@@ -13,11 +13,14 @@ from hpctrain.ledger.derive import (
     RunState,
     Standing,
     attempts,
+    live,
     progress,
     run_state,
     standing,
 )
 from hpctrain.ledger.saving import Saving, saving
+from hpctrain.ledger.values import text, whole
+from hpctrain.plan.mesh import Mesh
 from hpctrain.records import JobInfo, Skipped
 
 if TYPE_CHECKING:
@@ -58,6 +61,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class AttemptMesh:
+    """How the newest attempt's ranks stand; only a program that uses an engine of ours says so."""
+
+    engine: str
+    mesh: Mesh
+    nodes: Sequence[str]
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Everything that `hpctrain status RUN` shows."""
 
@@ -72,6 +85,8 @@ class RunStatus:
     checkpoint: Checkpoint | None
     skipped: Sequence[Skipped]
     saving: Saving
+    mesh: AttemptMesh | None
+    """Of the newest attempt; None where it has not said so."""
     failure: Failure | None
     failure_log: str
     label: str
@@ -132,12 +147,27 @@ def status_of(
         checkpoint=checkpoint,
         skipped=passed_over(events, done, skipped),
         saving=saving(events),
+        mesh=attempt_mesh(events, done),
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),
         flags=flags,
         now=time.time() if now is None else now,
     )
+
+
+def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> AttemptMesh | None:
+    """The mesh that the newest attempt's ranks have made, as far as they have come."""
+    newest = done[-1] if done else None
+    if newest is None:
+        return None
+    said = [e.data for e in live(events) if (e.kind, e.attempt) == ("mesh", newest.number)]
+    if not said:
+        return None
+    data = said[-1]
+    mesh = Mesh(**{f.name: max(1, whole(data.get(f.name)) or 1) for f in fields(Mesh)})
+    each = max(1, whole(data.get("ranks_per_node")) or 1)
+    return AttemptMesh(text(data.get("engine")), mesh, newest.nodes, each)
 
 
 def passed_over(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.ledger.derive import RunState
 from hpctrain.ledger.format import Column, clock, duration, fit, fold_nodes, paint, size, step_time
 from hpctrain.ledger.words import in_words, next_commands, nodes_of
+from hpctrain.plan.mesh import count, in_nodes
+from hpctrain.plan.rank_map import placed, rank_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +41,7 @@ def as_text(status: RunStatus, *, width: int = 80, color: bool = False) -> str:
     parts = [
         _header(status, width, color=color),
         _attempts(status, width),
+        _mesh(status, width),
         _checkpoints(status, width),
         _failure(status),
         _following(status),
@@ -88,6 +91,19 @@ def _attempts(status: RunStatus, width: int) -> str:
     lost = sum(one.steps_lost or 0 for one in status.attempts)
     if len(status.attempts) > 1:
         lines.append(f"{len(status.attempts)} attempts, {lost} steps lost in all")
+    return "\n".join(lines)
+
+
+def _mesh(status: RunStatus, width: int) -> str:
+    """The newest attempt's mesh, and who stands where; nothing where ranks are on one axis."""
+    now = status.mesh
+    if now is None or now.mesh.world_size == 1:
+        return ""
+    ranks = f"{in_nodes([len(now.nodes)])} x {count(now.ranks_per_node, 'rank')}"
+    lines = [f"mesh        {now.engine}, {now.mesh.text} ({ranks})"]
+    if now.mesh.has_axes:
+        rows = rank_map(now.mesh, now.nodes, now.ranks_per_node, width=width - 12)
+        lines += [f"{'':12}{row}" for row in rows]
     return "\n".join(lines)
 
 
@@ -233,12 +249,21 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "not_taken": [asdict(one) for one in status.skipped],
         "interval": asdict(status.saving.interval) if status.saving.interval else None,
         "saves": _saves_json(status.saving),
+        "mesh": _mesh_json(status),
         "attempts": [_attempt_json(one) for one in status.attempts],
         "steps_lost": sum(one.steps_lost or 0 for one in status.attempts),
         "failure": asdict(status.failure) if status.failure else None,
         "failure_log": status.failure_log or None,
         "next": next_commands(status),
     }
+
+
+def _mesh_json(status: RunStatus) -> dict[str, Any] | None:
+    """The newest attempt's mesh, with every rank's node and place on each axis."""
+    if status.mesh is None:
+        return None
+    now = status.mesh
+    return {**asdict(now), "ranks": placed(now.mesh, now.nodes, now.ranks_per_node)}
 
 
 def _saves_json(saves: Saving) -> dict[str, Any]:

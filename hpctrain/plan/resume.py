@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.batches import plan_micro_batches
-from hpctrain.settings.check import node_range
+from hpctrain.plan.mesh import axes_text, count, in_nodes
+from hpctrain.plan.passes import passes_of
+from hpctrain.plan.rank_map import placed, rank_map
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from hpctrain.plan.mesh import Mesh
     from hpctrain.records import Skipped
     from hpctrain.settings.schema import Settings
 
@@ -21,11 +24,28 @@ class Batching:
 
     nodes: int
     world_size: int
+    data_ranks: int
+    """Ranks that take samples of their own; those of a tp or pp group take the same."""
     global_batch: int
     micro_batches: int
+    """Passes per step of each rank."""
     largest_micro_batch: int
     is_even: bool
     """False where some ranks take one sample more than others; the loss is weighted by samples."""
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """The mesh at one number of nodes."""
+
+    nodes: int
+    ranks_per_node: int
+    mesh: Mesh
+
+    @property
+    def names(self) -> list[str]:
+        """Names of nodes that are not known yet."""
+        return [f"node{number}" for number in range(1, self.nodes + 1)]
 
 
 @dataclass(frozen=True)
@@ -37,33 +57,46 @@ class ResumePlan:
     checkpoint: str | None
     saved_world_size: int | None
     saved_engine: str | None
+    saved_mesh: dict[str, Any] | None
+    """Axes and sizes; empty for what was imported."""
     engine: str
     looked_at: list[dict[str, Any]]
     """Every checkpoint that was looked at: step, name, taken, why."""
+    meshes: list[NodeMesh]
+    """At the fewest and at the most nodes."""
     batching: list[Batching]
-    """At the fewest and at the most nodes; empty for a script of the user's own."""
+    """The same; empty for a script of the user's own."""
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self)
+        """For ``--json``; every rank of a mesh has its node and its place on each axis."""
+        value = asdict(self)
+        for row, one in zip(value["meshes"], self.meshes, strict=True):
+            row["ranks"] = placed(one.mesh, one.names, one.ranks_per_node)
+        return value
 
 
-def batching(settings: Settings, ranks_per_node: int) -> list[Batching]:
-    """The batch arithmetic at both ends of the node range."""
-    low, high = node_range(settings.slurm.nodes)
+def by_nodes(meshes: Mapping[int, Mesh], ranks_per_node: int) -> list[NodeMesh]:
+    """Meshes by their number of nodes, the fewest first."""
+    return [NodeMesh(nodes, ranks_per_node, meshes[nodes]) for nodes in sorted(meshes)]
+
+
+def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
+    """The batch arithmetic on each mesh."""
     found = []
-    for nodes in sorted({low, high}):
-        world_size = nodes * ranks_per_node
-        batch = settings.train.global_batch
-        plan = plan_micro_batches(batch, world_size, settings.train.micro_batch)
+    batch = settings.train.global_batch
+    for one in meshes:
+        ranks = one.mesh.data_ranks
+        passes = passes_of(settings.engine, one.mesh)
+        plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
         found.append(
             Batching(
-                nodes=nodes,
-                world_size=world_size,
+                nodes=one.nodes,
+                world_size=one.mesh.world_size,
+                data_ranks=ranks,
                 global_batch=batch,
                 micro_batches=plan.micro_batches,
                 largest_micro_batch=plan.largest_piece,
-                is_even=batch % (world_size * plan.micro_batches) == 0,
+                is_even=batch % (ranks * plan.micro_batches) == 0,
             )
         )
     return found
@@ -80,7 +113,7 @@ def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list
     return sorted(rows, key=lambda row: -int(row["step"]))
 
 
-def as_text(plan: ResumePlan) -> str:
+def as_text(plan: ResumePlan, *, width: int = 80) -> str:
     """The plan as people read it."""
     lines = [f"run          {plan.run}"]
     lines.extend(
@@ -91,11 +124,33 @@ def as_text(plan: ResumePlan) -> str:
         lines.append("checkpoint   none yet: starts from the beginning")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {plan.saved_world_size} ranks, {plan.saved_engine}")
-    for item in plan.batching:
-        even = "" if item.is_even else ", shares differ by one sample (the loss is weighted)"
-        lines.append(
-            f"mesh         {item.nodes} nodes, dp={item.world_size} ({plan.engine}); global batch "
-            f"{item.global_batch} = {item.micro_batches} x up to {item.largest_micro_batch} "
-            f"per rank{even}"
-        )
+    cuts = {item.nodes: item for item in plan.batching}
+    for one in plan.meshes:
+        ranks = f"{in_nodes([one.nodes])} x {count(one.ranks_per_node, 'rank')}"
+        lines.append(f"mesh         {ranks}: {plan.engine}, {one.mesh.text}{_was(plan, one.mesh)}")
+        if one.nodes in cuts:
+            lines.append(f"batch        {_batch_text(cuts[one.nodes])}")
+        lines += [f"{'':13}{row}" for row in _map_of(one, width - 13)]
     return "\n".join(lines)
+
+
+def _was(plan: ResumePlan, mesh: Mesh) -> str:
+    """The checkpoint's mesh, where this is another."""
+    if not plan.saved_mesh or (plan.saved_engine, plan.saved_mesh) == (plan.engine, mesh.as_dict()):
+        return ""
+    return f"; was {plan.saved_engine}, {axes_text(plan.saved_mesh)}"
+
+
+def _batch_text(cut: Batching) -> str:
+    even = "" if cut.is_even else ", shares differ by one sample (the loss is weighted)"
+    return (
+        f"{cut.global_batch} = {count(cut.data_ranks, 'data rank')} x "
+        f"{count(cut.micro_batches, 'pass')} of up to {cut.largest_micro_batch}{even}"
+    )
+
+
+def _map_of(one: NodeMesh, width: int) -> list[str]:
+    """Who stands where, unless ranks simply follow each other along one axis."""
+    if not one.mesh.has_axes:
+        return []
+    return rank_map(one.mesh, one.names, one.ranks_per_node, width=width)

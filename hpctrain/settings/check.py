@@ -1,6 +1,7 @@
 """What values must be by themselves and together, before anything is written or submitted.
 
-Pure. Types and choices are `merge.py`'s; what only the cluster knows (its partitions) is SLURM's.
+Pure. Types and choices are `merge.py`'s; what only the cluster knows (its partitions) is SLURM's;
+what depends on the number of ranks is `plan/nodes.py`'s.
 tests/unit/test_settings_check.py holds the promises.
 """
 
@@ -10,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
+from hpctrain.settings.check_engine import check_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +45,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep_last": 2,
     "checkpoint.keep_every": 0,
     "checkpoint.keep_best": 0,
+    "engine.pp_stages_per_rank": 1,
     "engine.clip_norm": 0,
     "train.steps": 1,
     "train.global_batch": 1,
@@ -56,6 +59,8 @@ _AT_LEAST: dict[str, float] = {
     "train.warmup": 0,
     "train.weight_decay": 0,
     "train.dropout": 0,
+    "train.experts": 0,
+    "train.experts_per_token": 1,
     "train.seed": 0,
     "train.val_every": 0,
     "train.val_batches": 0,
@@ -175,7 +180,7 @@ def check(settings: Settings, origins: dict[str, str]) -> list[str]:
     _check_ranges(settings, origins)
     _check_header(settings, origins)
     _check_model(settings, origins)
-    return _fit_lead(settings, origins)
+    return check_engine(settings, origins) + _fit_lead(settings, origins)
 
 
 def _told(path: str, origins: Mapping[str, str]) -> str:
@@ -235,6 +240,11 @@ def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:
         raise UsageError(
             f"{_told('train.heads', origins)} is {train.heads}, which does not divide train.dim "
             f"{train.dim} ({origins.get('train.dim', 'default')}); change one of them"
+        )
+    if train.experts and train.experts_per_token > train.experts:
+        raise UsageError(
+            f"{_told('train.experts_per_token', origins)} is {train.experts_per_token}, more than "
+            f"train.experts {train.experts} ({origins.get('train.experts', 'default')}); lower it"
         )
 
 

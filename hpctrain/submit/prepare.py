@@ -16,17 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
+from hpctrain.plan.nodes import meshes
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.check import check
 from hpctrain.settings.environ import from_flag, from_table
 from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
+from hpctrain.settings.mesh_flag import engine_flags
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.slurm.leak import clean
+from hpctrain.submit.ds_config import take_ds_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpctrain.plan.mesh import Mesh
     from hpctrain.site.load import Site
     from hpctrain.submit.snapshot import Checkout
 
@@ -64,6 +68,9 @@ class SubmitRequest:
     qos: str | None = None
     site: str | None = None
     cluster: str | None = None
+    engine: str | None = None
+    mesh: Mapping[str, str] | None = None
+    """Axis to its bounds, "N" or "MIN-MAX"."""
     name: str | None = None
     config: Path | None = None
     sets: Sequence[str] = ()
@@ -71,6 +78,8 @@ class SubmitRequest:
     snapshot: bool | None = None
     cluster_needed: bool = True
     """False for a dry run: a script can be shown where there is no sbatch."""
+    alone: bool = False
+    """One process will train, whatever the nodes are set to."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Prepared:
     """The name was not chosen by the user, so another free one will do."""
     new_parent: Path | None
     """The topmost folder that making the run would add, above the run's own."""
+    meshes: dict[int, Mesh]
+    """At the fewest and at the most nodes."""
     notes: list[str] = field(default_factory=list)
     """What was adapted or has no effect, for the user to read."""
 
@@ -92,7 +103,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     """Merge the settings and check everything that can be checked. Writes nothing.
 
     Raises:
-        UsageError: a flag, a setting or a file is wrong.
+        UsageError: a flag, a setting or a file is wrong, or some number of nodes has no mesh.
         NotFound: there is no such script, site or settings file.
         ClusterError: SLURM was asked for and there is no sbatch.
         RunExists: there is a run of that name.
@@ -108,10 +119,16 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes = check(settings, origins)
     entry = _entry(request)
     notes += _without_effect(origins, cluster, entry)
+    if request.alone and request.engine:
+        notes.append(f"--engine {request.engine} has no effect in one process")
+    is_recipe = entry.kind == "recipe"
+    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
+    ranks = [mesh.data_ranks for mesh in planned.values()]
+    notes += take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
     env, env_origins = _environment(request, site, config)
     runs = Path(os.path.normpath(request.cwd / request.runs))
     new_parent = _check_writable(runs)
-    stem = RECIPE_NAME if entry.kind == "recipe" else _legal(Path(entry.path).stem)
+    stem = RECIPE_NAME if is_recipe else _legal(Path(entry.path).stem)
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
     _refuse_existing(runs / name)
     spec = Spec(
@@ -128,7 +145,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         dropped_env=clean(request.environ).dropped,
         python=sys.executable,
     )
-    return Prepared(spec, runs, request.name is None, new_parent, notes)
+    return Prepared(spec, runs, request.name is None, new_parent, planned, notes)
 
 
 def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
@@ -282,6 +299,7 @@ def _flags(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "slurm.partition": ("--partition", request.partition),
         "slurm.account": ("--account", request.account),
         "slurm.qos": ("--qos", request.qos),
+        **engine_flags(request.engine, request.mesh),
         "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
     }
 

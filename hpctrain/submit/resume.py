@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import find
 from hpctrain.errors import RunAlive, UsageError
 from hpctrain.ledger import events as ledger
-from hpctrain.plan.resume import ResumePlan, batching, looked_at
+from hpctrain.plan.nodes import meshes
+from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.submit.ds_config import take_ds_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+SAME_RUN = (
+    "seed",
+    "seq_len",
+    "layers",
+    "dim",
+    "heads",
+    "experts",
+    "experts_per_token",
+    "data",
+    "data_limit_mb",
+)  # fmt: skip
+"""Of [train]: another value would be another model, or other samples."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +42,24 @@ class ResumeRequest:
     flags: Mapping[str, tuple[str, object]]
     sets: Sequence[str] = ()
     from_step: int | None = None
+    alone: bool = False
+    """One process will train, whatever the nodes are set to."""
 
 
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     """The run's settings with what was asked laid over them; and what the user should know.
 
+    A ds_config.json that is named anew is read, relative to the working directory.
+
     Raises:
-        UsageError: an unknown or ill-typed setting, or one that would make it another run.
+        NotFound: there is no such ds_config.json.
+        UsageError: an unknown or ill-typed setting, one that would make it another run, or nodes
+            without a mesh.
     """
     layer = flag_layer(request.flags, request.sets)
     settings, origins = resolve([layer], base=spec.settings, origins=spec.origins)
     notes = check(settings, origins)
-    for name in ("seed", "seq_len", "layers", "dim", "heads", "data", "data_limit_mb"):
+    for name in SAME_RUN:
         before, now = getattr(spec.settings.train, name), getattr(settings.train, name)
         if before != now:
             raise UsageError(
@@ -45,6 +67,11 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
                 f"({origins[f'train.{name}']}): weights or sample order would not fit; "
                 "start a new run"
             )
+    is_recipe = spec.entry.kind == "recipe"
+    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
+    ranks = [mesh.data_ranks for mesh in planned.values()]
+    if settings.engine.kind.startswith("zero"):
+        notes += take_ds_config(settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks)
     return replace(spec, settings=settings, origins=origins), notes
 
 
@@ -53,7 +80,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
 
     Raises:
         NoCheckpoint: the step that was asked for has no whole checkpoint.
-        UsageError: the run is done.
+        UsageError: the run is done, or some number of nodes has no mesh.
     """
     if any(event.kind == "done" for event in ledger.read(run)) and from_step is None:
         steps = [e.data["step"] for e in ledger.read(run) if e.kind == "done"]
@@ -65,16 +92,20 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     choice = find.choose(run, at_step=from_step)
     found = choice.found
     manifest = found.manifest if found is not None else None
-    ranks = spec.settings.slurm.ranks()
+    is_recipe = spec.entry.kind == "recipe"
+    found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
+    ends = by_nodes(found_meshes, spec.settings.slurm.ranks())
     return ResumePlan(
         run=run.name,
         step=found.step if found else 0,
         checkpoint=found.path.name if found else None,
         saved_world_size=manifest.world_size if manifest else None,
         saved_engine=manifest.engine if manifest else None,
+        saved_mesh=manifest.mesh if manifest else None,
         engine=spec.settings.engine.kind,
         looked_at=looked_at((found.step, found.path.name) if found else None, choice.skipped),
-        batching=batching(spec.settings, ranks) if spec.entry.kind == "recipe" else [],
+        meshes=ends,
+        batching=batching(spec.settings, ends) if is_recipe else [],
     )
 
 

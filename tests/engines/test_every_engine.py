@@ -11,7 +11,7 @@ import pytest
 from tests.support import layouts
 
 SAVED_AT, LAST = 5, 15
-DENSE = ["DDP@2","FSDP2@4","FSDP2@3"]
+DENSE = ["DDP@2", "FSDP2@4", "FSDP2@3"]
 X = [
     "DDP@2", "FSDP2@4", "FSDP2@3", "FSDP2xTP@4", "PPxFSDP2@4", "ZeRO-1@2", "ZeRO-2@3", "ZeRO-3@4",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 from hpctrain.errors import UsageError
 from hpctrain.recipes.lm.model import (
     LM,
+    MLP,
     MODEL_BLOCKS,
     Block,
     LMConfig,
@@ -18,8 +19,11 @@ from hpctrain.recipes.lm.model import (
     rotate,
     token_loss,
 )
+from hpctrain.recipes.lm.moe import MoE
 
 SMALL = LMConfig(layers=2, dim=32, heads=2, seq_len=16)
+SPARSE = LMConfig(layers=2, dim=32, heads=2, seq_len=16, experts=5, experts_per_token=2)
+SHAPES = pytest.mark.parametrize("config", [SMALL, SPARSE], ids=["dense", "experts"])
 
 
 def tokens(batch=3, time=16, seed=0):
@@ -32,8 +36,8 @@ def digest(model):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def train(steps, seed=1):
-    model = LM(SMALL, seed)
+def train(config, steps, seed=1):
+    model = LM(config, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = tokens(4, 17)
     losses = []
@@ -46,14 +50,15 @@ def train(steps, seed=1):
     return losses, digest(model)
 
 
-def test_the_seed_alone_decides_the_weights():
+@SHAPES
+def test_the_seed_alone_decides_the_weights(config):
     torch.manual_seed(1)
-    one = digest(LM(SMALL, seed=7))
+    one = digest(LM(config, seed=7))
     torch.manual_seed(2)
-    other = digest(LM(SMALL, seed=7))
+    other = digest(LM(config, seed=7))
 
     assert one == other
-    assert digest(LM(SMALL, seed=8)) != one
+    assert digest(LM(config, seed=8)) != one
 
 
 def test_building_a_model_leaves_the_global_generator_alone():
@@ -64,26 +69,30 @@ def test_building_a_model_leaves_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_training_twice_gives_the_same_bits():
-    assert train(5) == train(5)
+@SHAPES
+def test_training_twice_gives_the_same_bits(config):
+    assert train(config, 5) == train(config, 5)
 
 
-def test_the_model_learns_what_it_is_shown():
-    losses, _ = train(60)
+@SHAPES
+def test_the_model_learns_what_it_is_shown(config):
+    losses, _ = train(config, 60)
 
     assert losses[0] == pytest.approx(math.log(320), abs=0.2)
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_no_position_sees_a_later_one():
-    model = LM(SMALL, seed=1)
+@SHAPES
+def test_no_position_sees_a_later_one(config):
+    model = LM(config, seed=1)
     text = tokens()
     changed = text.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 257
 
     before, after = model(text), model(changed)
 
-    assert torch.equal(before[:, :10], after[:, :10])
+    # Not equal bits: experts multiply as many rows at once as have come to them.
+    assert torch.allclose(before[:, :10], after[:, :10], rtol=0, atol=1e-6)
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
@@ -110,8 +119,9 @@ def test_rotation_keeps_lengths_and_makes_products_depend_on_distance_alone():
     assert not torch.allclose(products[1, 0], products[5, 0], atol=1e-3)
 
 
-def test_a_sequence_does_not_see_the_others_of_its_batch():
-    model = LM(SMALL, seed=1)
+@SHAPES
+def test_a_sequence_does_not_see_the_others_of_its_batch(config):
+    model = LM(config, seed=1)
     text = tokens()
 
     assert torch.allclose(model(text)[1:2], model(text[1:2]), atol=1e-5)
@@ -131,8 +141,9 @@ def test_the_loss_is_each_sequence_summed_in_fp32():
     assert halved.dtype is torch.float32
 
 
-def test_the_mean_loss_does_not_depend_on_how_a_batch_is_cut():
-    model = LM(SMALL, seed=1)
+@SHAPES
+def test_the_mean_loss_does_not_depend_on_how_a_batch_is_cut(config):
+    model = LM(config, seed=1)
     text = tokens(5, 17)
 
     whole = token_loss(model(text[:, :-1]), text[:, 1:]).sum()
@@ -141,7 +152,7 @@ def test_the_mean_loss_does_not_depend_on_how_a_batch_is_cut():
     assert cut.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [SMALL, LMConfig(), LMConfig(layers=1, dim=40, heads=4)])
+@pytest.mark.parametrize("config", [SMALL, SPARSE, LMConfig(), LMConfig(layers=1, dim=40, heads=4)])
 def test_weights_are_counted_without_building_the_model(config):
     model = LM(config, seed=0)
 
@@ -149,19 +160,65 @@ def test_weights_are_counted_without_building_the_model(config):
     assert not list(model.buffers())
 
 
-def test_flops_are_those_that_torch_counts():
+@SHAPES
+def test_flops_are_those_that_torch_counts(config):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = LM(SMALL, seed=0)
-    text = tokens(2, SMALL.seq_len)
+    model = LM(config, seed=0)
+    text = tokens(2, config.seq_len)
 
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         token_loss(model(text), text).sum().backward()
 
     norms = sum(w.numel() for name, w in model.named_parameters() if "norm" in name)
-    expected = (flops_per_token(SMALL) - 6 * norms) * text.numel()
+    expected = (flops_per_token(config) - 6 * norms) * text.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_token_costs_the_experts_that_it_goes_to_and_the_router():
+    unused = 3 * 3 * SPARSE.dim * SPARSE.hidden * SPARSE.layers
+
+    assert count_parameters(SPARSE) - count_parameters(SPARSE, active=True) == unused
+    assert count_parameters(SMALL, active=True) == count_parameters(SMALL)
+
+
+def test_each_token_is_the_sum_of_what_its_best_experts_say():
+    torch.manual_seed(0)
+    moe = MoE(dim=32, hidden=96, experts=5, per_token=2)
+    for weight in moe.parameters():
+        nn.init.normal_(weight, std=0.2)
+    x = torch.randn(3, 7, 32)
+
+    by_hand = torch.zeros_like(x)
+    for sequence in range(3):
+        for position in range(7):
+            token = x[sequence, position]
+            share, best = moe.router(token).softmax(-1).topk(2)
+            for part, expert in zip(share / share.sum(), best, strict=True):
+                mlp = MLP(SMALL)
+                for name in ("gate", "up", "down"):
+                    getattr(mlp, name).weight = nn.Parameter(getattr(moe.experts, name)[expert])
+                by_hand[sequence, position] += part * mlp(token)
+
+    assert torch.allclose(moe(x), by_hand, atol=1e-5)
+
+
+def test_of_experts_with_one_score_the_first_ones_are_chosen():
+    moe = MoE(dim=32, hidden=96, experts=64, per_token=3)
+    nn.init.zeros_(moe.router.weight)
+
+    shares, chosen = moe.choose(torch.ones(50, 32))
+
+    assert chosen.tolist() == [[0, 1, 2]] * 50
+    assert torch.allclose(shares, torch.tensor(1 / 3))
+
+
+def test_what_experts_add_to_the_residual_stream_begins_small():
+    weights = dict(LM(SPARSE, seed=1).named_parameters())
+
+    assert weights["blocks.0.mlp.experts.up"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["blocks.0.mlp.experts.down"].std().item() == pytest.approx(0.01, rel=0.05)
 
 
 def test_blocks_are_where_engines_look_for_them():
@@ -183,8 +240,9 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model(text), model(text))
 
 
-def test_bf16_autocast_stays_close_and_warns_of_nothing():
-    model = LM(SMALL, seed=1)
+@SHAPES
+def test_bf16_autocast_stays_close_and_warns_of_nothing(config):
+    model = LM(config, seed=1)
     text = tokens()
 
     full = token_loss(model(text), text)
@@ -194,6 +252,12 @@ def test_bf16_autocast_stays_close_and_warns_of_nothing():
 
     assert half.dtype is torch.float32
     assert torch.allclose(half, full, rtol=0.02)
+
+
+@pytest.mark.parametrize("chosen", [0, 5])
+def test_more_experts_for_a_token_than_there_are_is_refused(chosen):
+    with pytest.raises(UsageError, match=rf"to {chosen} \(train.experts_per_token\) of 4 experts"):
+        LMConfig(experts=4, experts_per_token=chosen)
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(32, 3), (20, 4)])

@@ -93,7 +93,7 @@ def test_mixed_precision_resumes_bit_equal(tmp_path, engine, precision):
     options = {
         "engine__kind": engine,
         "engine__precision": precision,
-        "engine__activation_checkpointing": True,
+        "engine__activation_checkpointing": "full",
         "train__micro_batch": 3,
     }
     quiet = make_run(tmp_path / "quiet", **options)

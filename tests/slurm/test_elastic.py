@@ -47,7 +47,7 @@ def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_
     assert engines[:2] == ["fsdp2", "ddp"]
     assert [e.data["from_world_size"] for e in run.events("restored")] == [None, 2, 1, 2]
     assert "saved by     2 ranks, ddp" in plan
-    assert "3 nodes, dp=3 (fsdp2)" in plan
+    assert "3 nodes x 1 rank: fsdp2, dp_shard=3" in plan
     assert [view.next for view in views] == ["leave", "leave", "stop", "stop"]
     assert run.steps_lost() == [0, 0, 0]
     assert lineage(run.events()).problems == []

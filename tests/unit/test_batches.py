@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data.batches import (
     GlobalBatches,
+    Passes,
     cut_step,
     pieces,
     plan_micro_batches,
@@ -90,6 +91,111 @@ def test_no_pass_more_is_run_than_memory_asks_for(global_batch, world_size, micr
     plan = plan_micro_batches(global_batch, world_size, micro_batch)
 
     assert (plan.micro_batches - 1) * micro_batch < max(shares(global_batch, world_size))
+
+
+ASKED = st.builds(
+    Passes,
+    equal=st.booleans(),
+    at_least=st.integers(1, 9),
+    multiple_of=st.integers(1, 5),
+    leaves=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    asked=ASKED,
+    world_size=st.integers(1, 17),
+    micro_batch=st.integers(1, 9),
+    first=st.integers(0, 10**15),
+    global_batch=BATCHES,
+)
+def test_whatever_an_engine_asks_each_position_is_taken_once_in_equally_many_passes(
+    asked, world_size, micro_batch, first, global_batch
+):
+    plan = plan_micro_batches(global_batch, world_size, micro_batch, asked)
+
+    steps = cut(range(first, first + global_batch), world_size, micro_batch, asked)
+
+    assert {len(step.pieces) for step in steps} == {plan.micro_batches}
+    assert plan.micro_batches >= asked.at_least
+    assert plan.micro_batches % asked.multiple_of == 0
+    taken = [position for step in steps for position in step.consumed]
+    assert sorted(taken) == list(range(first, first + global_batch))
+    all_pieces = [piece for step in steps for piece in step.pieces]
+    assert all(len(piece.indices) == len(piece.weights) >= 1 for piece in all_pieces)
+    assert max(len(piece.indices) for piece in all_pieces) == plan.largest_piece <= micro_batch
+    assert sum(not any(piece.weights) for piece in all_pieces) == plan.empty_pieces
+    if asked.equal:
+        assert {len(piece.indices) for piece in all_pieces} == {plan.largest_piece}
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    asked=ASKED, world_size=st.integers(1, 17), micro_batch=st.integers(1, 9), global_batch=BATCHES
+)
+def test_no_pass_more_is_run_than_an_engine_asks_for(asked, world_size, micro_batch, global_batch):
+    count = plan_micro_batches(global_batch, world_size, micro_batch, asked).micro_batches
+
+    fewer = count - asked.multiple_of
+
+    too_few = fewer < asked.at_least
+    too_large = fewer * world_size * micro_batch < global_batch
+    too_large |= fewer * micro_batch < max(shares(global_batch, world_size)) and not asked.leaves
+    assert too_few or too_large
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    equal=st.booleans(),
+    world_size=st.integers(1, 17),
+    micro_batch=st.integers(1, 9),
+    global_batch=BATCHES,
+)
+def test_leaves_are_the_same_samples_at_any_world_size(
+    equal, world_size, micro_batch, global_batch
+):
+    asked = Passes(leaves=True, equal=equal)
+    (alone,) = cut(range(100, 100 + global_batch), 1, micro_batch, asked)
+
+    steps = cut(range(100, 100 + global_batch), world_size, micro_batch, asked)
+
+    assert [piece.leaf for piece in alone.pieces] == list(range(len(alone.pieces)))
+    in_order = [
+        piece for round_ in zip(*(step.pieces for step in steps), strict=True) for piece in round_
+    ]
+    assert in_order[: len(alone.pieces)] == alone.pieces
+    spare = in_order[len(alone.pieces) :]
+    assert len(spare) < world_size
+    assert all(piece.leaf is None and not any(piece.weights) for piece in spare)
+    assert {len(piece.indices) for piece in spare} <= {len(alone.pieces[0].indices)}
+
+
+def test_the_last_leaf_may_be_smaller_and_ranks_without_one_run_a_spare_pass():
+    steps = cut(range(10, 17), 3, 2, Passes(leaves=True))
+
+    assert [[(p.leaf, p.indices, p.weights) for p in step.pieces] for step in steps] == [
+        [(0, [10, 11], [1.0, 1.0]), (3, [16], [1.0])],
+        [(1, [12, 13], [1.0, 1.0]), (None, [10, 10], [0.0, 0.0])],
+        [(2, [14, 15], [1.0, 1.0]), (None, [10, 10], [0.0, 0.0])],
+    ]
+
+
+def test_a_walk_cuts_its_steps_as_its_engine_asks():
+    order = SampleOrder(101, 7)
+    asked = Passes(leaves=True)
+    walk = GlobalBatches(order, 6, 1, 2, 2, passes=asked)
+
+    walk.next_step()
+
+    assert walk.next_step() == cut_step(range(6, 12), 1, 2, 2, index=order.index, passes=asked)
+
+
+def cut(positions, world_size, micro_batch, passes):
+    return [
+        cut_step(positions, rank, world_size, micro_batch, index=lambda p: p, passes=passes)
+        for rank in range(world_size)
+    ]
 
 
 def test_a_rank_without_samples_repeats_one_that_does_not_count():
@@ -203,6 +309,9 @@ def test_a_state_without_a_count_of_samples_is_refused(consumed):
         (lambda: rank_positions(0, 4, 4, 4), "rank 4"),
         (lambda: rank_positions(0, 4, -1, 4), "rank -1"),
         (lambda: plan_micro_batches(4, 2, -1), "-1"),
+        (lambda: plan_micro_batches(4, 2, 0, Passes(leaves=True)), "set a micro batch"),
+        (lambda: plan_micro_batches(4, 2, 1, Passes(at_least=0)), "at least 0 passes"),
+        (lambda: plan_micro_batches(4, 2, 1, Passes(multiple_of=0)), "multiple of 0"),
     ],
 )
 def test_impossible_numbers_are_refused(call, found):

@@ -1,8 +1,8 @@
 """A decoder-only language model, small enough to read in one sitting.
 
 Pre-norm residual blocks of causal attention with rotary positions and a gated MLP, as in Llama
-(arXiv 2302.13971). There are no buffers and no biases, and nothing depends on the rank or the
-world size.
+(arXiv 2302.13971); where there are experts, each token goes through some of many such MLPs. There
+are no buffers and no biases, and nothing depends on the rank or the world size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.recipes.lm.moe import MoE
 
 ROTARY_BASE = 10_000.0
 INIT_STD = 0.02
+ADDS_TO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down")
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,21 @@ class LMConfig:
     """257 byte tokens, padded to a multiple of 64 for the matrix units."""
     dropout: float = 0.0
     """Probability on the embedding and on what each attention and MLP adds."""
+    experts: int = 0
+    """MLPs in each block, of which a token goes to some; 0 for one that takes all tokens."""
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
             raise UsageError(
                 f"a model of width {self.dim} (train.dim) cannot have {self.heads} heads "
                 "(train.heads): each needs an even, whole number of channels; change one of the two"
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UsageError(
+                f"a token cannot go to {self.experts_per_token} (train.experts_per_token) of "
+                f"{self.experts} experts (train.experts); use 1 to {max(1, self.experts)}, or "
+                "train.experts 0 for a dense model"
             )
 
     @property
@@ -91,7 +102,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.mlp = MLP(config)
+        self.mlp = (
+            MoE(config.dim, config.hidden, config.experts, config.experts_per_token)
+            if config.experts
+            else MLP(config)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +149,7 @@ class LM(nn.Module):
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
             else:
-                adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                adds = name.endswith(ADDS_TO_RESIDUAL)
                 weight.normal_(0.0, residual_std if adds else INIT_STD, generator=generator)
 
 
@@ -164,17 +179,27 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view_as(targets).sum(dim=1)
 
 
-def count_parameters(config: LMConfig) -> int:
-    """How many weights a model of this shape has."""
-    block = 4 * config.dim**2 + 3 * config.dim * config.hidden + 2 * config.dim
+def count_parameters(config: LMConfig, *, active: bool = False) -> int:
+    """How many weights a model of this shape has.
+
+    Args:
+        config: The shape.
+        active: Count only the experts that one token goes to: what it costs to compute, where the
+            whole number is what it costs to hold.
+    """
+    mlp = 3 * config.dim * config.hidden
+    if config.experts:
+        mlp *= config.experts_per_token if active else config.experts
+        mlp += config.dim * config.experts  # the router sees every token
+    block = 4 * config.dim**2 + mlp + 2 * config.dim
     return config.layers * block + 2 * config.vocab * config.dim + config.dim
 
 
 def flops_per_token(config: LMConfig) -> int:
     """Floating-point operations of training on one token, both ways (arXiv 2204.02311, B).
 
-    Six for each weight but the embedding's, which is looked up; the causal half of attention
-    counts in full, as is usual, and recomputed activations do not.
+    Six for each weight that the token meets but the embedding's, which is looked up; the causal
+    half of attention counts in full, as is usual, and recomputed activations do not.
     """
-    multiplied = count_parameters(config) - config.vocab * config.dim
+    multiplied = count_parameters(config, active=True) - config.vocab * config.dim
     return 6 * multiplied + 12 * config.layers * config.dim * config.seq_len

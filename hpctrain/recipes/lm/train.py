@@ -18,6 +18,8 @@ from hpctrain.data.batches import GlobalBatches, cut_step
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokens import TokenFile
 from hpctrain.engines.engine import Microbatch
+from hpctrain.engines.parallelize import ModelPlan
+from hpctrain.plan.shape import shape_of
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
 from hpctrain.recipes.lm.schedule import lr_at
@@ -46,12 +48,14 @@ def main() -> None:
         heads=train.heads,
         seq_len=train.seq_len,
         dropout=train.dropout,
+        experts=train.experts,
+        experts_per_token=train.experts_per_token,
     )
     model = LM(config, seed=train.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay
     )
-    engine = run.parallelize(model, optimizer)
+    engine = run.parallelize(model, optimizer, plan=ModelPlan(shape=shape_of(train)))
     data = GlobalBatches(
         SampleOrder(size, train.seed),
         train.global_batch,

@@ -1,0 +1,108 @@
+"""`hpctrain train --parity N`: does the engine train as one process does?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.output import echo_json, echo_warning, table
+from hpctrain.errors import ChecksFailed
+from hpctrain.plan.mesh import plan_mesh
+from hpctrain.plan.parity import least_ranks, summary
+from hpctrain.plan.shape import shape_of
+from hpctrain.settings.check import check
+from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.settings.spec import load_spec
+from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.prepare import SubmitRequest, _choose_site, _flags, _read_config
+
+if TYPE_CHECKING:
+    from hpctrain.plan.mesh import Mesh
+    from hpctrain.plan.parity import StepRecord, Verdict
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.schema import Settings
+
+
+def parity(
+    request: SubmitRequest,
+    existing: RunDir | None,
+    *,
+    steps: int,
+    ranks: int | None,
+    tolerance: float | None,
+    as_json: bool,
+) -> None:
+    """Run the check and print what came out.
+
+    Args:
+        request: Where settings come from.
+        existing: A run whose settings are to be checked instead.
+        steps: How many steps.
+        ranks: Processes of the engine; None for as few as the mesh can be made of.
+        tolerance: Of a loss, relative; None for the precision's own.
+        as_json: Print for programs.
+
+    Raises:
+        ChecksFailed: the engine trains otherwise.
+        UsageError: the settings fit neither model, engine, nor machine.
+        HpctrainError: a rank failed.
+    """
+    settings, origins = _settings(request, existing)
+    notes = check(settings, origins)
+    ranks = ranks or least_ranks(settings.engine)
+    shape = shape_of(settings.train)
+    mesh = plan_mesh(settings.engine, ranks, ranks, shape=shape, origins=origins)
+    notes += take_ds_config(settings, request.cwd, is_recipe=True, data_ranks=[mesh.data_ranks])
+    if settings.train.dropout:
+        notes.append("train.dropout has no effect on --parity: ranks would differ by chance")
+    for note in notes:
+        echo_warning(note)
+    from hpctrain.recipes.lm.parity import check_parity
+
+    verdict = check_parity(settings, ranks=ranks, steps=steps, tolerance=tolerance)
+    if as_json:
+        echo_json(
+            {
+                "engine": settings.engine.kind,
+                "ranks": ranks,
+                "mesh": mesh.as_dict(),
+                **verdict.as_dict(),
+            }
+        )
+    else:
+        click.echo(_title(settings, ranks, mesh))
+        click.echo(_steps(verdict))
+    if not verdict.holds:
+        raise ChecksFailed(summary(verdict))
+    if not as_json:
+        click.echo(summary(verdict))
+
+
+def _settings(request: SubmitRequest, existing: RunDir | None) -> tuple[Settings, dict[str, str]]:
+    flags = flag_layer(_flags(request), request.sets)
+    if existing is not None:
+        spec = load_spec(existing.spec)
+        return resolve([flags], base=spec.settings, origins=spec.origins)
+    config = _read_config(request)
+    site = _choose_site(request, config, "local")
+    layers = [*([site.layer] if site else []), *([config.layer] if config else []), flags]
+    return resolve(layers)
+
+
+def _title(settings: Settings, ranks: int, mesh: Mesh) -> str:
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.as_dict().items())
+    return f"engine {settings.engine.kind} on {ranks} ranks ({axes}) against one process"
+
+
+def _steps(verdict: Verdict) -> str:
+    def cells(record: StepRecord) -> tuple[str, str]:
+        return f"{record.loss:.6f}", f"{record.norm:.6f}"
+
+    rows = []
+    for row in verdict.rows:
+        (one, norm_one), (engine, norm) = cells(row.one), cells(row.engine)
+        mark = "off" if row.off else ""
+        rows.append((row.step, one, engine, f"{row.difference:.1e}", norm_one, norm, mark))
+    header = ("step", "loss, one", "loss, engine", "difference", "norm, one", "norm, engine", "")
+    return table(rows, header=header, right=range(6))

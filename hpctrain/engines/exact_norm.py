@@ -1,0 +1,86 @@
+"""The 2-norm of a gradient, the same bits however its elements are spread over ranks.
+
+A sum of squares in fp64 depends on the order of its summands in the last bit, and now and then a
+clip factor shows that. Here each square becomes an integer, of which sums are exact. An fp32
+number has an exact square in fp64; scaled by a power of two that all ranks agree on, it is cut into
+`LIMBS` integers small enough that no sum of all of them overflows 63 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.world import World
+
+LIMBS = 3
+CHUNK = 1 << 22
+"""Elements at a time: each needs some forty bytes beside the gradient's own."""
+
+
+def exact_norm(parts: Sequence[torch.Tensor], count: int, world: World, *, spread: bool) -> float:
+    """The 2-norm of all parts of all ranks. Collective where they are spread.
+
+    Args:
+        parts: This rank's, each element on one rank only.
+        count: Elements on all ranks together, at least; the same number at any world size.
+        world: The ranks.
+        spread: Whether the elements are spread over the world; otherwise this rank has them all.
+
+    Returns:
+        The norm; infinite where any element is not finite.
+    """
+    largest = torch.zeros((), dtype=torch.float64, device=world.device)
+    for part in parts:
+        if part.numel():
+            largest = torch.maximum(largest, part.detach().abs().max().to(largest))
+    # A MAX over ranks may lose what is not a number.
+    largest = torch.where(largest.isfinite(), largest, math.inf)
+    if spread:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    top = float(largest)
+    if top == 0.0 or not math.isfinite(top):
+        return top
+    exponent = math.frexp(top)[1]  # every square is below 2 ** (2 * exponent)
+    bits = 62 - max(1, count).bit_length()
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=world.device)
+    for part in parts:
+        for chunk in torch.split(part.detach().reshape(-1), CHUNK):
+            limbs += limbs_of(chunk.to(world.device), bits - 2 * exponent, bits)
+    if spread:
+        dist.all_reduce(limbs)
+    return root_of(limbs.tolist(), bits, exponent)
+
+
+def limbs_of(values: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+    """Squares times 2 ** shift as integers, in digits of so many bits, each digit added up.
+
+    Args:
+        values: Of any shape; their squares times 2 ** shift are below 2 ** bits.
+        shift: See above.
+        bits: Of a digit.
+
+    Returns:
+        `LIMBS` integers, the highest digit's first. What is below the last one is cut off.
+    """
+    rest = values.to(torch.float64).square().mul_(2.0**shift)
+    digits = []
+    for _ in range(LIMBS):
+        whole = rest.floor()
+        digits.append(whole.to(torch.int64).sum())
+        rest = rest.sub_(whole).mul_(2.0**bits)
+    return torch.stack(digits)
+
+
+def root_of(limbs: Sequence[int], bits: int, exponent: int) -> float:
+    """The square root of what digits of squares add up to."""
+    total = 0
+    for limb in limbs:
+        total = (total << bits) + limb
+    return math.sqrt(math.ldexp(float(total), 2 * exponent - LIMBS * bits))

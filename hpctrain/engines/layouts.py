@@ -1,0 +1,192 @@
+"""Common layouts of decoder models: which of a model's modules does what, by names and structure.
+
+The names are a table. A model fits when every parameter has a place in it; what does not is named,
+since a matrix that is cut the wrong way trains on wrong numbers without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hpctrain.engines.blocks import find_blocks
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+NAMES = {
+    # around the blocks
+    "embedding": ("embedding", "embed_tokens", "tok_embeddings", "tok"),
+    "norm": ("norm", "final_norm"),
+    "head": ("head", "lm_head", "output", "out"),
+    # in a block
+    "attention_norm": ("attention_norm", "input_layernorm", "attn_norm"),
+    "attention": ("attention", "self_attn", "attn"),
+    "mlp_norm": ("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+    "mlp": ("mlp", "feed_forward"),
+    # in an attention
+    "query": ("query", "q_proj", "wq"),
+    "key": ("key", "k_proj", "wk"),
+    "value": ("value", "v_proj", "wv"),
+    "mix": ("out", "o_proj", "wo"),
+    # in an MLP
+    "gate": ("gate", "gate_proj", "w1"),
+    "up": ("up", "up_proj", "w3"),
+    "down": ("down", "down_proj", "w2"),
+}
+"""What a module does -> its names in the recipe, in Hugging Face's Llama, in torchtitan's."""
+
+CUT = ("query", "key", "value", "mix", "gate", "up", "down")
+"""A block's matrices."""
+FUSED = ("qkv", "qkv_proj", "wqkv", "c_attn", "in_proj", "query_key_value")
+"""Query, key and value in one matrix."""
+HEAD_COUNTS = ("heads", "n_heads", "num_heads", "n_kv_heads", "num_key_value_heads", "n_head")
+"""Where an attention keeps how many heads it has; of those of these names that it has."""
+TABLES = ("rotary_emb",)
+"""Beside the blocks: makes tables of positions, as many as the embedding's output has."""
+
+ASK = "name each matrix's style in run.parallelize(..., plan=ModelPlan(tensor_parallel={...}))"
+_MATRICES = nn.Linear | nn.Embedding
+
+
+@dataclass(frozen=True)
+class Block:
+    """Names of a block's modules in the whole model, by what they do."""
+
+    attention_norm: str
+    attention: str
+    query: str
+    key: str
+    value: str
+    mix: str
+    mlp_norm: str
+    mlp: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a model's modules by what they do; None for what is not there.
+
+    A part of a model that a pipeline has cut has no embedding, or no head.
+
+    Attributes:
+        embedding: Tokens to activations.
+        blocks: In order.
+        norm: Behind the blocks.
+        head: Activations to logits.
+        tables: What makes tables of positions from the embedding's output.
+    """
+
+    embedding: str | None
+    blocks: Sequence[Block]
+    norm: str | None
+    head: str | None
+    tables: str | None
+
+
+def recognise(model: nn.Module) -> Layout:
+    """The layout of a decoder model.
+
+    Raises:
+        UsageError: it is none of the common ones; with the module that does not fit.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = find_blocks(model)
+    if not blocks:
+        raise UsageError(f"engine.tp: {type(model).__name__} has no list of blocks; {ASK}")
+    listed = names[id(blocks[0])].rpartition(".")[0]
+    trunk = listed.rpartition(".")[0]
+    layout = Layout(
+        embedding=_find(model, (trunk,), "embedding"),
+        blocks=[_block(model, names[id(block)]) for block in blocks],
+        norm=_find(model, (trunk,), "norm"),
+        head=_find(model, ("", trunk), "head"),
+        tables=next((one for name in TABLES if _has(model, one := _join(trunk, name))), None),
+    )
+    _check_whole(model, layout, listed)
+    return layout
+
+
+def planned(layout: Layout) -> Iterator[str]:
+    """Names of all modules that have a place in a layout."""
+    for name in (layout.embedding, layout.norm, layout.head):
+        if name is not None:
+            yield name
+    for block in layout.blocks:
+        yield from vars(block).values()
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own, by name."""
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            yield name, module
+
+
+def _block(model: nn.Module, name: str) -> Block:
+    attention, mlp = _need(model, name, "attention"), _need(model, name, "mlp")
+    for fused in FUSED:
+        if _has(model, one := _join(attention, fused)):
+            raise UsageError(
+                f"engine.tp: {one} holds query, key and value in one matrix, which cannot be cut "
+                "between heads; give the model one nn.Linear for each, or " + ASK
+            )
+    return Block(
+        attention_norm=_need(model, name, "attention_norm"),
+        attention=attention,
+        mlp_norm=_need(model, name, "mlp_norm"),
+        mlp=mlp,
+        **{role: _need(model, attention, role) for role in ("query", "key", "value", "mix")},
+        **{role: _need(model, mlp, role) for role in ("gate", "up", "down")},
+    )
+
+
+def _check_whole(model: nn.Module, layout: Layout, listed: str) -> None:
+    """Refuse blocks with a parameter that has no place, or with a matrix that is none."""
+    known = set(planned(layout))
+    for name, module in owners(model):
+        if name.startswith(listed + ".") and name not in known:
+            raise UsageError(
+                f"engine.tp: {name} ({type(module).__name__}) has parameters and is no part of a "
+                f"common decoder's block; {ASK}"
+            )
+    matrices = [layout.embedding, layout.head]
+    matrices += [getattr(block, role) for block in layout.blocks for role in CUT]
+    for one in matrices:
+        if one is not None and not isinstance(model.get_submodule(one), _MATRICES):
+            kind = type(model.get_submodule(one)).__name__
+            raise UsageError(f"engine.tp: {one} is a {kind}, not an nn.Linear; {ASK}")
+
+
+def _need(model: nn.Module, parent: str, role: str) -> str:
+    name = _find(model, (parent,), role)
+    if name is None:
+        kind = type(model.get_submodule(parent)).__name__
+        raise UsageError(
+            f"engine.tp: {parent} ({kind}) has no {role} (known names: {', '.join(NAMES[role])}), "
+            f"so its layout is not a common decoder's; {ASK}"
+        )
+    return name
+
+
+def _find(model: nn.Module, parents: Sequence[str], role: str) -> str | None:
+    for parent in parents:
+        for name in NAMES[role]:
+            if _has(model, one := _join(parent, name)):
+                return one
+    return None
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    parent, _, child = name.rpartition(".")
+    return isinstance(getattr(model.get_submodule(parent), child, None), nn.Module)

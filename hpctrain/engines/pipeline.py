@@ -1,0 +1,308 @@
+"""Pipeline parallelism: each rank has some of the layers, and microbatches pass from rank to rank.
+
+The order of forward and backward passes is torch's (`torch.distributed.pipelining`). Each stage is
+sharded by FSDP2 over the ranks that have it, be it a single one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from hpctrain.data.batches import Passes
+from hpctrain.engines.engine import Engine
+from hpctrain.engines.native import Native
+from hpctrain.engines.stages import Stages, cut
+from hpctrain.errors import UsageError
+from hpctrain.world import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from hpctrain.engines.engine import Loss, Microbatch
+    from hpctrain.engines.places import Places
+    from hpctrain.plan.mesh import Mesh
+    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.world import World
+
+    Form = tuple[int, torch.Size, torch.dtype]
+
+__all__ = ["Pipeline", "Stages", "cut"]
+
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    "gpipe": (ScheduleGPipe, ScheduleGPipe),
+    "1f1b": (Schedule1F1B, ScheduleGPipe),
+    "interleaved": (ScheduleInterleaved1F1B, ScheduleLoopedBFS),
+}
+"""Torch's schedules for training and for evaluation; the latter take any number of microbatches."""
+
+
+class Pipeline(Native):
+    """See `Engine`. A step's microbatches go together and have one shape."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        stages: Stages,
+        places: Places,
+        settings: EngineSettings,
+        world: World,
+        mesh: Mesh,
+        known: frozenset[str],
+    ) -> None:
+        """Take stages that are sharded already. Collective.
+
+        Args:
+            model: What holds this rank's parameters by the whole model's names.
+            optimizer: Of these.
+            stages: Which stages this rank has.
+            places: Where the other ranks are.
+            settings: The run's.
+            world: The ranks.
+            mesh: Ranks along each axis.
+            known: Names of all of the program's parameters and buffers, on whatever rank.
+        """
+        super().__init__(
+            "fsdp2", model, optimizer, settings=settings, world=world, mesh=mesh, known=known
+        )
+        self.passes = passes_of(settings.pp_schedule, mesh.pp)
+        self._name = settings.pp_schedule
+        self._stages = stages
+        self._group = places.pp.get_group()
+        self._ready: dict[bool, tuple[Form, Any]] = {}
+        self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._round: _Round | None = None
+        for module in self._sharded_modules():
+            # Else each microbatch would gather every block twice. A step's gradients lie here
+            # unsharded anyway, which takes as much memory again.
+            module.set_reshard_after_forward(False, recurse=False)
+        # NCCL: all ranks of a group must be there when it is first used, and a schedule begins
+        # with sends between two of them.
+        dist.all_reduce(torch.zeros(1, device=world.device), group=self._group)
+
+    # ---- a step
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`.
+
+        Raises:
+            UsageError: the microbatches are too few, or not of one shape; or the model's forward
+                cannot be cut. On all ranks of the pipeline.
+        """
+        count, passes = len(microbatches), self.passes
+        if count < passes.at_least or count % passes.multiple_of:
+            few = f"at least {passes.at_least}" if count < passes.at_least else "a multiple of"
+            number = "" if count < passes.at_least else f" {passes.multiple_of}"
+            raise UsageError(
+                f"engine.pp_schedule {self._name} at engine.pp {self.mesh.pp} needs {few}{number} "
+                f"microbatches in each step, this one has {count}; set train.micro_batch lower, "
+                f"or in a loop of your own cut steps as engine.passes asks"
+            )
+        schedule = self._schedule(microbatches, training=True)
+        return self._run(schedule.step, microbatches, loss)
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`; `forward_backward` for what is raised. Any number of microbatches will do.
+
+        Raises:
+            UsageError: see `forward_backward`.
+        """
+        schedule = self._schedule(microbatches, training=False)
+        with self.evaluating():
+            return self._run(schedule.eval, microbatches, loss)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Not for pipelines: see `Engine`."""
+        with Engine.microbatch(self, last=last):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Not for pipelines: see `Engine`."""
+        del loss
+        with self.microbatch(last=True):
+            pass
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without gradients, in the evaluation mode."""
+        for part in self._stages.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part in self._stages.parts:
+                part.train()
+            # Gathered parameters that outlived a restore would be the old ones.
+            for module in self._sharded_modules():
+                module.reshard()
+
+    def _run(self, act: Any, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        self._round = _Round(microbatches, loss, factor, total)
+        first = 0 in self._stages.numbers
+        inputs = [torch.cat([each.inputs for each in microbatches])] if first else []
+        act(*inputs, target=torch.arange(len(microbatches)), return_outputs=False)
+        self._round = None
+        return self.total(total)
+
+    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+        """What the last stage asks for; torch knows a microbatch's targets by its number alone."""
+        assert self._round is not None, "no step in hand"  # noqa: S101 - our own bug
+        return self._round.loss_of(output, int(number))
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        for part in self._stages.parts:
+            yield from (module for module in part.modules() if isinstance(module, FSDPModule))
+
+    # ---- schedules
+
+    def _schedule(self, microbatches: Sequence[Microbatch], *, training: bool) -> Any:
+        """Torch's schedule for microbatches of this form. Collective over the pipeline's ranks.
+
+        Only the last one of each kind is kept: each has memory to receive into.
+        """
+        form = _form(microbatches)
+        if training not in self._ready or self._ready[training][0] != form:
+            self._ready.pop(training, None)
+            self._ready[training] = (form, self._make(form, microbatches[0].inputs, training))
+        return self._ready[training][1]
+
+    def _make(self, form: Form, example: Tensor, training: bool) -> Any:
+        count, *key = form
+        if tuple(key) not in self._forms:
+            self._forms[form[1:]] = self._trace(example)
+        between = self._forms[form[1:]]
+        made = [
+            _Stage(
+                part,
+                number,
+                self._stages.count,
+                self.world.device,
+                input_args=between[number],
+                output_args=between[number + 1],
+                group=self._group,
+            )
+            for part, number in zip(self._stages.parts, self._stages.numbers, strict=True)
+        ]
+        kind = SCHEDULES[self._name][0 if training else 1]
+        several = self._name == "interleaved"
+        return kind(
+            made if several else made[0],
+            n_microbatches=count,
+            loss_fn=self._loss,
+            scale_grads=False,  # a loss is its microbatch's share of the step's
+        )
+
+    def _trace(self, example: Tensor) -> list[Tensor]:
+        """What goes into each stage, and at last out of the pipeline: tensors without memory.
+
+        Torch would find it out by a forward and a backward pass of its own, which clear what
+        gradients there are and count in whatever layers count. Collective over the pipeline's
+        ranks: all raise what one finds.
+        """
+        between = [torch.empty_like(example, device="meta")]
+        with self.evaluating(), torch.compiler.set_stance("force_eager"):
+            for number in range(self._stages.count):
+                found: Any = None
+                if number in self._stages.numbers:
+                    found = self._probe(number, example if number == 0 else _filled(between[-1]))
+                box = [found]
+                dist.broadcast_object_list(box, group=self._group, group_src=number % self.mesh.pp)
+                if isinstance(box[0], str):
+                    raise UsageError(box[0])
+                shape, dtype = box[0]
+                grows = dtype.is_floating_point
+                between.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grows))
+        return between
+
+    def _probe(self, number: int, x: Tensor) -> tuple[torch.Size, torch.dtype] | str:
+        """Shape and dtype of what a stage gives, or why it cannot be run."""
+        part = self._stages.parts[self._stages.numbers.index(number)]
+        try:
+            self._stages.hollow.check(x.cpu())
+            out = part(x.to(self.world.device))
+        except UsageError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
+            shape = list(x.shape)
+            return f"pipeline stage {number} fails on a tensor of shape {shape}: {one_line(error)}"
+        return out.shape, out.dtype
+
+
+class _Stage(PipelineStage):
+    """Torch's stage; in an evaluation it keeps no outputs once the loss has been told of them."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One microbatch's forward pass."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return output
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What the last stage's loss needs to know of the step in hand.
+
+    Attributes:
+        microbatches: Of the step.
+        loss: The program's.
+        factor: fp16's loss scale.
+        total: Sum of the losses, unscaled.
+    """
+
+    microbatches: Sequence[Microbatch]
+    loss: Loss
+    factor: float
+    total: Tensor
+
+    def loss_of(self, output: Tensor, number: int) -> Tensor:
+        """A microbatch's loss, scaled."""
+        value = self.loss(output, self.microbatches[number].targets)
+        self.total.add_(value.detach().double())
+        return value * self.factor
+
+
+def passes_of(schedule: str, pp: int) -> Passes:
+    """What a schedule asks of the way a step is cut."""
+    if schedule == "interleaved":
+        return Passes(equal=True, at_least=pp, multiple_of=pp)
+    return Passes(equal=True, at_least=pp if schedule == "1f1b" else 1)
+
+
+def _form(microbatches: Sequence[Microbatch]) -> Form:
+    forms = {(each.inputs.shape, each.inputs.dtype) for each in microbatches}
+    if len(forms) != 1:
+        shapes = " and ".join(sorted(str(list(shape)) for shape, _ in forms)) or "none at all"
+        raise UsageError(
+            f"a pipeline's microbatches have one shape, and this step's have {shapes}; "
+            f"cut steps as engine.passes asks, which fills up with samples of weight 0"
+        )
+    shape, dtype = forms.pop()
+    return len(microbatches), shape, dtype
+
+
+def _filled(like: Tensor) -> Tensor:
+    """Some numbers of that form; not all alike, so that a change shows."""
+    numbers = torch.linspace(-1.0, 1.0, max(1, like.numel()))[: like.numel()]
+    return numbers.reshape(like.shape).to(like.dtype)

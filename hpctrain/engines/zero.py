@@ -1,0 +1,306 @@
+"""DeepSpeed's engine, ZeRO stages 0 to 3, behind the same protocol as all others.
+
+What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
+masters of them) is set right around it, and what it does wrong is refused.
+Only here is it imported. tests/engines/test_zero.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.data.batches import Passes
+from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.engine import Engine
+from hpctrain.engines.norm import clip_factor, global_norm, scale_
+from hpctrain.engines.precision import DTYPES, precision_of
+from hpctrain.engines.recompute import recompute_blocks
+from hpctrain.engines.zero_scale import DeepSpeedScale
+from hpctrain.engines.zero_state import SPREADS_PARAMETERS, Holdings
+from hpctrain.errors import UsageError
+from hpctrain.plan.ds_config import engine_config, stage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
+
+    from torch.optim import Optimizer
+
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.engines.engine import Loss, Microbatch
+    from hpctrain.plan.mesh import Mesh
+    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.world import World
+
+
+_ONLY = (
+    ("round_robin_gradients", False, "DeepSpeed tells wrongly then which rank holds what"),
+    ("compute_grad_norm", True, "a step's gradient norm is what hpctrain logs"),
+    ("offload_optimizer.ratio", 1.0, "state that lies in two places cannot be saved by hpctrain"),
+    ("zenflow", None, "updates that are behind cannot be saved by hpctrain"),
+)
+"""Keys of `zero_optimization` that leave one choice, the choice, and why."""
+
+
+class Zero(Engine):
+    """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        settings: EngineSettings,
+        world: World,
+        mesh: Mesh,
+        known: frozenset[str],
+    ) -> None:
+        """Hand a model over to DeepSpeed. Collective.
+
+        Args:
+            model: Of one process, on the CPU, not wrapped.
+            optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
+                optimizer's groups, and reads rates from there.
+            settings: The run's.
+            world: The ranks.
+            mesh: Ranks along each axis; all are data-parallel.
+            known: Names of the model's parameters and buffers.
+
+        Raises:
+            UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
+        """
+        super().__init__(world, mesh)
+        self.kind = settings.kind
+        self.optimizer = optimizer
+        self.passes = Passes()
+        self.precision = precision_of(settings.precision, world.device)
+        self._stage = stage_of(settings.kind)
+        self._clip_norm = settings.clip_norm
+        self._known = known
+        config = _config(settings, self._stage, self.precision, mesh.data_ranks)
+        deepspeed = _import_deepspeed()
+        if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UsageError(
+                f"engine.precision fp16: DeepSpeed does not run it on this {world.device.type}; "
+                "use engine.precision bf16, or engine.kind fsdp2"
+            )
+        _drop_untrained(optimizer)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        buffers = _persistent_buffers(model)
+        rounds = self.precision is not torch.float32
+        before = {id(p): p.detach() for p in named.values()} if rounds else {}
+        _prepare(model, settings)
+        self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
+        if self._stage and self._zero.optimizer is not optimizer:
+            raise UsageError(
+                f"DeepSpeed puts an optimizer of its own in the place of {type(optimizer).__name__}"
+                ", so that rates set by the program would count for nothing; use AdamW, or "
+                "engine.kind fsdp2"
+            )
+        self._holdings = Holdings(
+            named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
+        )
+        fp16 = self.precision is torch.float16
+        self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if fp16 else None
+        if rounds:
+            model.register_forward_pre_hook(self._cast_inputs)
+
+    # ---- a step
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            with self.microbatch(last=number == len(microbatches)):
+                value = loss(self.model(microbatch.inputs), microbatch.targets)
+                self.backward(value)
+            total += value.detach().double()
+        return self.total(total)
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for microbatch in microbatches:
+                    total += loss(self.model(microbatch.inputs), microbatch.targets).double()
+        finally:
+            self.model.train()
+        return self.total(total)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See `Engine`. From stage 2 on gradients travel in each microbatch."""
+        self.model.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine`."""
+        share = loss * self.data_ranks  # DeepSpeed averages over ranks
+        self.model.backward(share, scale_wrt_gas=False)  # type: ignore[operator]
+
+    def step(self) -> float:
+        """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
+        if self._stage == 0:
+            return self._step_of_copies()
+        self.model.step()  # type: ignore[operator]
+        norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
+        if self._stage == SPREADS_PARAMETERS:
+            # DeepSpeed overwrites it parameter by parameter: one that gets no gradient in the next
+            # step's first microbatch would be given this step's once more.
+            self._zero.grad_partitions_flat_buffer.zero_()
+        return norm if norm >= 0 else math.nan  # it says -1 for what is no number
+
+    def _step_of_copies(self) -> float:
+        """Stage 0: DeepSpeed adds gradients up and updates; it tells no norm."""
+        gradients = [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        norm = global_norm(gradients, self.mesh, self.world)
+        scale_(gradients, clip_factor(norm, self._clip_norm))
+        self.model.step()  # type: ignore[operator]
+        return norm
+
+    def _cast_inputs(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give a model of 16 bits its floating-point inputs in 16 bits, as FSDP2 does."""
+        return tuple(
+            value.to(self.precision)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for value in inputs
+        )
+
+    # ---- state
+
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """See `Engine`."""
+        return self._holdings.collect(with_optimizer=with_optimizer, known=self._known)
+
+    def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
+        """See `Engine`.
+
+        Raises:
+            CheckpointError: see `Holdings.apply_counts`.
+        """
+        if with_optimizer:
+            self._holdings.apply_counts(tensors)
+        self._holdings.push()
+
+    def forget_moments(self) -> None:
+        """See `Engine`."""
+        self._holdings.forget()
+
+
+def _config(
+    settings: EngineSettings, stage: int, precision: torch.dtype, data_ranks: int
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Raises:
+        UsageError: it would train wrongly, or could not be saved.
+    """
+    if stage == 0 and precision is not torch.float32:
+        raise UsageError(
+            f"engine.precision {settings.precision} with engine.kind zero0: DeepSpeed begins Adam "
+            "at step 1 there, and training goes wrong from the first update on; use engine.kind "
+            "zero1 or ddp, or engine.precision fp32"
+        )
+    if settings.offload == "nvme":
+        raise UsageError(
+            "engine.offload nvme: state on an NVMe disk cannot be saved by hpctrain yet; use "
+            "engine.offload cpu"
+        )
+    word = next(name for name, dtype in DTYPES.items() if dtype is precision)
+    config = engine_config(settings, precision=word, data_ranks=data_ranks)
+    for key, only, why in _ONLY:
+        value: Any = config["zero_optimization"]
+        for part in key.split("."):
+            value = value.get(part, {}) if isinstance(value, dict) else {}
+        if value not in ({}, None, only):
+            raise UsageError(
+                f"zero_optimization.{key} {value} in engine.ds_config: {why}; leave it out"
+            )
+    if stage == 0:
+        config["gradient_clipping"] = 0.0  # done in `_step_of_copies`, which has the norm
+    return config
+
+
+def _import_deepspeed() -> ModuleType:
+    """DeepSpeed, without the log lines that nobody could act on.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise UsageError(
+            f"engine.kind zero0 to zero3 needs DeepSpeed: {error}; run "
+            "pip install 'hpctrain[deepspeed]'"
+        ) from None
+    # Else each rank would compile an operator that training never uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Torch's new names for collectives that DeepSpeed calls by the old ones, at every call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def _initialize(
+    deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    """DeepSpeed's engine and its optimizer. Collective."""
+    engine, zero, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return engine, zero
+
+
+def _prepare(model: nn.Module, settings: EngineSettings) -> None:
+    """Recomputation and compilation, in place; DeepSpeed moves the model to its device."""
+    if settings.activation_checkpointing != "no":
+        recompute_blocks(model, settings.activation_checkpointing)
+    if settings.compile != "no":
+        for block in find_blocks(model):
+            block.compile(backend=settings.compile)
+
+
+def _drop_untrained(optimizer: Optimizer) -> None:
+    """Take parameters that are not trained out of the optimizer's groups.
+
+    Raises:
+        UsageError: a group has no others; DeepSpeed would drop it, and the program's next rate
+            would go to another group.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+        if not group["params"]:
+            raise UsageError(
+                f"group {number} of the optimizer's param_groups has no parameter that is trained; "
+                "leave it out with engine.kind zero0 to zero3"
+            )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Buffers that belong to the state, by their full names: who holds each, and as what.
+
+    Not the tensors: moving a model to its device makes new ones.
+    """
+    return {
+        f"{prefix}.{key}".removeprefix("."): (module, key)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key, buffer in module._buffers.items()  # noqa: SLF001 - as torch's state_dict does
+        if buffer is not None and key not in module._non_persistent_buffers_set  # noqa: SLF001
+    }

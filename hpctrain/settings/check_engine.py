@@ -1,0 +1,175 @@
+"""What the [engine] settings must be together, before a world size is known. Pure.
+
+What depends on the number of ranks or on the model is `plan/mesh.py`'s. tests/unit/test_mesh.py
+holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpctrain.settings.schema import EngineSettings, Settings
+
+BOUNDED = ("tp", "pp", "ep", "dp_replicate")
+"""Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+
+
+def axis_range(text: str, *, where: str) -> tuple[int, int]:
+    """Fewest and most ranks of an axis, from "N" or "MIN-MAX".
+
+    Raises:
+        UsageError: another form, fewer than 1, or MAX below MIN.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f'{where} is "{text}", not a number of ranks; it takes N or MIN-MAX')
+    least = int(match[1])
+    most = int(match[2] or least)
+    if least < 1:
+        raise UsageError(f"{where} is {text}; it takes at least 1, which is not to use it")
+    if most < least:
+        raise UsageError(
+            f"{where} is {text}, its maximum below its minimum; did you mean {most}-{least}?"
+        )
+    return least, most
+
+
+def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> dict[str, range]:
+    """What each of `BOUNDED` may be.
+
+    Raises:
+        UsageError: one is no range, or it is used with an engine that has no such axis.
+    """
+    told = _Told(origins or {})
+    found: dict[str, range] = {}
+    for axis in BOUNDED:
+        text: str = getattr(engine, axis)
+        least, most = axis_range(text, where=told.of(axis))
+        if least > 1 and engine.kind != "fsdp2":
+            raise UsageError(
+                f"{told.of(axis)} is {text}, which needs engine.kind fsdp2; it is {engine.kind}"
+                f"{told.origin('kind')}: choose --engine fsdp2, or engine.{axis} 1"
+            )
+        found[axis] = range(least, most + 1)
+    if found["ep"].start > 1 and found["tp"].start > 1:
+        raise UsageError(
+            f"{told.of('ep')} is {engine.ep} and engine.tp is {engine.tp}{told.origin('tp')}: "
+            "experts cannot be spread and cut at once; set one of the two to 1"
+        )
+    return found
+
+
+def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
+    """Refuse combinations that no world size can make work; returns what has no effect.
+
+    Raises:
+        UsageError: settings that do not go together.
+    """
+    engine, told = settings.engine, _Told(origins)
+    bounds(engine, origins)
+    if engine.exact:
+        _check_exact(engine, told)
+    _check_precision(settings, told)
+    _check_offload(engine, told)
+    return _unused(engine, told)
+
+
+def _unused(engine: EngineSettings, told: _Told) -> list[str]:
+    """Settings without effect; a file that is named for nothing is refused.
+
+    Its text, which a run keeps in the place of its path, may wait for the engine that reads it.
+    """
+    notes = []
+    if engine.ds_config.lstrip().startswith("{") and not engine.kind.startswith("zero"):
+        notes.append(f"engine.ds_config has no effect with engine.kind {engine.kind}")
+    elif engine.ds_config and not engine.kind.startswith("zero"):
+        raise UsageError(
+            f'{told.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
+            f"engine.kind is {engine.kind}{told.origin('kind')}: leave it out, or choose "
+            "--engine zero1"
+        )
+    if engine.offload_path and engine.offload != "nvme":
+        notes.append(f"engine.offload_path has no effect while engine.offload is {engine.offload}")
+    return notes
+
+
+def _check_exact(engine: EngineSettings, told: _Told) -> None:
+    if engine.kind not in {"ddp", "fsdp2"}:
+        raise UsageError(
+            f"{told.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
+            f"{engine.kind}{told.origin('kind')}, which adds gradients in an order of its own"
+        )
+    for axis in ("pp", "ep", "dp_replicate"):
+        text: str = getattr(engine, axis)
+        if text != "1" and axis_range(text, where=told.of(axis))[1] > 1:
+            raise UsageError(
+                f"{told.of('exact')} is true, which needs engine.{axis} 1; it is {text}"
+                f"{told.origin(axis)}: sums would be taken in another order"
+            )
+    least, most = axis_range(engine.tp, where=told.of("tp"))
+    if least != most:
+        raise UsageError(
+            f"{told.of('exact')} is true, which needs one number for engine.tp; it is {engine.tp}"
+            f"{told.origin('tp')}: another number would give other bits"
+        )
+
+
+def _check_precision(settings: Settings, told: _Told) -> None:
+    """DeepSpeed 0.19.8 takes a real step when it begins: Adam's count is off by one ever after."""
+    engine = settings.engine
+    if engine.kind != "zero0" or engine.precision == "fp32":
+        return
+    if engine.precision == "auto" and settings.slurm.gpus_per_node == 0:
+        return
+    means = ", which means bf16 on a GPU" if engine.precision == "auto" else ""
+    raise UsageError(
+        f"{told.of('precision')} is {engine.precision}{means}, which trains wrong with engine.kind "
+        f"zero0{told.origin('kind')} and without a word, a fault of DeepSpeed's; choose "
+        "--engine zero1, or engine.precision fp32"
+    )
+
+
+def _check_offload(engine: EngineSettings, told: _Told) -> None:
+    where = f"{told.of('offload')} is {engine.offload}"
+    if engine.offload == "cpu" and engine.kind in {"ddp", "zero0"}:
+        raise UsageError(
+            f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
+            f"{told.origin('kind')}"
+        )
+    if engine.offload != "nvme":
+        return
+    if engine.kind != "zero3":
+        raise UsageError(
+            f"{where}, which only zero3 can do; engine.kind is {engine.kind}{told.origin('kind')}"
+        )
+    if not engine.offload_path:
+        raise UsageError(
+            f"{where} and engine.offload_path is empty{told.origin('offload_path')}; name a "
+            "folder on the node's own disk"
+        )
+
+
+class _Told:
+    """How engine settings and where they came from are told."""
+
+    def __init__(self, origins: Mapping[str, str]) -> None:
+        self._origins = origins
+
+    def origin(self, key: str) -> str:
+        """Where its value came from, in brackets."""
+        return f" ({self._origin(key)})" if self._origins else ""
+
+    def of(self, key: str) -> str:
+        """Its name, behind where its value came from."""
+        return f"{self._origin(key)}: engine.{key}" if self._origins else f"engine.{key}"
+
+    def _origin(self, key: str) -> str:
+        return self._origins.get(f"engine.{key}", "default")

@@ -1,0 +1,519 @@
+"""Pipelines: cutting a model into stages, and training in them as one process does."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hpctrain.engines.engine import Microbatch
+from hpctrain.engines.stages import balance, chain, cut
+from hpctrain.errors import UsageError
+from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
+from hpctrain.settings.schema import EngineSettings
+from tests.support import layouts
+from tests.support.gloo import launch
+
+CONFIG = LMConfig(layers=4, dim=16, heads=4, seq_len=8)
+STEPS, GLOBAL_BATCH, MICRO_BATCH = 20, 13, 3
+INTERLEAVED = {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}
+
+
+# ---- cutting
+
+
+def _parts(make, pp, order=None, **chosen):
+    """The stages of all ranks of a pipeline, in their order."""
+    options = EngineSettings(kind="fsdp2", **chosen)
+    found = {}
+    for rank in range(pp):
+        stages = cut(make(), rank, pp, options, order)
+        found |= dict(zip(stages.numbers, stages.parts, strict=True))
+        held = {name for name, _ in stages.model.named_parameters()}
+        assert held == {n for part in stages.parts for n, _ in part.named_parameters()}
+    assert sorted(found) == list(range(stages.count))
+    return [found[number] for number in sorted(found)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_each_layer_is_in_one_stage_in_order_and_the_largest_stage_is_as_small_as_can_be(data):
+    links = data.draw(
+        st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=8)
+    )
+    sizes, blocks = [size for size, _ in links], [block for _, block in links]
+    count = data.draw(st.integers(1, max(1, sum(blocks))))
+    blocks = blocks if any(blocks) else [True] * len(links)
+
+    runs = balance(sizes, blocks, count)
+
+    assert [place for run in runs for place in run] == list(range(len(links)))
+    assert all(any(blocks[place] for place in run) for run in runs)
+    ends = itertools.combinations(range(1, len(links)), count - 1)
+    every = [[range(a, b) for a, b in itertools.pairwise([0, *e, len(links)])] for e in ends]
+    fair = [cut for cut in every if all(any(blocks[place] for place in run) for run in cut)]
+    assert _largest(runs, sizes) == min(_largest(cut, sizes) for cut in fair)
+
+
+def _largest(runs, sizes):
+    return max(sum(sizes[place] for place in run) for run in runs)
+
+
+@settings(deadline=None)
+@given(
+    layers=st.integers(1, 40), block=st.integers(1, 99), ends=st.integers(0, 400), data=st.data()
+)
+def test_stages_of_a_decoder_are_above_their_mean_by_one_layer_at_most(layers, block, ends, data):
+    count = data.draw(st.integers(1, layers))
+    sizes = [ends, 0, *[block] * layers, 1, ends]
+    blocks = [False] * 2 + [True] * layers + [False] * 2
+
+    runs = balance(sizes, blocks, count)
+
+    least = block + 1 + ends  # a block and what is behind the last one
+    assert _largest(runs, sizes) <= max(sum(sizes) / count + max(sizes), least)
+
+
+def test_equal_layers_are_spread_evenly_where_the_ends_are_larger():
+    runs = balance([10, *[1] * 8, 10], [False, *[True] * 8, False], 4)
+
+    assert [len(run) for run in runs] == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize(("pp", "chosen"), [(2, {}), (4, {}), (2, INTERLEAVED), (1, INTERLEAVED)])
+def test_the_stages_one_after_the_other_are_the_model(pp, chosen):
+    whole = LM(CONFIG, seed=1)
+    tokens = torch.arange(16).view(2, 8)
+
+    parts = _parts(lambda: LM(CONFIG, seed=1), pp, **chosen)
+
+    x = tokens
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, whole(tokens))
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    state = whole.state_dict()
+    assert all(p.equal(state[n]) for part in parts for n, p in part.named_parameters())
+
+
+def test_what_a_rank_does_not_keep_is_freed():
+    model = LM(CONFIG, seed=1)
+    optimizer_like = {name: weakref.ref(p) for name, p in model.named_parameters()}
+
+    stages = cut(model, 0, 2, EngineSettings(kind="fsdp2"))
+    gc.collect()
+
+    kept = {name for name, _ in stages.model.named_parameters()}
+    assert stages.model is model
+    assert {name for name, ref in optimizer_like.items() if ref() is not None} == kept
+    assert "head.weight" not in kept
+    assert "embedding.weight" in kept
+
+
+class _Nested(nn.Module):
+    """A decoder as Hugging Face lays it out, its children named in another order than called."""
+
+    def __init__(self, scale=1.0, tied=False, loose=False, two=False):
+        super().__init__()
+        self.lm_head = nn.Linear(8, 32, bias=False)
+        self.model = nn.Module()
+        self.model.norm = nn.LayerNorm(8)
+        self.model.layers = nn.ModuleDict({str(n): nn.Linear(8, 8) for n in range(3)})
+        self.model.embed = nn.Embedding(32, 8)
+        self.scale, self.two = scale, two
+        if tied:
+            self.lm_head.weight = self.model.embed.weight
+        if loose:
+            self.position = nn.Parameter(torch.zeros(8))
+
+    def forward(self, tokens):
+        x = self.model.embed(tokens) * self.scale
+        for layer in self.model.layers.values():
+            x = layer(x)
+        x = self.lm_head(self.model.norm(x))
+        return (x, x) if self.two else x
+
+
+ORDER = ["model.embed", "model.layers", "model.norm", "lm_head"]
+
+
+def test_a_model_with_its_blocks_further_inside_is_cut_in_the_order_that_is_given():
+    torch.manual_seed(0)
+    whole = _Nested()
+    tokens = torch.arange(6).view(2, 3)
+
+    def make():
+        copy = _Nested()
+        copy.load_state_dict(whole.state_dict())
+        return copy
+
+    parts = _parts(make, 3, ORDER)
+
+    x = tokens
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, whole(tokens))
+    cut(make(), 0, 3, EngineSettings(kind="fsdp2"), ORDER).hollow.check(tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "order", "pp", "says"),
+    [
+        ({}, None, 4, r"engine.pp 4 asks for 4 pipeline stages, and the model has 3 blocks"),
+        ({"tied": True}, ORDER, 2, r"model.embed.weight and lm_head.weight are one parameter"),
+        ({"loose": True}, ORDER, 2, r"position is in none of the modules .*model.embed"),
+        ({}, ["model.embed", "model.layers", "lm_head"], 2, r"model.norm.weight is in none"),
+        ({}, [*ORDER, "head"], 2, r"stage_order names 'head', which the model has not"),
+        ({}, [*ORDER, "model.norm"], 2, r"stage_order has 'model.norm' twice"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_in_one_line(options, order, pp, says):
+    with pytest.raises(UsageError, match=says) as refused:
+        cut(_Nested(**options), 0, pp, EngineSettings(kind="fsdp2"), order)
+
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "order", "says"),
+    [
+        ({}, None, r"in the order lm_head, model.norm, .*calls model.embed, .*stage_order"),
+        ({"scale": 2.0}, ORDER, r"its forward does more than to pass one tensor"),
+        ({"two": True}, ORDER, r"its forward does more than to pass one tensor"),
+    ],
+)
+def test_a_forward_that_does_more_than_to_call_its_layers_is_refused(options, order, says):
+    stages = cut(_Nested(**options), 0, 2, EngineSettings(kind="fsdp2"), order)
+
+    with pytest.raises(UsageError, match=says):
+        stages.hollow.check(torch.linspace(-1, 1, 48).view(2, 3, 8))
+
+
+def test_the_chain_has_blocks_in_the_place_of_their_list():
+    names = [link.name for link in chain(LM(CONFIG, seed=1))]
+
+    assert names == ["embedding", "dropout", *[f"blocks.{n}" for n in range(4)], "norm", "head"]
+
+
+# ---- training
+
+
+def _build(*, dropout=0.0, model=None, **chosen):
+    """A pipeline; or, without `pp`, what one process trains with."""
+    from dataclasses import replace
+
+    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.world import World, join_world
+
+    model = model or LM(replace(CONFIG, dropout=dropout), seed=1)
+    named = dict(model.named_parameters())
+    last = [named.pop(next(iter(named)))]  # a group that is empty on all stages but one
+    groups = [{"params": list(named.values())}, {"params": last, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    world = join_world() if chosen else World(0, 0, 1, torch.device("cpu"))
+    options = EngineSettings(**{"kind": "fsdp2", "clip_norm": 0.5, **chosen})
+    return parallelize(model, optimizer, options, world)
+
+
+def _batch(engine, step, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH):
+    from hpctrain.data.batches import cut_step
+
+    positions = range(step * global_batch, (step + 1) * global_batch)
+    ranks = (engine.data_rank, engine.data_ranks)
+    cuts = cut_step(positions, *ranks, micro_batch, index=int, passes=engine.passes)
+    found = []
+    for piece in cuts.pieces:
+        tokens = _tokens(piece.indices)
+        weights = torch.tensor(piece.weights)
+        found.append(Microbatch(tokens[:, :-1], (tokens[:, 1:], weights)))
+    return found
+
+
+def _tokens(indices):
+    starts = torch.tensor([[37 * index % 101] for index in indices])
+    return (starts + 3 * torch.arange(CONFIG.seq_len + 1)) % 257
+
+
+def _share(logits, targets):
+    following, weights = targets
+    return (token_loss(logits, following) * weights).sum() / (GLOBAL_BATCH * CONFIG.seq_len)
+
+
+def _alone():
+    """Losses and norms of each step, an evaluation, and the weights: by torch alone."""
+    model = LM(CONFIG, seed=1)
+    groups = [{"params": [p for n, p in model.named_parameters() if not n.startswith("embedding")]}]
+    groups.append({"params": [model.embedding.weight], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    found = []
+    for step in range(STEPS):
+        loss = _of_batch(model, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        evaluated = _of_batch(model, STEPS).item()
+    return found, evaluated, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _of_batch(model, step):
+    tokens = _tokens(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+    weights = torch.ones(GLOBAL_BATCH)
+    return _share(model(tokens[:, :-1]), (tokens[:, 1:], weights))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return launch(_alone, 1)[0]
+
+
+def _train(steps=STEPS, **chosen):
+    """The same under a pipeline, with what each rank has of the model."""
+    import warnings
+
+    from torch.distributed.fsdp import FSDPModule
+
+    # torch's compiler asks for a gradient where there is none, and warns of it
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+    engine = _build(**chosen)
+    found, grown = [], []
+    for step in range(steps):
+        loss = engine.forward_backward(_batch(engine, step), _share)
+        if step == 0:
+            grown = [n for n, p in engine.model.named_parameters() if _has_gradient(p)]
+        found.append((loss, engine.step()))
+    evaluated = engine.evaluate(_batch(engine, steps), _share)
+    weights = {
+        name.removesuffix(".weight"): value
+        for name, value in layouts.whole(engine).items()
+        if name.endswith(".weight.weight")
+    }
+    parts = [module for part in engine._stages.parts for module in part.modules()]
+    return {
+        "steps": found,
+        "evaluated": evaluated,
+        "weights": weights,
+        "with gradient": grown,
+        "held": [name for name, _ in engine.model.named_parameters()],
+        "sharded": sum(isinstance(module, FSDPModule) for module in parts),
+        "recomputed": sum(type(module).__name__ == "CheckpointWrapper" for module in parts),
+        "compiled": sum(module._compiled_call_impl is not None for module in parts),
+    }
+
+
+def _has_gradient(parameter):
+    return parameter.grad is not None and bool(parameter.grad.to_local().any())
+
+
+def _assert_trained_as(ranks, alone, *, within, steps=STEPS):
+    expected, evaluated, weights = alone
+    for rank in ranks:
+        assert rank["steps"] == ranks[0]["steps"]
+    assert {name for rank in ranks for name in rank["with gradient"]} == weights.keys()
+    for (loss, norm), (its_loss, its_norm) in zip(
+        ranks[0]["steps"][:steps], expected[:steps], strict=True
+    ):
+        assert loss == pytest.approx(its_loss, rel=within)
+        assert norm == pytest.approx(its_norm, rel=10 * within)
+    if steps < STEPS:
+        return
+    assert ranks[0]["evaluated"] == pytest.approx(evaluated, rel=within)
+    assert ranks[0]["weights"].keys() == weights.keys()
+    for name, value in ranks[0]["weights"].items():
+        assert (value - weights[name]).abs().max() <= within, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [
+        (2, {"pp_schedule": "gpipe"}),
+        (2, {"pp_schedule": "1f1b"}),
+        (2, INTERLEAVED),
+        (4, {"pp_schedule": "1f1b"}),
+        (4, {"pp_schedule": "gpipe", "dp_replicate": "2"}),
+    ],
+    ids=["gpipe@2", "1f1b@2", "interleaved@2", "1f1bxFSDP2@4", "gpipexcopies@4"],
+)
+def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
+    found = launch(_train, ranks, pp="2", **chosen)
+
+    _assert_trained_as(found, alone, within=1e-5)
+    blocks = [sum(n.endswith("mlp.up.weight") for n in rank["held"]) for rank in found]
+    assert blocks == [2] * ranks
+    parts = 2 if chosen.get("pp_schedule") == "interleaved" else 1
+    assert [rank["sharded"] for rank in found] == [2 + parts] * ranks  # blocks one by one
+
+
+def test_a_pipeline_of_sharded_matrices_trains_as_one_process_does(alone):
+    found = launch(_train, 8, steps=3, pp="2", tp="2")
+
+    _assert_trained_as(found, alone, within=1e-5, steps=3)
+
+
+def test_blocks_that_are_recomputed_and_compiled_train_the_same(alone):
+    chosen = {"activation_checkpointing": "full", "compile": "aot_eager", **INTERLEAVED}
+    found = launch(_train, 2, steps=2, pp="2", **chosen)
+
+    _assert_trained_as(found, alone, within=1e-5, steps=2)
+    assert [(rank["recomputed"], rank["compiled"]) for rank in found] == [(2, 2)] * 2
+
+
+def test_activations_of_bf16_train_to_the_same_loss(alone):
+    found = launch(_train, 2, pp="2", precision="bf16")
+
+    _assert_trained_as(found, alone, within=3e-2, steps=STEPS - 1)
+
+
+def _scaled():
+    engine = _build(pp="2", precision="fp16")
+    engine.loss_scale.scale = 2.0**100
+    loss = engine.forward_backward(_batch(engine, 0), _share)
+    before = [p.to_local().clone() for p in engine.model.parameters()]
+    norm = engine.step()
+    same = all(
+        p.to_local().equal(b) for p, b in zip(engine.model.parameters(), before, strict=True)
+    )
+    engine.loss_scale.scale = 1024.0
+    return loss, norm, same, engine.forward_backward(_batch(engine, 0), _share), engine.step()
+
+
+def test_in_fp16_losses_are_told_unscaled_and_an_overflow_anywhere_skips_the_step(alone):
+    (loss, norm, same, again, clean), other = launch(_scaled, 2)
+
+    expected, expected_norm = alone[0][0]
+    assert other == (loss, pytest.approx(norm, nan_ok=True), same, again, clean)
+    assert (loss, same) == (again, True)
+    assert not norm < float("inf")
+    assert (loss, clean) == (
+        pytest.approx(expected, rel=1e-3),
+        pytest.approx(expected_norm, rel=0.03),
+    )
+
+
+# ---- saving
+
+
+def _go_on(root, first, **chosen):
+    """Load what is there at step `first`, train two steps, save, train one more; what was found."""
+    engine = _build(**chosen)
+    found = layouts.load(engine, root) if first else 0
+    loaded = layouts.whole(engine)
+    losses = [_step(engine, first), _step(engine, first + 1)]
+    layouts.save(engine, root, first + 2)
+    return found, loaded, layouts.whole(engine), [*losses, _step(engine, first + 2)]
+
+
+def _step(engine, step):
+    return engine.forward_backward(_batch(engine, step), _share), engine.step()
+
+
+def test_a_pipeline_saves_what_one_process_and_another_pipeline_load_bit_equal(tmp_path):
+    kinds = [(4, {"pp": "2"}), (1, {}), (2, {"pp": "2", **INTERLEAVED}), (4, {"pp": "4"})]
+
+    saved, following = {}, None
+    for number, (ranks, chosen) in enumerate(kinds):
+        options = {"root": tmp_path / "run", "first": 2 * number}
+        found, loaded, after, steps = launch(_go_on, ranks, **options, **chosen)[0]
+        assert found == 2 * number
+        if saved:
+            assert loaded.keys() == saved.keys()
+            assert [name for name in saved if not loaded[name].equal(saved[name])] == []
+            assert steps[0] == pytest.approx(following, rel=1e-5)
+        saved, following = after, steps[-1]
+
+
+# ---- calls
+
+
+def _call():
+    """What happens to calls that fit and to others, one after the other."""
+    engine = _build(pp="2", dropout=0.5)
+    good, said, alive = _batch(engine, 0), [], []
+
+    def loss(logits, targets):
+        alive.append(weakref.ref(logits))
+        kept.append(sum(ref() is not None for ref in alive))
+        return _share(logits, targets)
+
+    kept = []
+    random = torch.get_rng_state()
+    evaluated = engine.evaluate(good, loss)
+    assert torch.equal(torch.get_rng_state(), random)
+    for wrong in (good[:1], [], [good[0], Microbatch(good[1].inputs[:1], good[1].targets)]):
+        with pytest.raises(UsageError) as refused:
+            engine.forward_backward(wrong, _share)
+        said.append(str(refused.value))
+    with pytest.raises(UsageError) as refused, engine.microbatch(last=True):
+        pass
+    said.append(str(refused.value))
+    with pytest.raises(UsageError):
+        engine.backward(torch.zeros(()))
+    engine.forward_backward(good, _share)  # it has not suffered
+    engine.step()
+    again = engine.evaluate(good, _share)
+    others = [engine.evaluate(good[:1], _share), engine.evaluate(_batch(engine, 0, 8, 2), _share)]
+    larger = engine.forward_backward(_batch(engine, 0, 16, 4), _share)
+    return evaluated, again, others, larger, said, max(kept, default=0)
+
+
+def test_calls_of_any_form_may_follow_each_other_and_wrong_ones_are_refused_on_every_rank(alone):
+    ranks = launch(_call, 2)
+
+    assert [rank[:5] for rank in ranks] == [ranks[0][:5]] * 2
+    evaluated, again, (first, eight), larger, said, _ = ranks[0]
+    assert evaluated == pytest.approx(alone[0][0][0], rel=1e-5)  # no dropout
+    assert again < evaluated
+    assert 0 < first < eight < again
+    assert larger > evaluated
+    assert (
+        "1f1b at engine.pp 2 needs at least 2 microbatches in each step, this one has 1" in said[0]
+    )
+    assert "this one has 0" in said[1]
+    assert "have one shape, and this step's have [1, 8] and [3, 8]" in said[2]
+    assert "call engine.forward_backward" in said[3]
+    assert [rank[5] for rank in ranks] == [0, 1]  # logits at a time
+
+
+def _refused(scale):
+    class Scaled(LM):
+        def forward(self, tokens):
+            return super().forward(tokens) * scale
+
+    engine = _build(model=Scaled(CONFIG, seed=1), pp="2")
+    try:
+        return engine.forward_backward(_batch(engine, 0), _share)
+    except UsageError as error:
+        return str(error)
+
+
+def test_what_one_stage_finds_wrong_with_the_model_is_raised_on_every_rank():
+    assert [type(said) for said in launch(_refused, 2, scale=1)] == [float, float]
+    said = launch(_refused, 2, scale=0.5)
+
+    assert said[0] == said[1]
+    assert "engine.pp cannot cut Scaled: its forward does more" in said[0]
+
+
+def test_interleaved_stages_ask_for_a_multiple_of_the_ranks():
+    (said, loss), other = launch(_odd, 2)
+
+    assert (said, loss) == other
+    assert "interleaved at engine.pp 2 needs a multiple of 2 microbatches" in said
+    assert loss > 0
+
+
+def _odd():
+    engine = _build(pp="2", **INTERLEAVED)
+    odd = _batch(engine, 0, 12, 2)[:3]
+    with pytest.raises(UsageError) as refused:
+        engine.forward_backward(odd, _share)
+    return str(refused.value), engine.evaluate(odd, _share)
