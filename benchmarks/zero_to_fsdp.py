@@ -43,7 +43,7 @@ def main() -> None:
         converted_s = _convert(folder)
         ours = measure.on_ranks(_load, fewer, place=place, params=asked.params)
         theirs = measure.on_ranks(_load_universal, fewer, folder=folder, params=asked.params)
-        lines = _lines(asked, folder, saved, converted_s, ours, theirs)
+        lines = _lines(asked, folder, saved, converted_s, (ours, theirs))
         measure.show(
             asked, lines, parameters=f"{asked.params} M", ranks=f"{asked.ranks} to {fewer}"
         )
@@ -54,9 +54,9 @@ def _lines(
     folder: Path,
     saved: list[dict[str, float]],
     converted_s: float,
-    ours: list[dict[str, float]],
-    theirs: list[dict[str, float]],
+    loaded: tuple[list[dict[str, float]], list[dict[str, float]]],
 ) -> list[measure.Line]:
+    ours, theirs = loaded
     save_s, their_save_s = _slowest(saved, "ours_s"), _slowest(saved, "theirs_s")
     load_s, their_load_s = _slowest(ours, "load_s"), _slowest(theirs, "load_s")
     total, their_total = save_s + load_s, their_save_s + converted_s + their_load_s

@@ -14,7 +14,7 @@ from hpctrain.cli.options import engine_options, json_option, runs_flag, runs_op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.rundir.layout import RunDir
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 

@@ -15,10 +15,10 @@ from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.ds_config import take_ds_config
-from hpctrain.submit.prepare import SubmitRequest, _choose_site, _flags, _read_config
+from hpctrain.submit.prepare import SubmitRequest, choose_site, flags_of, read_config
 
 if TYPE_CHECKING:
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.plan.parity import StepRecord, Verdict
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.schema import Settings
@@ -80,12 +80,12 @@ def parity(
 
 
 def _settings(request: SubmitRequest, existing: RunDir | None) -> tuple[Settings, dict[str, str]]:
-    flags = flag_layer(_flags(request), request.sets)
+    flags = flag_layer(flags_of(request), request.sets)
     if existing is not None:
         spec = load_spec(existing.spec)
         return resolve([flags], base=spec.settings, origins=spec.origins)
-    config = _read_config(request)
-    site = _choose_site(request, config, "local")
+    config = read_config(request)
+    site = choose_site(request, config, "local")
     layers = [*([site.layer] if site else []), *([config.layer] if config else []), flags]
     return resolve(layers)
 

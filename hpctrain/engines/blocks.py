@@ -21,7 +21,8 @@ def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
-        children = list(module.children())
+        # what a pipeline has taken out of a list does not count
+        children = [child for child in module.children() if not isinstance(child, nn.Identity)]
         size = sum(parameter.numel() for parameter in module.parameters())
         if len({type(child) for child in children}) == 1 and size > most:
             best, most = children, size

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.boxes import State
     from hpctrain.data.batches import Passes
     from hpctrain.engines.loss_scale import LossScale
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.world import World
 
     Loss = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -59,6 +59,7 @@ class Engine(abc.ABC):
         passes: What the engine asks of the way a step's samples are cut into microbatches.
         loss_scale: With fp16, how far losses are scaled; None otherwise.
         begun: Updates applied before the step in hand.
+        seed: Of the run; for engines that draw random numbers by the step.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Engine(abc.ABC):
         self.world = world
         self.mesh = mesh
         self.begun = 0
+        self.seed = 0
 
     def at_step(self, step: int) -> None:
         """The program begins a step: so many updates have been applied in the run's life."""

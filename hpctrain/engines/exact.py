@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hpctrain.engines.engine import Loss, Microbatch
     from hpctrain.engines.places import Places
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 
@@ -89,7 +89,6 @@ class Exact(Native):
         )
         refuse(settings, model, optimizer, mesh)
         fix_kernels(world.device)
-        self.seed = 0
         self.passes = Passes(leaves=True, equal=True)
         self._group: dist.ProcessGroup | None = None
         self._size = sum(parameter.numel() for parameter in model.parameters())

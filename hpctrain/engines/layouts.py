@@ -189,4 +189,5 @@ def _join(parent: str, name: str) -> str:
 
 def _has(model: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
-    return isinstance(getattr(model.get_submodule(parent), child, None), nn.Module)
+    found = getattr(model.get_submodule(parent), child, None)
+    return isinstance(found, nn.Module) and not isinstance(found, nn.Identity)

@@ -19,7 +19,8 @@ from hpctrain.engines.places import join_places
 from hpctrain.engines.precision import precision_of
 from hpctrain.engines.recompute import recompute_blocks
 from hpctrain.errors import UsageError
-from hpctrain.plan.mesh import Mesh, plan_mesh
+from hpctrain.mesh import Mesh
+from hpctrain.plan.mesh import plan_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,14 +74,11 @@ def parallelize(
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
     plan = plan or ModelPlan()
     known = frozenset(model.state_dict())
+    common: dict[str, Any] = {"settings": settings, "world": world, "known": known}
     if not world.is_distributed:
-        prepare(model, settings, world)
-        parts: dict[str, Any] = {"settings": settings, "world": world, "known": known}
-        return Native("plain", model, optimizer, mesh=Mesh(), **parts)
-    mesh = plan_mesh(
-        settings, world.world_size, world.ranks_per_node, shape=plan.shape
-    )
-    parts = {"settings": settings, "world": world, "mesh": mesh, "known": known}
+        return _copied(model, optimizer, {"mesh": Mesh(), **common})
+    mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
+    parts = {"mesh": mesh, **common}
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero import Zero
 
@@ -93,16 +91,19 @@ def parallelize(
 def _copied(model: nn.Module, optimizer: Optimizer, parts: dict[str, Any]) -> Engine:
     settings, world = parts["settings"], parts["world"]
     prepare(model, settings, world)
+    kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
         from hpctrain.engines.exact import ExactCopies
 
-        return ExactCopies("ddp", model, optimizer, **parts)
+        return ExactCopies(kind, model, optimizer, **parts)
+    if not world.is_distributed:
+        return Native(kind, model, optimizer, **parts)
     # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
     # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
     # runtime.md 1.8).
     devices = [world.device] if world.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-    return Native("ddp", wrapped, optimizer, **parts)
+    return Native(kind, wrapped, optimizer, **parts)
 
 
 def _sharded(
@@ -128,7 +129,7 @@ def _sharded(
             expert_parallelize(part, places)
         prepare(part, settings, world)
         shard(part, places, precision_of(settings.precision, world.device), settings)
-    point_to(optimizer, model, before)
+    point_to(optimizer, model, before, may_lack=stages is not None)
     if stages is not None:
         from hpctrain.engines.pipeline import Pipeline
 
@@ -158,13 +159,25 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def point_to(optimizer: Optimizer, model: nn.Module, before: dict[int, str]) -> None:
+def point_to(
+    optimizer: Optimizer, model: nn.Module, before: dict[int, str], *, may_lack: bool
+) -> None:
     """Have an optimizer update the parameters that stand where its own stood.
 
-    Those that are not on this rank any more are dropped from their group.
+    Args:
+        optimizer: Of the model as it was.
+        model: As it is.
+        before: Names of the parameters that it had, by identity.
+        may_lack: Some are on other ranks now, and are dropped from their group.
+
+    Raises:
+        UsageError: a parameter is gone that must be here: it would not train, without a word.
     """
     # Recomputation has put a wrapper into the blocks' names since.
     now = {names.unwrapped(name): parameter for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         own = [before[id(parameter)] for parameter in group["params"]]
         group["params"] = [now[name] for name in own if name in now]
+    left = set(before.values()) - now.keys()
+    if left and not may_lack:
+        raise UsageError(f"{min(left)} is lost while the model is spread over ranks; tell us")

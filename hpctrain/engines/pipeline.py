@@ -21,11 +21,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 
-from hpctrain.data.batches import Passes
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.native import Native
 from hpctrain.engines.stages import Stages, cut
 from hpctrain.errors import UsageError
+from hpctrain.plan.passes import passes_of
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from hpctrain.engines.engine import Loss, Microbatch
     from hpctrain.engines.places import Places
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 
@@ -82,7 +82,7 @@ class Pipeline(Native):
         super().__init__(
             "fsdp2", model, optimizer, settings=settings, world=world, mesh=mesh, known=known
         )
-        self.passes = passes_of(settings.pp_schedule, mesh.pp)
+        self.passes = passes_of(settings, mesh)
         self._name = settings.pp_schedule
         self._stages = stages
         self._group = places.pp.get_group()
@@ -281,13 +281,6 @@ class _Round:
         value = self.loss(output, self.microbatches[number].targets)
         self.total.add_(value.detach().double())
         return value * self.factor
-
-
-def passes_of(schedule: str, pp: int) -> Passes:
-    """What a schedule asks of the way a step is cut."""
-    if schedule == "interleaved":
-        return Passes(equal=True, at_least=pp, multiple_of=pp)
-    return Passes(equal=True, at_least=pp if schedule == "1f1b" else 1)
 
 
 def _form(microbatches: Sequence[Microbatch]) -> Form:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpctrain.plan.mesh import AXES
+from hpctrain.mesh import AXES
 
 if TYPE_CHECKING:
     import torch
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ out: the run's settings supply them.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
@@ -120,7 +121,7 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any
     for name, value in state.items():
         if name.startswith(OPTIM):
             full["state." + name.removeprefix(OPTIM)] = value
-    with _quiet():
+    with _quiet(), _without_empty_groups(optimizer):
         set_optimizer_state_dict(model, optimizer, full, options=_FLAT)
 
 
@@ -131,7 +132,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     fresh = not optimizer.state
     rates = [group["lr"] for group in optimizer.param_groups]
-    with _quiet():
+    with _quiet(), _without_empty_groups(optimizer):
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -150,6 +151,18 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             }
         )
     return state
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """A group may be empty on a pipeline stage, where torch asks for its first parameter's name."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)  # loading makes new ones
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801 - reads as what it does

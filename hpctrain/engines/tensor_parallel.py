@@ -248,8 +248,10 @@ def expand(
         parts = pattern.split(".")
         matches = [
             name
-            for name, _ in model.named_modules()
-            if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
+            for name, module in model.named_modules()
+            if len(own := name.split(".")) == len(parts)
+            and all(map(fnmatchcase, own, parts))
+            and not isinstance(module, nn.Identity)
         ]
         if whole and not matches:
             raise UsageError(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.boxes import State
     from hpctrain.engines.engine import Loss, Microbatch
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 
@@ -216,11 +216,6 @@ def _config(
             f"engine.precision {settings.precision} with engine.kind zero0: DeepSpeed begins Adam "
             "at step 1 there, and training goes wrong from the first update on; use engine.kind "
             "zero1 or ddp, or engine.precision fp32"
-        )
-    if settings.offload == "nvme":
-        raise UsageError(
-            "engine.offload nvme: state on an NVMe disk cannot be saved by hpctrain yet; use "
-            "engine.offload cpu"
         )
     word = next(name for name, dtype in DTYPES.items() if dtype is precision)
     config = engine_config(settings, precision=word, data_ranks=data_ranks)

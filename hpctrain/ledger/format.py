@@ -140,3 +140,23 @@ def size(size_bytes: int) -> str:
 def paint(text: str, code: str, *, on: bool) -> str:
     """Text in a colour of the terminal's."""
     return f"\033[{code}m{text}\033[0m" if on else text
+
+
+def one_of(numbers: list[int]) -> str:
+    """Numbers as one says them: "1, 2 or 4"."""
+    texts = [str(number) for number in numbers]
+    return " or ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])
+
+
+def in_nodes(numbers: list[int]) -> str:
+    """Numbers of nodes as one says them: "2 or 4 nodes"."""
+    return "1 node" if numbers == [1] else f"{one_of(numbers)} nodes"
+
+
+def count(number: int, noun: str) -> str:
+    """So many of something: "1 rank", "3 ranks"."""
+    return (
+        f"{number} {noun}"
+        if number == 1
+        else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+    )

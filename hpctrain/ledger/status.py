@@ -20,7 +20,7 @@ from hpctrain.ledger.derive import (
 )
 from hpctrain.ledger.saving import Saving, saving
 from hpctrain.ledger.values import text, whole
-from hpctrain.plan.mesh import Mesh
+from hpctrain.mesh import Mesh
 from hpctrain.records import JobInfo, Skipped
 
 if TYPE_CHECKING:

@@ -10,10 +10,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.ledger.derive import RunState
-from hpctrain.ledger.format import Column, clock, duration, fit, fold_nodes, paint, size, step_time
+from hpctrain.ledger.format import (
+    Column,
+    clock,
+    count,
+    duration,
+    fit,
+    fold_nodes,
+    in_nodes,
+    paint,
+    size,
+    step_time,
+)
+from hpctrain.ledger.rank_map import placed, rank_map
 from hpctrain.ledger.words import in_words, next_commands, nodes_of
-from hpctrain.plan.mesh import count, in_nodes
-from hpctrain.plan.rank_map import placed, rank_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

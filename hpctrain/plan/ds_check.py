@@ -132,12 +132,6 @@ def _offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) -> Non
                 f"{where}: {ZERO}.{name}.device is {shown(device)}, and engine.offload is "
                 f'"{engine.offload}" with engine.kind "{engine.kind}"; make them agree'
             )
-        path = block.get("nvme_path", AUTO)
-        if path not in (AUTO, None, engine.offload_path):
-            raise UsageError(
-                f"{where}: {ZERO}.{name}.nvme_path is {shown(path)}, and engine.offload_path is "
-                f'"{engine.offload_path}"; make them agree'
-            )
 
 
 def _batch(

@@ -165,8 +165,6 @@ def _offload(engine: EngineSettings, stage: int) -> dict[str, Any]:
     if engine.offload == "no":
         return {}
     place: dict[str, Any] = {"device": engine.offload, "pin_memory": True}
-    if engine.offload == "nvme" and engine.offload_path:
-        place["nvme_path"] = engine.offload_path
     blocks = {"offload_optimizer": place}
     if stage == SPREADS_PARAMETERS:
         blocks["offload_param"] = dict(place)

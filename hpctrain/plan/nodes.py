@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
-from hpctrain.plan.mesh import Planner, count, in_nodes
+from hpctrain.ledger.format import count, in_nodes
+from hpctrain.plan.mesh import Planner
 from hpctrain.plan.shape import shape_of
 from hpctrain.settings.check import node_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import Settings
 
 FITTING_SHOWN = 6

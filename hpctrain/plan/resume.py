@@ -6,14 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.batches import plan_micro_batches
-from hpctrain.plan.mesh import axes_text, count, in_nodes
+from hpctrain.ledger.format import count, in_nodes
+from hpctrain.ledger.rank_map import placed, rank_map
+from hpctrain.mesh import axes_text
 from hpctrain.plan.passes import passes_of
-from hpctrain.plan.rank_map import placed, rank_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.records import Skipped
     from hpctrain.settings.schema import Settings
 

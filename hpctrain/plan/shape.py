@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.ledger.format import one_of
+
 if TYPE_CHECKING:
     from hpctrain.settings.schema import EngineSettings, TrainSettings
 
@@ -97,16 +99,10 @@ def _ep_misfit(ep: int, engine: EngineSettings, shape: ModelShape) -> str:
 
 def _divisors(number: int) -> str:
     """All divisors of a number as one says them."""
-    return in_words(divisors(number))
+    return one_of(divisors(number))
 
 
 def divisors(number: int) -> list[int]:
     """All that divide it, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def in_words(numbers: list[int]) -> str:
-    """Numbers as one says them: "1, 2 or 4"."""
-    texts = [str(number) for number in numbers]
-    return " or ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])

@@ -173,6 +173,7 @@ class Run:
         from hpctrain.engines.parallelize import parallelize
 
         engine = parallelize(model, optimizer, self.settings.engine, self.world, plan=plan)
+        engine.seed = self.settings.train.seed
         self._program.use(engine)
         ranks = self.world.ranks_per_node
         self._event("mesh", engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))

@@ -79,6 +79,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         _check_exact(engine, told)
     _check_precision(settings, told)
     _check_offload(engine, told)
+    _check_compile(engine, told)
     return _unused(engine, told)
 
 
@@ -96,8 +97,6 @@ def _unused(engine: EngineSettings, told: _Told) -> list[str]:
             f"engine.kind is {engine.kind}{told.origin('kind')}: leave it out, or choose "
             "--engine zero1"
         )
-    if engine.offload_path and engine.offload != "nvme":
-        notes.append(f"engine.offload_path has no effect while engine.offload is {engine.offload}")
     return notes
 
 
@@ -122,6 +121,14 @@ def _check_exact(engine: EngineSettings, told: _Told) -> None:
         )
 
 
+def _check_compile(engine: EngineSettings, told: _Told) -> None:
+    if engine.exact and engine.compile == "inductor":
+        raise UsageError(
+            f"{told.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
+            f"inductor{told.origin('compile')}, which chooses kernels by timing them"
+        )
+
+
 def _check_precision(settings: Settings, told: _Told) -> None:
     """DeepSpeed 0.19.8 takes a real step when it begins: Adam's count is off by one ever after."""
     engine = settings.engine
@@ -143,17 +150,6 @@ def _check_offload(engine: EngineSettings, told: _Told) -> None:
         raise UsageError(
             f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
             f"{told.origin('kind')}"
-        )
-    if engine.offload != "nvme":
-        return
-    if engine.kind != "zero3":
-        raise UsageError(
-            f"{where}, which only zero3 can do; engine.kind is {engine.kind}{told.origin('kind')}"
-        )
-    if not engine.offload_path:
-        raise UsageError(
-            f"{where} and engine.offload_path is empty{told.origin('offload_path')}; name a "
-            "folder on the node's own disk"
         )
 
 

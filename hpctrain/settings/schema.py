@@ -179,11 +179,9 @@ class EngineSettings:
     )
     offload: str = setting(
         "no",
-        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3, "
-        "nvme for zero3",
-        choices=("no", "cpu", "nvme"),
+        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3",
+        choices=("no", "cpu"),
     )
-    offload_path: str = setting("", "offload nvme: a folder on the node's own disk")
     ds_config: str = setting(
         "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"
     )

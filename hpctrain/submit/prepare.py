@@ -30,7 +30,7 @@ from hpctrain.submit.ds_config import take_ds_config
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.site.load import Site
     from hpctrain.submit.snapshot import Checkout
 
@@ -109,10 +109,10 @@ def prepare(request: SubmitRequest) -> Prepared:
         RunExists: there is a run of that name.
         ChecksFailed: the run directory could not be written.
     """
-    config = _read_config(request)
+    config = read_config(request)
     cluster = _choose_cluster(request, config)
-    site = _choose_site(request, config, cluster)
-    flags = flag_layer(_flags(request), request.sets)
+    site = choose_site(request, config, cluster)
+    flags = flag_layer(flags_of(request), request.sets)
     settings, origins = resolve(
         [*([site.layer] if site else []), *([config.layer] if config else []), flags]
     )
@@ -256,7 +256,8 @@ def _has_sbatch(environ: Mapping[str, str]) -> bool:
     return shutil.which("sbatch", path=environ.get("PATH", "")) is not None
 
 
-def _read_config(request: SubmitRequest) -> Source | None:
+def read_config(request: SubmitRequest) -> Source | None:
+    """The settings file that counts; None where there is none."""
     path = request.cwd / (request.config or CONFIG_NAME)
     if request.config is None and not path.exists():
         return None
@@ -278,7 +279,8 @@ def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
     return cluster
 
 
-def _choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
+def choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
+    """The site that counts; None on a SLURM cluster that has none."""
     given = config.top.get("site") if config else None
     name = request.site or given or request.environ.get(SITE_VARIABLE)
     if not name and cluster == "slurm":
@@ -289,7 +291,8 @@ def _choose_site(request: SubmitRequest, config: Source | None, cluster: str) ->
     return load_site(name or "local", search=site_search(request.environ))
 
 
-def _flags(request: SubmitRequest) -> dict[str, tuple[str, object]]:
+def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
+    """The flags as `merge.flag_layer` takes them."""
     snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
     return {
         "slurm.nodes": ("--nodes", request.nodes),

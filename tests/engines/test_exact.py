@@ -58,7 +58,7 @@ def engine_of(world, model, **settings):
 
     from hpctrain.engines.exact import ExactCopies
     from hpctrain.engines.parallelize import parallelize
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
 
     # full_tensor() of a test is nothing that training does
@@ -284,7 +284,7 @@ def test_what_cannot_be_exact_is_refused(settings, mesh, fused, norm, words):
     from torch.optim import AdamW
 
     from hpctrain.engines.exact import refuse
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
 
     model = nn.Sequential(nn.Linear(2, 2), getattr(nn, norm)(2))

@@ -242,7 +242,7 @@ class Own(nn.Module):
 
 def places_of(**axes):
     from hpctrain.engines.places import join_places
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.world import join_world
 
     world = join_world()

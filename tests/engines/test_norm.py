@@ -24,7 +24,7 @@ def _norms():
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from hpctrain.engines.norm import clip_factor, global_norm, local, scale_
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
     from hpctrain.world import join_world
 
     world = join_world()

@@ -118,7 +118,7 @@ def test_a_gradient_that_only_one_rank_has_wrong_is_named(monkeypatch, capfd):
 
 
 def test_an_engine_that_sees_other_samples_leaves_the_tolerance(monkeypatch, capfd):
-    real = parity._batches
+    real = parity.make_batches
 
     def other(tokens, train, engine):
         batches = real(tokens, train, engine)
@@ -126,7 +126,7 @@ def test_an_engine_that_sees_other_samples_leaves_the_tolerance(monkeypatch, cap
             batches.consumed = train.global_batch
         return batches
 
-    monkeypatch.setattr(parity, "_batches", other)
+    monkeypatch.setattr(parity, "make_batches", other)
 
     assert train("--parity", "1") == 3
 

@@ -124,7 +124,7 @@ def _of_tensors(engine: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, parameter in engine.model.named_parameters():
-        plain = name.removeprefix("module.")
+        plain = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
         held = {"weight": parameter.detach(), **engine.optimizer.state.get(parameter, {})}
         for key, value in held.items():
             tensor = torch.as_tensor(value)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hpctrain.cli.main import main
 from hpctrain.errors import UsageError
 from hpctrain.ledger.events import read
+from hpctrain.ledger.rank_map import placed, rank_map
 from hpctrain.ledger.status import Answer, status_of
 from hpctrain.ledger.view import as_json, as_text
+from hpctrain.mesh import AXES, Mesh
 from hpctrain.plan import resume
-from hpctrain.plan.mesh import AXES, Mesh, Planner, plan_mesh
+from hpctrain.plan.mesh import Planner, plan_mesh
 from hpctrain.plan.nodes import meshes
-from hpctrain.plan.passes import passes_of
-from hpctrain.plan.rank_map import placed, rank_map
 from hpctrain.plan.shape import ModelShape, divisors, shape_of
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
@@ -360,10 +360,9 @@ BAD_COMBINATIONS = [
     (["engine.offload=cpu"], "engine.offload is cpu, which fsdp2 and zero1 to zero3 can do"),
     (["engine.offload=cpu", "engine.kind=zero0"], "engine.kind is zero0 (flag --set engine.kind)"),
     (
-        ["engine.offload=nvme", "engine.offload_path=/tmp", "engine.kind=zero2"],
-        "engine.offload is nvme, which only zero3 can do; engine.kind is zero2",
+        ["engine.exact=true", "engine.compile=inductor", "train.micro_batch=4"],
+        "engine.exact is true, which needs engine.compile no, eager or aot_eager; it is inductor",
     ),
-    (["engine.offload=nvme", "engine.kind=zero3"], "engine.offload_path is empty (default)"),
     (
         ["engine.ds_config=a.json", "engine.kind=fsdp2"],
         'engine.ds_config is "a.json", which only zero0 to zero3 read; engine.kind is fsdp2',
@@ -394,7 +393,6 @@ def test_settings_that_no_number_of_ranks_can_mend_are_refused_in_one_line(sets,
         ["engine.tp=1-4"],  # one may go on with ddp at whatever the bounds allow besides
         ["engine.kind=zero0", "engine.precision=fp32", "slurm.gpus_per_node=4"],
         ["engine.kind=zero1", "engine.precision=bf16", "engine.offload=cpu"],
-        ["engine.kind=zero3", "engine.offload=nvme", "engine.offload_path=/scratch"],
         ["engine.kind=fsdp2", "engine.offload=cpu", "engine.ep=1-2", "engine.tp=2"],
         ["engine.kind=fsdp2", "engine.exact=true", "engine.tp=2", "train.micro_batch=4"],
         ["engine.kind=zero2", "engine.ds_config=a.json"],
@@ -423,12 +421,6 @@ def test_a_ds_config_is_read_at_submit_and_told_when_it_is_not_there(work, capsy
     assert main([*argv, "--set", "engine.ds_config=ds.json"]) == 0
     kept = load_spec(work / "runs" / "r" / "spec.json").settings.engine.ds_config
     assert json.loads(kept)["zero_optimization"] == {"stage": 1}
-
-
-def test_a_path_that_nothing_uses_is_told():
-    found = resolve([flag_layer({}, ["engine.offload_path=/scratch"])])
-
-    assert check(*found) == ["engine.offload_path has no effect while engine.offload is no"]
 
 
 def test_a_range_of_nodes_is_refused_where_one_of_them_has_no_mesh():
@@ -653,13 +645,6 @@ def test_ranks_that_take_the_same_samples_count_once_and_a_pipeline_is_filled():
     assert (cut.world_size, cut.data_ranks) == (4, 1)
     assert (cut.micro_batches, cut.largest_micro_batch) == (4, 2)
     assert not cut.is_even
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_a_pipelines_passes_are_known_without_torch(schedule):
-    from hpctrain.engines import pipeline
-
-    assert passes_of(fsdp2(pp_schedule=schedule), Mesh(pp=4)) == pipeline.passes_of(schedule, 4)
 
 
 # ---- who stands where

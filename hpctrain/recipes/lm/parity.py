@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint.boxes import State, held
-from hpctrain.data.batches import GlobalBatches
-from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokens import TokenFile
 from hpctrain.engines.norm import clip_factor
 from hpctrain.engines.parallelize import parallelize
@@ -32,9 +30,14 @@ from hpctrain.plan.parity import (
     compare,
 )
 from hpctrain.recipes.lm import corpus
-from hpctrain.recipes.lm.model import LM, LMConfig
 from hpctrain.recipes.lm.schedule import lr_at
-from hpctrain.recipes.lm.train import _microbatches, _share_of_loss
+from hpctrain.recipes.lm.train import (
+    BETAS,
+    make_batches,
+    make_model,
+    microbatches,
+    share_of_loss,
+)
 from hpctrain.recipes.local_ranks import run_ranks
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.world import gather, join_world
@@ -42,10 +45,9 @@ from hpctrain.world import gather, join_world
 if TYPE_CHECKING:
     from hpctrain.checkpoint.boxes import Held
     from hpctrain.engines.engine import Engine
-    from hpctrain.settings.schema import Settings, TrainSettings
+    from hpctrain.settings.schema import Settings
     from hpctrain.world import World
 
-BETAS = (0.9, 0.95)
 FIRST_MOMENT = ".exp_avg"
 PRELOAD = (
     "torch._dynamo",
@@ -123,19 +125,20 @@ def train_steps(settings: Settings, place: Path, steps: int) -> Steps:
     """
     world = _join()
     train = settings.train
-    model, optimizer = _model(train)
+    model, optimizer = make_model(train)
     engine = parallelize(model, optimizer, settings.engine, world)
     tokens = TokenFile(place / "tokens.bin")
-    data = _batches(tokens, train, engine)
-    share = _share_of_loss(train.global_batch * train.seq_len)
-    seat: Any = _Seat(settings, world)
+    data = make_batches(tokens, train, engine)
+    share = share_of_loss(train.global_batch * train.seq_len)
     records: list[StepRecord] = []
     gradients: dict[str, GradientSums] | None = None
     for step in range(steps):
         engine.at_step(step)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
-        loss = engine.forward_backward(_microbatches(seat, tokens, data.next_step()), share)
+        loss = engine.forward_backward(
+            microbatches(train, world.device, tokens, data.next_step()), share
+        )
         norm = engine.step()
         records.append(StepRecord(loss, norm))
         if gradients is None and math.isfinite(norm):
@@ -144,14 +147,6 @@ def train_steps(settings: Settings, place: Path, steps: int) -> Steps:
     dtype = precision_of(settings.engine.precision, world.device)
     (precision,) = (name for name, known in DTYPES.items() if known is dtype)
     return Steps(records, gradients or {}, precision)
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """What the recipe's own functions take of a run."""
-
-    settings: Settings
-    world: World
 
 
 def _join() -> World:
@@ -164,35 +159,6 @@ def _join() -> World:
         )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     return join_world()
-
-
-def _model(train: TrainSettings) -> tuple[LM, torch.optim.AdamW]:
-    config = LMConfig(
-        layers=train.layers,
-        dim=train.dim,
-        heads=train.heads,
-        seq_len=train.seq_len,
-        dropout=train.dropout,
-        experts=train.experts,
-        experts_per_token=train.experts_per_token,
-    )
-    model = LM(config, seed=train.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=train.lr, betas=BETAS, weight_decay=train.weight_decay
-    )
-    return model, optimizer
-
-
-def _batches(tokens: TokenFile, train: TrainSettings, engine: Engine) -> GlobalBatches:
-    size, _ = corpus.split(tokens.len_sequences(train.seq_len), global_batch=train.global_batch)
-    return GlobalBatches(
-        SampleOrder(size, train.seed),
-        train.global_batch,
-        engine.data_rank,
-        engine.data_ranks,
-        train.micro_batch,
-        passes=engine.passes,
-    )
 
 
 # ---- gradients: Adam's first moment is the first gradient times (1 - beta)

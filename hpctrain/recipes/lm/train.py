@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from hpctrain.data.batches import StepBatch
     from hpctrain.engines.engine import Engine, Loss
     from hpctrain.runtime.run import Run
+    from hpctrain.settings.schema import TrainSettings
 
+BETAS = (0.9, 0.95)
+"""Of AdamW."""
 NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
 """Where the token file goes when there is no run directory."""
 
@@ -39,39 +42,20 @@ def main() -> None:
     run = hpctrain.init()
     train = run.settings.train
     tokens = _tokens(run)
-    size, held_out = corpus.split(
-        tokens.len_sequences(train.seq_len), global_batch=train.global_batch
-    )
-    config = LMConfig(
-        layers=train.layers,
-        dim=train.dim,
-        heads=train.heads,
-        seq_len=train.seq_len,
-        dropout=train.dropout,
-        experts=train.experts,
-        experts_per_token=train.experts_per_token,
-    )
-    model = LM(config, seed=train.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay
-    )
+    _, held_out = split(tokens, train)
+    model, optimizer = make_model(train)
     engine = run.parallelize(model, optimizer, plan=ModelPlan(shape=shape_of(train)))
-    data = GlobalBatches(
-        SampleOrder(size, train.seed),
-        train.global_batch,
-        engine.data_rank,
-        engine.data_ranks,
-        train.micro_batch,
-        passes=engine.passes,
-    )
+    data = make_batches(tokens, train, engine)
     run.track(data=data)
-    share = _share_of_loss(train.global_batch * train.seq_len)
+    share = share_of_loss(train.global_batch * train.seq_len)
     for step in run.steps(total=train.steps):
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
         batch = data.next_step()
-        loss = engine.forward_backward(_microbatches(run, tokens, batch), share)
+        loss = engine.forward_backward(
+            microbatches(run.settings.train, run.world.device, tokens, batch), share
+        )
         norm = engine.step()
         if train.audit:
             _audit(step, batch)
@@ -92,6 +76,42 @@ def main() -> None:
             _say(run, f"step {step + 1}: loss {loss:.4f}")
 
 
+def make_model(train: TrainSettings) -> tuple[LM, torch.optim.AdamW]:
+    """The model with its optimizer, the same on every rank."""
+    config = LMConfig(
+        layers=train.layers,
+        dim=train.dim,
+        heads=train.heads,
+        seq_len=train.seq_len,
+        dropout=train.dropout,
+        experts=train.experts,
+        experts_per_token=train.experts_per_token,
+    )
+    model = LM(config, seed=train.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=train.lr, betas=BETAS, weight_decay=train.weight_decay
+    )
+    return model, optimizer
+
+
+def split(tokens: TokenFile, train: TrainSettings) -> tuple[int, range]:
+    """How many sequences are trained on, and which validate."""
+    return corpus.split(tokens.len_sequences(train.seq_len), global_batch=train.global_batch)
+
+
+def make_batches(tokens: TokenFile, train: TrainSettings, engine: Engine) -> GlobalBatches:
+    """The walk through the text, from its first sample on."""
+    size, _ = split(tokens, train)
+    return GlobalBatches(
+        SampleOrder(size, train.seed),
+        train.global_batch,
+        engine.data_rank,
+        engine.data_ranks,
+        train.micro_batch,
+        passes=engine.passes,
+    )
+
+
 def _tokens(run: Run) -> TokenFile:
     """The text as tokens: made once, by rank 0, and mapped by all."""
     train = run.settings.train
@@ -102,19 +122,20 @@ def _tokens(run: Run) -> TokenFile:
     return TokenFile(broadcast(run.world, path))
 
 
-def _microbatches(run: Run, tokens: TokenFile, batch: StepBatch) -> list[Microbatch]:
+def microbatches(
+    train: TrainSettings, device: torch.device, tokens: TokenFile, batch: StepBatch
+) -> list[Microbatch]:
     """A step's passes of this rank: sequences, what follows each token, what each counts."""
-    seq_len, device = run.settings.train.seq_len, run.world.device
     found = []
     for piece in batch.pieces:
-        sequences = torch.from_numpy(tokens.batch(piece.indices, seq_len)).to(device)
+        sequences = torch.from_numpy(tokens.batch(piece.indices, train.seq_len)).to(device)
         weights = torch.tensor(piece.weights, device=device)
         targets = (sequences[:, 1:], weights)
         found.append(Microbatch(sequences[:, :-1], targets, piece.leaf))
     return found
 
 
-def _share_of_loss(positions: int) -> Loss:
+def share_of_loss(positions: int) -> Loss:
     """A microbatch's share of the mean loss over so many tokens."""
 
     def loss(logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -128,7 +149,7 @@ def _validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> f
     """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
     train = run.settings.train
     count = min(len(held_out), train.val_batches * train.global_batch)
-    share = _share_of_loss(count * train.seq_len)
+    share = share_of_loss(count * train.seq_len)
     total = 0.0
     for first in range(0, count, train.global_batch):
         if run.should_stop():
@@ -141,7 +162,9 @@ def _validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> f
             index=held_out.__getitem__,
             passes=engine.passes,
         )
-        total += engine.evaluate(_microbatches(run, tokens, batch), share)
+        total += engine.evaluate(
+            microbatches(run.settings.train, run.world.device, tokens, batch), share
+        )
     return total
 
 

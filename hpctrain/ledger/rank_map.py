@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.ledger.format import Column, fit, fold_nodes
-from hpctrain.plan.mesh import AXES
+from hpctrain.mesh import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.plan.mesh import Mesh
+    from hpctrain.mesh import Mesh
 
 NODES_SHOWN = 8
 """More nodes than these are shown together where one row can tell their places."""
