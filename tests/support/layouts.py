@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GLOBAL_BATCH = 24
+MICRO_BATCH = 8
 SEQ_LEN = 16
 SEED = 7
 
@@ -77,7 +78,7 @@ def microbatches(engine: Any, step: int) -> list[Any]:
         positions,
         engine.data_rank,
         engine.data_ranks,
-        4,
+        MICRO_BATCH,
         index=lambda position: position,
         passes=engine.passes,
     )
