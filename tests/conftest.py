@@ -11,9 +11,10 @@ there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -23,15 +24,25 @@ if TYPE_CHECKING:
 
 REQUIRE = "HPCTRAIN_REQUIRE"
 BESIDE_NICENESS = 15
+SLURM_TESTS = "tests/slurm/"
 INSTALL = "run tests/support/install_slurm.sh"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class _TwoSides(LoadScopeScheduling):
+    """All tests that need SLURM go to one worker, the others file by file to whoever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return SLURM_TESTS if path.startswith(SLURM_TESTS) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _TwoSides:
+    return _TwoSides(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    for item in items:
-        is_slurm = item.get_closest_marker("slurm") is not None
-        item.add_marker(pytest.mark.xdist_group("slurm" if is_slurm else item.path.name))
+    # The longest side begins first.
+    items.sort(key=lambda item: not item.nodeid.startswith(SLURM_TESTS))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -90,6 +90,12 @@ class Engine(abc.ABC):
         return self.mesh.data_ranks
 
     @property
+    def is_first_reader(self) -> bool:
+        """Whether this rank is the first of those that read the same samples: along `tp`, `pp`."""
+        rank = self.world.rank
+        return self.mesh.tp_rank(rank) == 0 and self.mesh.pp_rank(rank) == 0
+
+    @property
     def random_rank(self) -> int:
         """Ranks with the same number must draw the same random numbers: those along `tp`."""
         return self.mesh.pp_rank(self.world.rank) * self.data_ranks + self.data_rank

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.stages import Gone
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -190,4 +191,4 @@ def _join(parent: str, name: str) -> str:
 def _has(model: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
     found = getattr(model.get_submodule(parent), child, None)
-    return isinstance(found, nn.Module) and not isinstance(found, nn.Identity)
+    return isinstance(found, nn.Module) and not isinstance(found, Gone)

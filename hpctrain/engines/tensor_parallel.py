@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.engines.layouts import ASK, HEAD_COUNTS, owners, recognise
+from hpctrain.engines.stages import Gone
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def expand(
             for name, module in model.named_modules()
             if len(own := name.split(".")) == len(parts)
             and all(map(fnmatchcase, own, parts))
-            and not isinstance(module, nn.Identity)
+            and not isinstance(module, Gone)
         ]
         if whole and not matches:
             raise UsageError(

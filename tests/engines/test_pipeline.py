@@ -305,7 +305,7 @@ def _train(steps=STEPS, **chosen):
         "with gradient": grown,
         "held": [name for name, _ in engine.model.named_parameters()],
         "sharded": sum(isinstance(module, FSDPModule) for module in parts),
-        "recomputed": sum(type(module).__name__ == "CheckpointWrapper" for module in parts),
+        "recomputed": sum("CheckpointWrapper" in type(module).__name__ for module in parts),
         "compiled": sum(module._compiled_call_impl is not None for module in parts),
     }
 

@@ -57,7 +57,7 @@ def main() -> None:
             microbatches(run.settings.train, run.world.device, tokens, batch), share
         )
         norm = engine.step()
-        if train.audit:
+        if train.audit and engine.is_first_reader:
             _audit(step, batch)
         if train.step_delay_s:
             time.sleep(train.step_delay_s)
