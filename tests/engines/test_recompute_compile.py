@@ -17,7 +17,6 @@ from tests.support.gloo import launch
 WAYS = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
-    "eager": {"compile": "eager"},
     "aot": {"compile": "aot_eager"},
     "full aot": {"activation_checkpointing": "full", "compile": "aot_eager"},
     "selective aot": {"activation_checkpointing": "selective", "compile": "aot_eager"},
