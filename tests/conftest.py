@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(SLURM_TESTS):
+        os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
     if item.get_closest_marker("slurm") is None:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
         return
     if lacking := missing():
         reason = f"no SLURM cluster here, missing: {', '.join(lacking)}; {INSTALL}"

@@ -180,4 +180,6 @@ def point_to(
         group["params"] = [now[name] for name in own if name in now]
     left = set(before.values()) - now.keys()
     if left and not may_lack:
-        raise UsageError(f"{min(left)} is lost while the model is spread over ranks; tell us")
+        raise UsageError(
+            f"{min(left)} is lost while the model is spread over ranks: it would not train"
+        )

@@ -180,6 +180,8 @@ WAITING = """
 import os, signal, sys
 from hpctrain.recipes.local_ranks import run_ranks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
+
 def wait():
     os.write({fd}, b"x")
     signal.pause()

@@ -73,7 +73,7 @@ def test_a_save_that_is_due_while_one_is_written_is_left_out_and_noted(tmp_path,
 
     skipped = [data["step"] for data in _events(run, "save_skipped")]
     assert skipped
-    assert set(skipped) <= set(range(3, STEPS))
+    assert set(skipped) <= set(range(2, STEPS))  # step 1 may take its time on a busy machine
     assert sorted(_committed(run) + skipped) == list(range(1, STEPS + 1))
 
 

@@ -100,7 +100,7 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(tmp_path, 
         ("[slurm]\nnodes = 1.5", "hpctrain.toml:2: slurm.nodes is 1.5; it takes text"),
         (
             "[engine]\nkind = 'zero'",
-            'hpctrain.toml:2: engine.kind is "zero"; it takes one of ddp, fsdp2',
+            'hpctrain.toml:2: engine.kind is "zero"; it takes one of ddp, fsdp2, zero0, zero1, zero2, zero3',
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_set_is_read_by_the_type_of_its_setting(text, expected):
         ("train.steps=4.5", r"train.steps is 4.5; it takes a whole number"),
         ("train.steps=many", r'train.steps is "many"; it takes a whole number'),
         ("train.audit=1", r'train.audit is "1"; it takes true or false'),
-        ("engine.kind=zero", r"it takes one of ddp, fsdp2"),
+        ("engine.kind=zero", r"it takes one of ddp, fsdp2, zero0, zero1, zero2, zero3"),
     ],
 )
 def test_a_wrong_set_is_refused_as_it_was_typed(text, match):
