@@ -100,8 +100,10 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(tmp_path, 
         ("[slurm]\nnodes = 1.5", "hpctrain.toml:2: slurm.nodes is 1.5; it takes text"),
         (
             "[engine]\nkind = 'zero'",
-            'hpctrain.toml:2: engine.kind is "zero"; '
-            "it takes one of ddp, fsdp2, zero0, zero1, zero2, zero3",
+            (
+                'hpctrain.toml:2: engine.kind is "zero"; '
+                "it takes one of ddp, fsdp2, zero0, zero1, zero2, zero3"
+            ),
         ),
     ],
 )
