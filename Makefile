@@ -12,7 +12,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 TESTS ?=
 PYTEST ?= pytest -q
 # see tests/conftest.py
-BESIDE := -n 2 --dist loadscope --no-loadscope-reorder
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## show this list

@@ -1,7 +1,7 @@
 """Fixtures for all tests, and what to do where a test's surroundings are missing.
 
-`make test` runs two at a time (pytest-xdist): the tests that need SLURM mostly wait for it, so one
-worker has all of them, and the other the rest, file by file and with what the first leaves of the
+`make test` runs two files at a time (pytest-xdist). Those that need SLURM come first, since they
+mostly wait for it; each side has a cluster of its own. What needs none gets what they leave of the
 CPUs (`nice`), so that no time limit of a real job is missed because of a unit test.
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
@@ -11,10 +11,9 @@ there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -28,20 +27,7 @@ SLURM_TESTS = "tests/slurm/"
 INSTALL = "run tests/support/install_slurm.sh"
 
 
-class _TwoSides(LoadScopeScheduling):
-    """All tests that need SLURM go to one worker, the others file by file to whoever is free."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return SLURM_TESTS if path.startswith(SLURM_TESTS) else path
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _TwoSides:
-    return _TwoSides(config, log)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest side begins first.
     items.sort(key=lambda item: not item.nodeid.startswith(SLURM_TESTS))
 
 

@@ -26,7 +26,7 @@ ENGINES = {
     "plain": (1, {}, tuple(WAYS)),
     "ddp": (2, {"kind": "ddp"}, FEW),
     "fsdp2": (2, {}, FEW),
-    "tp 2": (2, {"tp": "2"}, tuple(WAYS)),
+    "tp 2": (2, {"tp": "2"}, FEW),
     "tp 2, whole sequence": (2, {"tp": "2", "sequence_parallel": False}, FEW),
     "dp 2 tp 2": (4, {"tp": "2"}, ("selective aot",)),
 }
