@@ -42,5 +42,5 @@ def test_signals_during_the_import_neither_kill_the_job_nor_are_they_lost(slurm,
     assert run.ends()[0] in {("preempted", "requeue"), ("preempted", "leave")}, run.story()
     assert len(run.events("requeued")) == 1
     run.wait_done()
-    assert run.steps_lost() == [0]
+    assert not any(run.steps_lost())  # the first attempt may have left before it began a step
     assert run.ends()[1:] == [("completed", "stop")]
