@@ -6,12 +6,10 @@ A rank is forked from an agent that has imported torch once (`docs/decisions.md`
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -21,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
+from hpctrain.process import die_with_parent, print_to
 from hpctrain.records import FailureReport
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-PR_SET_PDEATHSIG = 1
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
 
@@ -51,10 +49,10 @@ def failure_path(attempt_dir: Path, rank: int) -> Path:
 def run_rank(task: RankTask) -> None:
     """Run the program as one rank, in the rank's own process and with torchrun's environment."""
     signals.ignore_all()
-    _die_with_agent()
+    die_with_parent(os.getppid())
     rank = int(os.environ["RANK"])
     attempt_dir = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
-    _redirect_output(attempt_dir / f"rank-{rank:05d}.log")
+    print_to(attempt_dir / f"rank-{rank:05d}.log")
     try:
         _run_program(task)
     except SystemExit as leaving:
@@ -83,26 +81,6 @@ def _run_program(task: RankTask) -> None:
         return
     sys.path.insert(0, str(Path(task.script).parent))
     runpy.run_path(task.script, run_name="__main__")
-
-
-def _die_with_agent() -> None:
-    """Be killed when the agent dies: an orphaned rank would hold the GPU and go on writing."""
-    agent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it died between the fork and the call above
-        os._exit(1)
-
-
-def _redirect_output(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:

@@ -30,6 +30,7 @@ import xxhash
 
 from hpctrain.checkpoint import shard
 from hpctrain.errors import HpctrainError
+from hpctrain.process import die_with_parent
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ FRAME = struct.Struct("<QQQ")
 """Number of the request, bytes of the body, digest of the body."""
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 """SLURM signals every process of a step; the rank alone decides what that means."""
-PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 IOPRIO_WHO_PROCESS = 1
@@ -92,7 +92,7 @@ def main(handle: int, rank_pid: int, nice: int) -> None:
         nice: How much to step back behind training.
     """
     _shield()
-    _die_with_rank(rank_pid)
+    die_with_parent(rank_pid)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-writer")  # in top, beside the rank
     _step_back(nice)
     arena = _Mapped()
@@ -112,13 +112,6 @@ def _shield() -> None:
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
-
-
-def _die_with_rank(rank_pid: int) -> None:
-    """Be killed when the rank dies: an orphan would write into what a new attempt has begun."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank_pid:  # it died before the call above
-        os._exit(1)
 
 
 def _step_back(nice: int) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.data.batches import Passes
+from hpctrain.engines.precision import precision_of
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.checkpoint.boxes import State
-    from hpctrain.data.batches import Passes
     from hpctrain.engines.loss_scale import LossScale
     from hpctrain.mesh import Mesh
+    from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 
     Loss = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -47,6 +49,23 @@ class Microbatch:
     leaf: int | None = None
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What every engine is made from, beside the model and its optimizer.
+
+    Attributes:
+        settings: The run's.
+        world: The ranks.
+        mesh: Ranks along each axis.
+        known: Names of all of the program's parameters and buffers, on whatever rank.
+    """
+
+    settings: EngineSettings
+    world: World
+    mesh: Mesh
+    known: frozenset[str]
+
+
 class Engine(abc.ABC):
     """A model that is spread over the ranks, with its optimizer.
 
@@ -57,21 +76,23 @@ class Engine(abc.ABC):
             it holds this rank's part alone and is not called.
         optimizer: Updates this rank's share of the parameters; the program sets its rates.
         passes: What the engine asks of the way a step's samples are cut into microbatches.
+        precision: That the model computes in.
         loss_scale: With fp16, how far losses are scaled; None otherwise.
         begun: Updates applied before the step in hand.
         seed: Of the run; for engines that draw random numbers by the step.
     """
 
-    kind: str
-    mesh: Mesh
-    model: nn.Module
-    optimizer: Optimizer
-    passes: Passes
-    loss_scale: LossScale | None
+    loss_scale: LossScale | None = None
 
-    def __init__(self, world: World, mesh: Mesh) -> None:
-        self.world = world
-        self.mesh = mesh
+    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+        self.kind = kind
+        self.model = model
+        self.optimizer = optimizer
+        self.world = parts.world
+        self.mesh = parts.mesh
+        self.passes = Passes()
+        self.precision = precision_of(parts.settings.precision, parts.world.device)
+        self.clip_norm = parts.settings.clip_norm
         self.begun = 0
         self.seed = 0
 
@@ -100,7 +121,6 @@ class Engine(abc.ABC):
         """Ranks with the same number must draw the same random numbers: those along `tp`."""
         return self.mesh.pp_rank(self.world.rank) * self.data_ranks + self.data_rank
 
-    @abc.abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """Add up the gradients of a step. Collective: every rank calls it, with equally many.
 
@@ -113,10 +133,31 @@ class Engine(abc.ABC):
         Returns:
             The step's loss, over all ranks; the same number on every rank.
         """
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            with self.microbatch(last=number == len(microbatches)):
+                value = loss(self.model(microbatch.inputs), microbatch.targets)
+                self.backward(value)
+            total += value.detach().double()
+        return self.total(total)
 
-    @abc.abstractmethod
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """The same sum without gradients, with the model in its evaluation mode. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        with self.evaluating():
+            for microbatch in microbatches:
+                total += loss(self.model(microbatch.inputs), microbatch.targets).double()
+        return self.total(total)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without gradients, in the evaluation mode."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
 
     @abc.abstractmethod
     def step(self) -> float:
@@ -152,15 +193,22 @@ class Engine(abc.ABC):
         Raises:
             UsageError: the engine has the passes of a step go together.
         """
-        raise UsageError(
+        raise self._together()
+        yield  # makes it a generator
+
+    def backward(self, loss: torch.Tensor) -> None:  # noqa: ARG002 - for those that can
+        """Add the gradients of a microbatch's share of the step's loss; inside `microbatch`.
+
+        Raises:
+            UsageError: see `microbatch`.
+        """
+        raise self._together()
+
+    def _together(self) -> UsageError:
+        return UsageError(
             f"engine {self.kind} with {self.mesh.as_dict()} cannot run microbatches one by one; "
             "call engine.forward_backward"
         )
-        yield  # makes it a generator
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a microbatch's share of the step's loss; inside `microbatch`."""
-        raise NotImplementedError
 
     # ---- for engines
 

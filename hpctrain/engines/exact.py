@@ -13,21 +13,16 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.utils.deterministic
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from hpctrain.data.batches import Passes
 from hpctrain.engines.engine import Engine, global_sum
-from hpctrain.engines.exact_norm import exact_norm
 from hpctrain.engines.native import Native
-from hpctrain.engines.norm import local
-from hpctrain.engines.tree import Counter
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,14 +30,10 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Loss, Microbatch
-    from hpctrain.engines.places import Places
+    from hpctrain.engines.engine import Loss, Microbatch, Parts
     from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World
 
-BUCKET = 1 << 23
-"""Elements of a copied model's gradient that travel together: 32 MiB of fp32."""
 CUT_HINT = "cut steps with hpctrain.data.batches and passes=engine.passes"
 
 
@@ -68,27 +59,15 @@ class Exact(Native):
         seed: Of the run's random numbers in training; the same on every rank and after a resume.
     """
 
-    def __init__(  # the same as Native's
-        self,
-        kind: str,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        settings: EngineSettings,
-        world: World,
-        mesh: Mesh,
-        known: frozenset[str],
-    ) -> None:
+    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
         """See `Native`.
 
         Raises:
             UsageError: the settings, the model or the optimizer cannot keep the promise.
         """
-        super().__init__(
-            kind, model, optimizer, settings=settings, world=world, mesh=mesh, known=known
-        )
-        refuse(settings, model, optimizer, mesh)
-        fix_kernels(world.device)
+        super().__init__(kind, model, optimizer, parts)
+        refuse(parts.settings, model, optimizer, self.mesh)
+        fix_kernels(self.world.device)
         self.passes = Passes(leaves=True, equal=True)
         self._group: dist.ProcessGroup | None = None
         self._size = sum(parameter.numel() for parameter in model.parameters())
@@ -213,252 +192,6 @@ class Exact(Native):
         for value in global_sum(self.world, losses).tolist():
             total += value
         return total
-
-
-class ExactShards(Exact):
-    """FSDP2, maybe with tensor parallelism inside; that stays as it is when ranks come or go."""
-
-    def __init__(self, *of_native: Any, places: Places, **named: Any) -> None:
-        """See `Native`; `places` are the mesh's groups."""
-        super().__init__(*of_native, **named)
-        self._group = places.dense.get_group()
-        self._own = Counter()
-        self._shards: list[LeafScatter] = []
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise UsageError(
-                "engine.exact with engine.kind fsdp2 needs torch 2.13, this is "
-                f"{torch.__version__}; use engine.kind = ddp, or a newer torch"
-            )
-        for name, module in self.model.named_modules():
-            if isinstance(module, FSDPModule):
-                # A parameter that one leaf does not use has a gradient of zeros in it.
-                module.set_reduce_scatter_unused_params(True, recurse=False)
-                if self.data_ranks > 1:
-                    self._shards.append(LeafScatter(name))
-                    module.set_custom_reduce_scatter(self._shards[-1])  # type: ignore[arg-type] # torch asks no more than this of it
-
-    def begin(self) -> None:
-        """See `Exact`."""
-        self._own.clear()
-        for shard in self._shards:
-            shard.counter.clear()
-
-    def before_pass(self, now: Round) -> None:
-        """See `Exact`."""
-        for shard in self._shards:
-            shard.now = now
-
-    def after_pass(self, now: Round) -> None:
-        """See `Exact`."""
-        if self.data_ranks == 1:  # FSDP2 scatters nothing then
-            if now.leaves:
-                self._own.push([local(gradient) for gradient in self._all_gradients()])
-            if now.last:
-                for gradient, total in zip(self._all_gradients(), self._own.total(), strict=True):
-                    local(gradient).copy_(total)
-        if not now.last:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-
-    def finish(self, count: int) -> None:
-        """See `Exact`."""
-        for shard in self._shards:
-            if shard.counter.count:
-                raise shard.error(f"ran in {shard.counter.count} of {count} microbatches")
-
-    def norm(self, gradients: Sequence[torch.Tensor]) -> float:
-        """See `Native`."""
-        mine = [local(gradient) for gradient in gradients if self._counts(gradient)]
-        spread = self.world.world_size > 1
-        return exact_norm(mine, self._size, self.world, spread=spread)
-
-    def _all_gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-    def _counts(self, gradient: torch.Tensor) -> bool:
-        """Whether this rank is the first of those that hold the same part."""
-        if self._copies(gradient)[0]:
-            return False
-        if not isinstance(gradient, DTensor):
-            return True
-        at: Sequence[int] = gradient.device_mesh.get_coordinate() or []
-        return not any(
-            place
-            for place, how in zip(at, gradient.placements, strict=True)
-            if isinstance(how, Replicate)
-        )
-
-
-class LeafScatter:
-    """In place of FSDP2's reduce-scatter: each rank gets its shard of each leaf's gradient.
-
-    It keeps their sum, and gives FSDP2 zeros until the last round. It is what torch calls a
-    `ReduceScatter`, without being one: torch has no public name for it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.counter = Counter()
-        self.now: Round | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for what is sent and received."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Collective in the group."""
-        del op, async_op
-        now, self.now = self.now, None
-        if now is None or self.counter.count != now.before:
-            raise self.error("ran its backward pass twice in a microbatch, or not in each")
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        for shard in received.chunk(group.size())[: now.leaves]:
-            self.counter.push([shard])
-        if now.last:
-            output_tensor.copy_(self.counter.total()[0])
-        else:
-            output_tensor.zero_()
-
-    def error(self, what: str) -> UsageError:
-        """A module that cannot be trained exactly."""
-        name = self.name or "the model's outermost module"
-        return UsageError(
-            f"{name} {what}; engine.exact needs each sharded block once in every microbatch: "
-            "set engine.exact = false, or have the model use it so"
-        )
-
-
-class ExactCopies(Exact):
-    """Copies of a model, one for each rank; also the model of a single process."""
-
-    def __init__(self, *of_native: Any, **named: Any) -> None:
-        """See `Native`. Collective: rank 0's weights are copied to the others.
-
-        Raises:
-            UsageError: see `Exact`; or a single process would round otherwise than FSDP2 does.
-        """
-        super().__init__(*of_native, **named)
-        if named["settings"].kind == "fsdp2" and self.precision is not torch.float32:
-            raise UsageError(
-                "engine.exact with engine.kind fsdp2 and engine.precision bf16 or fp16 needs a "
-                "process group for one rank too, since FSDP2 rounds in other places; start it "
-                "with torchrun or hpctrain, or use engine.kind = ddp"
-            )
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._buckets = [
-            (bucket, Counter())
-            for bucket in buckets([parameter.numel() for parameter in self._parameters], BUCKET)
-        ]
-        self._used = [False] * len(self._parameters)
-        if self.data_ranks > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-
-    def begin(self) -> None:
-        """See `Exact`."""
-        self._used = [False] * len(self._parameters)
-        for _, counter in self._buckets:
-            counter.clear()
-
-    def after_pass(self, now: Round) -> None:
-        """See `Exact`."""
-        for bucket, counter in self._buckets:
-            for shard in self._exchange(self._flat(bucket))[: now.leaves]:
-                counter.push([shard])
-        counts = self.data_rank < now.leaves
-        for number, parameter in enumerate(self._parameters):
-            self._used[number] |= counts and parameter.grad is not None
-            parameter.grad = None
-
-    def finish(self, count: int) -> None:
-        """See `Exact`."""
-        del count
-        used = torch.tensor(self._used, dtype=torch.int32, device=self.world.device)
-        for number, uses in enumerate(global_sum(self.world, used).tolist()):
-            if uses:
-                self._parameters[number].grad = torch.empty_like(
-                    self._parameters[number], memory_format=torch.contiguous_format
-                )
-        for bucket, counter in self._buckets:
-            flat = self._join(counter.total()[0])
-            for slice_, gradient in self._slices(bucket):
-                if gradient is not None:
-                    gradient.copy_(flat[slice_.offset : slice_.offset + len(slice_.elements)])
-
-    def norm(self, gradients: Sequence[torch.Tensor]) -> float:
-        """See `Native`; every rank has the whole gradient."""
-        return exact_norm(gradients, self._size, self.world, spread=False)
-
-    def _flat(self, bucket: list[Slice]) -> torch.Tensor:
-        """A bucket of this rank's gradient in fp32, with room to be cut into equal shares."""
-        ranks = self.data_ranks
-        size = bucket[-1].offset + len(bucket[-1].elements)
-        flat = torch.zeros(-(-size // ranks) * ranks, device=self.world.device)
-        for slice_, gradient in self._slices(bucket):
-            if gradient is not None:
-                flat[slice_.offset : slice_.offset + len(slice_.elements)] = gradient
-        return flat
-
-    def _slices(self, bucket: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor | None]]:
-        """The slices and the elements of the gradients that they mean."""
-        for slice_ in bucket:
-            gradient = self._parameters[slice_.tensor].grad
-            found = None
-            if gradient is not None:
-                elements = slice_.elements
-                found = gradient.reshape(-1)[elements.start : elements.stop]
-            yield slice_, found
-
-    def _exchange(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's share of every rank's bucket."""
-        if self.data_ranks == 1:
-            return [flat]
-        received = torch.empty_like(flat)
-        dist.all_to_all_single(received, flat)
-        return received.chunk(self.data_ranks)
-
-    def _join(self, share: torch.Tensor) -> torch.Tensor:
-        """The bucket of which each rank has a share."""
-        if self.data_ranks == 1:
-            return share
-        flat = share.new_empty(share.numel() * self.data_ranks)
-        dist.all_gather(list(flat.chunk(self.data_ranks)), share)
-        return flat
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some elements of a flattened tensor, and where they begin in a bucket."""
-
-    tensor: int
-    elements: range
-    offset: int
-
-
-def buckets(sizes: Sequence[int], most: int) -> list[list[Slice]]:
-    """Tensors of so many elements, one after the other, cut into buckets of `most` elements."""
-    found: list[list[Slice]] = []
-    room = 0
-    for number, size in enumerate(sizes):
-        first = 0
-        while first < size:
-            if not room:
-                found.append([])
-                room = most
-            taken = min(room, size - first)
-            found[-1].append(Slice(number, range(first, first + taken), most - room))
-            first, room = first + taken, room - taken
-    return found
 
 
 def seed_of(seed: int, step: int, leaf: int | None) -> int:

@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.boxes import State
-from hpctrain.data.batches import Passes
 from hpctrain.engines import state as names
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.loss_scale import LossScale
 from hpctrain.engines.norm import clip_factor, global_norm, outer_copies, scale_
-from hpctrain.engines.precision import precision_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,77 +25,26 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Loss, Microbatch
-    from hpctrain.mesh import Mesh
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World
+    from hpctrain.engines.engine import Parts
 
 
 class Native(Engine):
     """See `Engine`."""
 
-    def __init__(
-        self,
-        kind: str,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        settings: EngineSettings,
-        world: World,
-        mesh: Mesh,
-        known: frozenset[str],
-    ) -> None:
-        """Take a model that is wrapped already; `parallelize.py` does that.
-
-        Args:
-            kind: See `Engine`.
-            model: Wrapped.
-            optimizer: Of the wrapped model's parameters.
-            settings: The run's.
-            world: The ranks.
-            mesh: Ranks along each axis.
-            known: Names of all of the program's parameters and buffers, on whatever rank.
-        """
-        super().__init__(world, mesh)
-        self.kind = kind
-        self.model = model
-        self.optimizer = optimizer
-        self.passes = Passes()
-        self.precision = precision_of(settings.precision, world.device)
+    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+        """Take a model that is wrapped already; `parallelize.py` does that."""
+        super().__init__(kind, model, optimizer, parts)
         self.loss_scale = LossScale() if self.precision is torch.float16 else None
-        self._clip_norm = settings.clip_norm
-        self._known = frozenset(names.MODEL + name for name in known)
+        self._known = frozenset(names.MODEL + name for name in parts.known)
         self._sharded = kind == "fsdp2"
 
     # ---- a step
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
-        """See `Engine`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for number, microbatch in enumerate(microbatches, start=1):
-            with self.microbatch(last=number == len(microbatches)):
-                value = loss(self.model(microbatch.inputs), microbatch.targets)
-                self.backward(value)
-            total += value.detach().double()
-        return self.total(total)
-
-    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
-        """See `Engine`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        with self.evaluating(), self.autocast():
-            for microbatch in microbatches:
-                total += loss(self.model(microbatch.inputs), microbatch.targets).double()
-        return self.total(total)
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients, in the evaluation mode."""
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train()
+        """See `Engine`."""
+        with super().evaluating(), self.autocast():
+            yield
 
     def autocast(self) -> Any:
         """Around forward passes; a sharded model casts its parameters itself."""
@@ -127,7 +74,7 @@ class Native(Engine):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         norm = self.norm(gradients) / scale
         if self.loss_scale is None or self.loss_scale.update(norm):
-            scale_(gradients, clip_factor(norm, self._clip_norm) / scale)
+            scale_(gradients, clip_factor(norm, self.clip_norm) / scale)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm

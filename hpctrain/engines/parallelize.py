@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.engine import Parts
 from hpctrain.engines.fsdp import shard
 from hpctrain.engines.native import Native
 from hpctrain.engines.places import join_places
@@ -74,42 +75,39 @@ def parallelize(
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
     plan = plan or ModelPlan()
     known = frozenset(model.state_dict())
-    common: dict[str, Any] = {"settings": settings, "world": world, "known": known}
     if not world.is_distributed:
-        return _copied(model, optimizer, {"mesh": Mesh(), **common})
+        return _copied(model, optimizer, Parts(settings, world, Mesh(), known))
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
-    parts = {"mesh": mesh, **common}
+    parts = Parts(settings, world, mesh, known)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero import Zero
 
-        return Zero(model, optimizer, **parts)
+        return Zero(model, optimizer, parts)
     if settings.kind == "ddp":
         return _copied(model, optimizer, parts)
     return _sharded(model, optimizer, parts, plan)
 
 
-def _copied(model: nn.Module, optimizer: Optimizer, parts: dict[str, Any]) -> Engine:
-    settings, world = parts["settings"], parts["world"]
+def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
+    settings, world = parts.settings, parts.world
     prepare(model, settings, world)
     kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
-        from hpctrain.engines.exact import ExactCopies
+        from hpctrain.engines.exact_copies import ExactCopies
 
-        return ExactCopies(kind, model, optimizer, **parts)
+        return ExactCopies(kind, model, optimizer, parts)
     if not world.is_distributed:
-        return Native(kind, model, optimizer, **parts)
+        return Native(kind, model, optimizer, parts)
     # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
     # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
     # runtime.md 1.8).
     devices = [world.device] if world.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-    return Native(kind, wrapped, optimizer, **parts)
+    return Native(kind, wrapped, optimizer, parts)
 
 
-def _sharded(
-    model: nn.Module, optimizer: Optimizer, parts: dict[str, Any], plan: ModelPlan
-) -> Engine:
-    settings, world, mesh = parts["settings"], parts["world"], parts["mesh"]
+def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPlan) -> Engine:
+    settings, world, mesh = parts.settings, parts.world, parts.mesh
     before = names_of(model)
     places = join_places(mesh, world.device)
     stages = None
@@ -133,12 +131,12 @@ def _sharded(
     if stages is not None:
         from hpctrain.engines.pipeline import Pipeline
 
-        return Pipeline(model, optimizer, stages=stages, places=places, **parts)
+        return Pipeline(model, optimizer, parts, stages=stages, places=places)
     if settings.exact:
-        from hpctrain.engines.exact import ExactShards
+        from hpctrain.engines.exact_shards import ExactShards
 
-        return ExactShards("fsdp2", model, optimizer, places=places, **parts)
-    return Native("fsdp2", model, optimizer, **parts)
+        return ExactShards("fsdp2", model, optimizer, parts, places=places)
+    return Native("fsdp2", model, optimizer, parts)
 
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Loss, Microbatch
+    from hpctrain.engines.engine import Loss, Microbatch, Parts
     from hpctrain.engines.places import Places
-    from hpctrain.mesh import Mesh
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World
 
     Form = tuple[int, torch.Size, torch.dtype]
 
@@ -59,29 +56,22 @@ class Pipeline(Native):
         self,
         model: nn.Module,
         optimizer: Optimizer,
+        parts: Parts,
         *,
         stages: Stages,
         places: Places,
-        settings: EngineSettings,
-        world: World,
-        mesh: Mesh,
-        known: frozenset[str],
     ) -> None:
         """Take stages that are sharded already. Collective.
 
         Args:
             model: What holds this rank's parameters by the whole model's names.
             optimizer: Of these.
+            parts: See there.
             stages: Which stages this rank has.
             places: Where the other ranks are.
-            settings: The run's.
-            world: The ranks.
-            mesh: Ranks along each axis.
-            known: Names of all of the program's parameters and buffers, on whatever rank.
         """
-        super().__init__(
-            "fsdp2", model, optimizer, settings=settings, world=world, mesh=mesh, known=known
-        )
+        super().__init__("fsdp2", model, optimizer, parts)
+        settings, world, mesh = parts.settings, parts.world, parts.mesh
         self.passes = passes_of(settings, mesh)
         self._name = settings.pp_schedule
         self._stages = stages
@@ -128,21 +118,12 @@ class Pipeline(Native):
         with self.evaluating():
             return self._run(schedule.eval, microbatches, loss)
 
-    @contextlib.contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Not for pipelines: see `Engine`."""
-        with Engine.microbatch(self, last=last):
-            yield
-
-    def backward(self, loss: Tensor) -> None:
-        """Not for pipelines: see `Engine`."""
-        del loss
-        with self.microbatch(last=True):
-            pass
+    microbatch = Engine.microbatch  # the passes of a step go together
+    backward = Engine.backward
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients, in the evaluation mode."""
+        """See `Engine`."""
         for part in self._stages.parts:
             part.eval()
         try:

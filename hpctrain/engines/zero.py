@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpctrain.data.batches import Passes
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
-from hpctrain.engines.precision import DTYPES, precision_of
+from hpctrain.engines.precision import DTYPES
 from hpctrain.engines.recompute import recompute_blocks
 from hpctrain.engines.zero_scale import DeepSpeedScale
 from hpctrain.engines.zero_state import SPREADS_PARAMETERS, Holdings
@@ -29,16 +28,14 @@ from hpctrain.errors import UsageError
 from hpctrain.plan.ds_config import engine_config, stage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import ModuleType
 
     from torch.optim import Optimizer
 
     from hpctrain.checkpoint.boxes import State
-    from hpctrain.engines.engine import Loss, Microbatch
-    from hpctrain.mesh import Mesh
+    from hpctrain.engines.engine import Parts
     from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World
 
 
 _ONLY = (
@@ -53,39 +50,23 @@ _ONLY = (
 class Zero(Engine):
     """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        settings: EngineSettings,
-        world: World,
-        mesh: Mesh,
-        known: frozenset[str],
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
         """Hand a model over to DeepSpeed. Collective.
 
         Args:
             model: Of one process, on the CPU, not wrapped.
             optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
                 optimizer's groups, and reads rates from there.
-            settings: The run's.
-            world: The ranks.
-            mesh: Ranks along each axis; all are data-parallel.
-            known: Names of the model's parameters and buffers.
+            parts: See there; all axes of the mesh are data-parallel.
 
         Raises:
             UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
         """
-        super().__init__(world, mesh)
-        self.kind = settings.kind
-        self.optimizer = optimizer
-        self.passes = Passes()
-        self.precision = precision_of(settings.precision, world.device)
+        settings, world = parts.settings, parts.world
+        super().__init__(settings.kind, model, optimizer, parts)
         self._stage = stage_of(settings.kind)
-        self._clip_norm = settings.clip_norm
-        self._known = known
-        config = _config(settings, self._stage, self.precision, mesh.data_ranks)
+        self._known = parts.known
+        config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
         if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
             raise UsageError(
@@ -114,28 +95,6 @@ class Zero(Engine):
             model.register_forward_pre_hook(self._cast_inputs)
 
     # ---- a step
-
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
-        """See `Engine`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for number, microbatch in enumerate(microbatches, start=1):
-            with self.microbatch(last=number == len(microbatches)):
-                value = loss(self.model(microbatch.inputs), microbatch.targets)
-                self.backward(value)
-            total += value.detach().double()
-        return self.total(total)
-
-    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
-        """See `Engine`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for microbatch in microbatches:
-                    total += loss(self.model(microbatch.inputs), microbatch.targets).double()
-        finally:
-            self.model.train()
-        return self.total(total)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -169,7 +128,7 @@ class Zero(Engine):
             if parameter.grad is not None
         ]
         norm = global_norm(gradients, self.mesh, self.world)
-        scale_(gradients, clip_factor(norm, self._clip_norm))
+        scale_(gradients, clip_factor(norm, self.clip_norm))
         self.model.step()  # type: ignore[operator]
         return norm
 

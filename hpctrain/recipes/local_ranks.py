@@ -7,7 +7,6 @@ and no run directory here; training proper has both.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -22,8 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.ranks import PR_SET_PDEATHSIG
 from hpctrain.errors import HpctrainError
+from hpctrain.process import die_with_parent, print_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,8 +146,8 @@ def _rank(
     out: Path,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the parent ends this one
-    _die_with_parent()
-    _print_to(out / f"{rank}.log")
+    die_with_parent(os.getppid())
+    print_to(out / f"{rank}.log", 0o600)
     for name in TORCHRUN:
         os.environ.pop(name, None)
     os.environ.update(environ)
@@ -167,22 +166,3 @@ def _rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not through torch's own ending, which waits for peers that may be gone
-
-
-def _die_with_parent() -> None:
-    """An orphan would wait for its peers until their collective times out."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between the fork and the call above
-        os._exit(1)
-
-
-def _print_to(path: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -56,7 +56,8 @@ def lm(*, sometimes=False):
 def engine_of(world, model, **settings):
     import torch
 
-    from hpctrain.engines.exact import ExactCopies
+    from hpctrain.engines.engine import Parts
+    from hpctrain.engines.exact_copies import ExactCopies
     from hpctrain.engines.parallelize import parallelize
     from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
@@ -67,8 +68,7 @@ def engine_of(world, model, **settings):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     if not world.is_distributed:
         known = frozenset(model.state_dict())
-        parts = {"settings": chosen, "world": world, "mesh": Mesh(), "known": known}
-        return ExactCopies("plain", model, optimizer, **parts)
+        return ExactCopies("plain", model, optimizer, Parts(chosen, world, Mesh(), known))
     return parallelize(model, optimizer, chosen, world)
 
 
@@ -174,7 +174,7 @@ def train_stock(case, monkey):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    from hpctrain.engines import exact
+    from hpctrain.engines import exact, exact_shards
 
     if monkey == "scatter":
         real = FSDPModule.set_custom_reduce_scatter
@@ -184,7 +184,7 @@ def train_stock(case, monkey):
             real(module, DefaultReduceScatter())
 
         FSDPModule.set_custom_reduce_scatter = stock
-        exact.ExactShards.after_pass = lambda self, now: None
+        exact_shards.ExactShards.after_pass = lambda self, now: None
     else:
         exact.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])
     return train_all([case])
@@ -309,7 +309,7 @@ def test_a_process_without_a_group_that_would_round_otherwise_than_fsdp2_is_refu
 
 @pytest.mark.parametrize("most", [1, 3, 5, 100])
 def test_buckets_hold_each_element_once_in_order(most):
-    from hpctrain.engines.exact import buckets
+    from hpctrain.engines.exact_copies import buckets
 
     cut = buckets([4, 0, 1, 7], most)
 

@@ -273,6 +273,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_given_the_last_steps_again():
 def _refused(model=None, groups=None, **settings):
     import torch
 
+    from hpctrain.engines.engine import Parts
     from hpctrain.engines.zero import Zero
     from hpctrain.errors import UsageError
     from hpctrain.mesh import Mesh
@@ -283,14 +284,7 @@ def _refused(model=None, groups=None, **settings):
     optimizer = torch.optim.AdamW(groups or model.parameters())
     world = World(0, 0, 1, torch.device("cpu"))
     with pytest.raises(UsageError) as caught:
-        Zero(
-            model,
-            optimizer,
-            settings=EngineSettings(**settings),
-            world=world,
-            mesh=Mesh(),
-            known=frozenset(),
-        )
+        Zero(model, optimizer, Parts(EngineSettings(**settings), world, Mesh(), frozenset()))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

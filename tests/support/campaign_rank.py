@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import mmap
@@ -17,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint import names
+from hpctrain.process import die_with_parent, print_to
 from hpctrain.testing import points
 from tests.support import gloo, sharded
 
@@ -35,7 +35,6 @@ BULK = "model.bulk"
 SOON_S = 0.002
 POINTS = 11
 """That a rank passes in a save, about."""
-PR_SET_PDEATHSIG = 1
 
 
 class Doom:
@@ -120,10 +119,8 @@ class Part:
 def be_rank(say: Voice, part: Part, log: Path) -> None:
     """Train until killed; never returns."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its test
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
+        die_with_parent(os.getppid())
+        print_to(log)
         _Rank(say, part).train()
     except BaseException:  # noqa: BLE001 - it stands in the log, and the rank has ended
         os.write(2, traceback.format_exc().encode())
