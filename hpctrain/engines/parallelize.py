@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.compiled import compile_blocks
 from hpctrain.engines.engine import Parts
 from hpctrain.engines.fsdp import shard
 from hpctrain.engines.native import Native
@@ -26,13 +29,14 @@ from hpctrain.plan.mesh import plan_mesh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Engine
     from hpctrain.plan.shape import ModelShape
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
+
+SPARE = "hpctrain_unused"
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,21 @@ def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
         return ExactCopies(kind, model, optimizer, parts)
     if not world.is_distributed:
         return Native(kind, model, optimizer, parts)
+    return Native(kind, _averaged(model, world), optimizer, parts)
+
+
+def _averaged(model: nn.Module, world: World) -> nn.Module:
+    """Torch's DDP around a model. Collective."""
     # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
     # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
     # runtime.md 1.8).
     devices = [world.device] if world.device.type == "cuda" else None
+    # Where every parameter is used, each rank prints that this is not needed, and torch has no
+    # switch for it. So one parameter is never used; the model has it for this moment alone.
+    model.register_parameter(SPARE, nn.Parameter(torch.zeros(1, device=world.device)))
     wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-    return Native(kind, wrapped, optimizer, parts)
+    delattr(model, SPARE)
+    return wrapped
 
 
 def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPlan) -> Engine:
@@ -148,8 +161,8 @@ def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     if settings.compile != "no":
         # What is recomputed in full is compiled inside its wrapper: aot autograd cannot keep the
         # device mesh that a recomputed graph of tensor parallelism refers to.
-        for block in blocks if how == "full" else find_blocks(model):
-            block.compile(backend=settings.compile)
+        outer = blocks if how == "full" else find_blocks(model)
+        compile_blocks(outer, settings.compile, world.device)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

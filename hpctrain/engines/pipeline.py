@@ -267,10 +267,11 @@ class _Round:
 def _form(microbatches: Sequence[Microbatch]) -> Form:
     forms = {(each.inputs.shape, each.inputs.dtype) for each in microbatches}
     if len(forms) != 1:
-        shapes = " and ".join(sorted(str(list(shape)) for shape, _ in forms)) or "none at all"
+        told = sorted(f"{list(shape)} {dtype}" for shape, dtype in forms)
         raise UsageError(
-            f"a pipeline's microbatches have one shape, and this step's have {shapes}; "
-            f"cut steps as engine.passes asks, which fills up with samples of weight 0"
+            "a pipeline's microbatches have one shape and dtype, and this step's have "
+            f"{' and '.join(told) or 'none at all'}; "
+            "cut steps as engine.passes asks, which fills up with samples of weight 0"
         )
     shape, dtype = forms.pop()
     return len(microbatches), shape, dtype

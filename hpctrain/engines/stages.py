@@ -122,7 +122,7 @@ class Hollow:
                 f"forward calls {_listed(self._calls)}; give parallelize() a "
                 f"ModelPlan(stage_order=...)"
             )
-        same = isinstance(out, Tensor) and out.shape == x.shape and torch.equal(out.to(x.dtype), x)
+        same = isinstance(out, Tensor) and torch.equal(out.to(x.dtype), x)
         if not same:
             raise UsageError(
                 f"engine.pp cannot cut {self._name}: its forward does more than to pass one tensor "
@@ -177,7 +177,7 @@ def chain(model: nn.Module, order: Sequence[str] | None = None) -> list[Link]:
     """
     blocks = {id(block) for block in find_blocks(model)}
     if order is None:
-        links = list(_links("", model, blocks))
+        links = list(_children("", model, blocks))
     else:
         named = dict(model.named_modules(remove_duplicate=False))
         missing = [name for name in order if name not in named]
@@ -244,10 +244,14 @@ def _links(name: str, module: nn.Module, blocks: Collection[int]) -> Iterator[Li
     """A module as links: itself, or its children where blocks are among what it holds."""
     if id(module) in blocks or not any(id(inner) in blocks for inner in module.modules()):
         yield Link(name, module, id(module) in blocks)
-        return
+    else:
+        yield from _children(name + ".", module, blocks)
+
+
+def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterator[Link]:
     for key, child in module._modules.items():  # noqa: SLF001 - named_children() leaves out twins
         if child is not None:
-            yield from _links(f"{name}.{key}" if name else key, child, blocks)
+            yield from _links(prefix + key, child, blocks)
 
 
 def _size(link: Link) -> int:

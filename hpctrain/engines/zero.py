@@ -18,14 +18,18 @@ import torch
 from torch import nn
 
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.compiled import compile_blocks
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
 from hpctrain.engines.precision import DTYPES
 from hpctrain.engines.recompute import recompute_blocks
+from hpctrain.engines.zero_files import Operator
+from hpctrain.engines.zero_room import require_room, take_folder
 from hpctrain.engines.zero_scale import DeepSpeedScale
-from hpctrain.engines.zero_state import SPREADS_PARAMETERS, Holdings
+from hpctrain.engines.zero_state import Holdings
 from hpctrain.errors import UsageError
-from hpctrain.plan.ds_config import engine_config, stage_of
+from hpctrain.plan.ds_check import refuse_unsupported
+from hpctrain.plan.ds_config import engine_config, read_user_config, stage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,15 +40,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.boxes import State
     from hpctrain.engines.engine import Parts
     from hpctrain.settings.schema import EngineSettings
-
-
-_ONLY = (
-    ("round_robin_gradients", False, "DeepSpeed tells wrongly then which rank holds what"),
-    ("compute_grad_norm", True, "a step's gradient norm is what hpctrain logs"),
-    ("offload_optimizer.ratio", 1.0, "state that lies in two places cannot be saved by hpctrain"),
-    ("zenflow", None, "updates that are behind cannot be saved by hpctrain"),
-)
-"""Keys of `zero_optimization` that leave one choice, the choice, and why."""
 
 
 class Zero(Engine):
@@ -68,6 +63,8 @@ class Zero(Engine):
         self._known = parts.known
         config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
+        if settings.offload == "nvme":
+            _take_disk(config, optimizer, parts, self.data_ranks)
         if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
             raise UsageError(
                 f"engine.precision fp16: DeepSpeed does not run it on this {world.device.type}; "
@@ -78,7 +75,7 @@ class Zero(Engine):
         buffers = _persistent_buffers(model)
         rounds = self.precision is not torch.float32
         before = {id(p): p.detach() for p in named.values()} if rounds else {}
-        _prepare(model, settings)
+        _prepare(model, settings, world.device)
         self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
         if self._stage and self._zero.optimizer is not optimizer:
             raise UsageError(
@@ -111,12 +108,10 @@ class Zero(Engine):
         """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
         if self._stage == 0:
             return self._step_of_copies()
+        self._holdings.complete_gradients()
         self.model.step()  # type: ignore[operator]
         norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
-        if self._stage == SPREADS_PARAMETERS:
-            # DeepSpeed overwrites it parameter by parameter: one that gets no gradient in the next
-            # step's first microbatch would be given this step's once more.
-            self._zero.grad_partitions_flat_buffer.zero_()
+        self._holdings.forget_gradients()
         return norm if norm >= 0 else math.nan  # it says -1 for what is no number
 
     def _step_of_copies(self) -> float:
@@ -178,17 +173,37 @@ def _config(
         )
     word = next(name for name, dtype in DTYPES.items() if dtype is precision)
     config = engine_config(settings, precision=word, data_ranks=data_ranks)
-    for key, only, why in _ONLY:
-        value: Any = config["zero_optimization"]
-        for part in key.split("."):
-            value = value.get(part, {}) if isinstance(value, dict) else {}
-        if value not in ({}, None, only):
-            raise UsageError(
-                f"zero_optimization.{key} {value} in engine.ds_config: {why}; leave it out"
-            )
+    if settings.ds_config:  # asked at submit too, which a program without one has not seen
+        where = "engine.ds_config"
+        refuse_unsupported(read_user_config(settings.ds_config, where), where)
     if stage == 0:
         config["gradient_clipping"] = 0.0  # done in `_step_of_copies`, which has the norm
     return config
+
+
+def _take_disk(config: dict[str, Any], optimizer: Optimizer, parts: Parts, data_ranks: int) -> None:
+    """A folder for this rank's state on the node's disk, written into DeepSpeed's configuration.
+
+    Raises:
+        UsageError: the engine, the machine or the disk cannot do it.
+    """
+    settings = parts.settings
+    if settings.kind != "zero3" or not settings.nvme_path:
+        raise UsageError(
+            f"engine.offload nvme needs engine.kind zero3 and engine.nvme_path; they are "
+            f'{settings.kind} and "{settings.nvme_path}"'
+        )
+    folder = take_folder(settings.nvme_path)
+    away = config["zero_optimization"]["offload_optimizer"]
+    away["nvme_path"] = str(folder)
+    # A master, its gradient and its moments are in memory at once; Adam has 2, with amsgrad 3.
+    kinds = 4 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
+    away["buffer_count"] = max(kinds, away.get("buffer_count", 0))
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    elements = sum(math.ceil(p.numel() / data_ranks) for p in trained)
+    require_room(folder, elements, parts.world.ranks_per_node)
+    swapper = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
+    swapper.AsyncIOBuilder = Operator  # type: ignore[attr-defined]
 
 
 def _import_deepspeed() -> ModuleType:
@@ -222,13 +237,24 @@ def _initialize(
     return engine, zero
 
 
-def _prepare(model: nn.Module, settings: EngineSettings) -> None:
-    """Recomputation and compilation, in place; DeepSpeed moves the model to its device."""
+def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
+    """Recomputation and compilation, in place; DeepSpeed moves the model to its device.
+
+    Raises:
+        UsageError: see `compile_blocks`.
+    """
     if settings.activation_checkpointing != "no":
         recompute_blocks(model, settings.activation_checkpointing)
-    if settings.compile != "no":
-        for block in find_blocks(model):
-            block.compile(backend=settings.compile)
+    if settings.compile == "no":
+        return
+    blocks = find_blocks(model)
+    spread = settings.kind == "zero3"
+    if spread and blocks:
+        from deepspeed.utils import set_z3_leaf_modules  # type: ignore[import-untyped]
+
+        # Fetched by hooks of every submodule, parameters would cut a block's graph each time.
+        set_z3_leaf_modules(model, list({type(block) for block in blocks}))
+    compile_blocks(blocks, settings.compile, device, inside_hooks=spread)
 
 
 def _drop_untrained(optimizer: Optimizer) -> None:

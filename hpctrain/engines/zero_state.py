@@ -2,13 +2,15 @@
 
 Nothing is gathered or copied to save. DeepSpeed keeps its fp32 masters and moments in flat tensors,
 in which parameters lie one after the other; a rank has a range of each such row (stages 1 and 2) or
-of each parameter (stage 3). Weights that are not trained have no master there; where the model
-works in 16 bits each rank keeps its range of them as they were, in host memory.
+of each parameter (stage 3). Rows that lie in files are mapped (`zero_nvme.py`). Weights that are
+not trained have no master there; where the model works in 16 bits each rank keeps its range of them
+as they were, in host memory.
 tests/engines/test_zero.py holds the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,12 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.boxes import Flat, State
 from hpctrain.engines.state import MODEL, OPTIM
+from hpctrain.engines.zero_nvme import Disk
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.optim import Optimizer
@@ -184,6 +188,7 @@ class Holdings:
         # As torch does it: weights are told under all their names, moments under the first one.
         self._first_names = _first_names(named)
         self._zero, self._stage = zero, stage
+        self._disk = Disk(zero) if getattr(zero, "swap_optimizer", False) else None
         self._fragments = fragments_of(named.values(), optimizer, zero, stage)
         owners = {id(f.owner.tensor): f.owner for f in self._fragments.values()}
         self._owners = list(owners.values())
@@ -198,8 +203,10 @@ class Holdings:
     @torch.no_grad()
     def _begin_with(self, before: Mapping[int, torch.Tensor]) -> None:
         """DeepSpeed rounds weights to 16 bits before it makes masters of them; undo that."""
+        rows = {id(owner.tensor): self._lying(owner.tensor, owner) for owner in self._owners}
         for key, fragment in self._fragments.items():
-            master = fragment.owner.tensor.narrow(0, fragment.offset, fragment.count)
+            row = rows[id(fragment.owner.tensor)]
+            master = row.narrow(0, fragment.offset, fragment.count)
             values = before[key].reshape(-1).narrow(0, fragment.first, fragment.count)
             master.copy_(values)
         self.push()
@@ -217,19 +224,22 @@ class Holdings:
         names = {MODEL + name for name in known}
         if with_optimizer:
             self.make_state()
+        rows = {
+            id(owner.tensor): self._row(owner, with_optimizer=with_optimizer)
+            for owner in self._owners
+        }
         for name, parameter in self._named.items():
             fragment = self._fragments.get(id(parameter))
             if fragment is None:
                 shared.update(self._untrained(MODEL + name, parameter))
                 continue
+            masters, values = rows[id(fragment.owner.tensor)]
             if fragment.count or fragment.whole:
-                shared[MODEL + name] = fragment.view(fragment.owner.tensor)
-            for key, value in self._values(fragment.owner) if with_optimizer else ():
-                if name not in self._first_names:
-                    break
+                shared[MODEL + name] = fragment.view(masters)
+            for key, value in values.items() if name in self._first_names else ():
                 told = f"{OPTIM}{name}.{key}"
                 names.add(told)
-                if not _is_moment(value, fragment.owner):
+                if not _is_moment(value, masters):
                     shared[told] = torch.as_tensor(value).detach().clone()
                 elif fragment.count or fragment.whole:
                     shared[told] = fragment.view(value)
@@ -246,6 +256,29 @@ class Holdings:
         first, count = _range_of(parameter)
         part = parameter.ds_tensor.data.narrow(0, 0, count)
         return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
+
+    def _row(
+        self, owner: Owner, *, with_optimizer: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """An owner's masters and the optimizer's state of them, where they can be read now."""
+        values = dict(self._values(owner)) if with_optimizer else {}
+        lying = {
+            key: self._lying(value, owner) if _is_moment(value, owner.tensor) else value
+            for key, value in values.items()
+        }
+        return self._lying(owner.tensor, owner), lying
+
+    def _lying(self, value: torch.Tensor, owner: Owner) -> torch.Tensor:
+        """Masters or a moment where they can be read and written."""
+        if self._disk is None or not self._disk.holds(owner.tensor):
+            return value
+        return self._disk.mapped(owner.tensor, value)
+
+    def _here(self, row: torch.Tensor, *, changes: bool) -> AbstractContextManager[None]:
+        """Around work that DeepSpeed or the optimizer does on masters and moments."""
+        if self._disk is None or not self._disk.holds(row):
+            return contextlib.nullcontext()
+        return self._disk.here(row, changes=changes)
 
     def _values(self, owner: Owner) -> Iterator[tuple[str, Any]]:
         for key, value in self._optimizer.state.get(owner.tensor, {}).items():
@@ -266,9 +299,10 @@ class Holdings:
                 still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
                 alone = {**groups[owner.group], "params": [owner.tensor], "lr": still}
                 optimizer.param_groups = [alone]
-                gradient, owner.tensor.grad = owner.tensor.grad, torch.zeros_like(owner.tensor)
-                optimizer.step()
-                owner.tensor.grad = gradient
+                with self._here(owner.tensor, changes=True):
+                    gradient, owner.tensor.grad = owner.tensor.grad, torch.zeros_like(owner.tensor)
+                    optimizer.step()
+                    owner.tensor.grad = gradient
                 _set(optimizer.state[owner.tensor], "step", 0.0)
         finally:
             optimizer.param_groups = groups
@@ -278,6 +312,8 @@ class Holdings:
     def forget(self) -> None:
         """Drop the optimizer's state."""
         self._optimizer.state.clear()
+        if self._disk is not None:
+            self._disk.forget_moments()
         if self._links:
             self._zero._hp_optimizer_states_linked = False  # noqa: SLF001 - it looks anew then
 
@@ -305,7 +341,7 @@ class Holdings:
                 continue
             for key, value in self._values(fragment.owner):
                 told = f"{OPTIM}{name}.{key}"
-                if _is_moment(value, fragment.owner) or told not in tensors:
+                if _is_moment(value, fragment.owner.tensor) or told not in tensors:
                     continue
                 place, count = (id(fragment.owner.tensor), key), float(tensors[told])
                 other, known = found.setdefault(place, (told, count))
@@ -319,6 +355,26 @@ class Holdings:
                 place = (id(owner.tensor), key)
                 if place in found:
                     _set(self._optimizer.state[owner.tensor], key, found[place][1])
+
+    # ---- gradients
+
+    def complete_gradients(self) -> None:
+        """Before a step: what got no gradient gets zeros, where DeepSpeed would take leftovers."""
+        if self._disk is not None:
+            self._disk.fill_gradients()
+
+    def forget_gradients(self) -> None:
+        """After a step: DeepSpeed overwrites gradients parameter by parameter, where it keeps them.
+
+        One that gets none in the next step would be given this step's once more.
+        """
+        for owner in self._owners:
+            if owner.tensor.grad is not None:
+                owner.tensor.grad.zero_()
+        if self._stage == SPREADS_PARAMETERS:
+            self._zero.grad_partitions_flat_buffer.zero_()
+        if self._disk is not None:
+            self._disk.forget_gradients()
 
     # ---- working copies
 
@@ -341,8 +397,9 @@ class Holdings:
         for kept in self._kept.values():
             part: Any = kept.parameter
             part.ds_tensor.data.narrow(0, 0, kept.local.numel()).copy_(kept.local)
-        for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
+        for number, row in enumerate(zero.fp32_partitioned_groups_flat):
+            with self._here(row, changes=False):
+                zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
@@ -356,8 +413,8 @@ def _first_names(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
     return frozenset(first.values())
 
 
-def _is_moment(value: Any, owner: Owner) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == owner.tensor.shape
+def _is_moment(value: Any, row: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == row.shape
 
 
 def _set(values: dict[str, Any], key: str, number: float) -> None:

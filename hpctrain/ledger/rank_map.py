@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import Column, fit, fold_nodes
+from hpctrain.ledger.format import Column, count, fit, fold_nodes
 from hpctrain.mesh import AXES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def rank_map(
     ]
     lines = fit(columns, width)
     if left_out:
-        lines.insert(-1, f"... {left_out} rows more (--json has all)")
+        lines.insert(-1, f"... {count(left_out, 'row')} more (--json has all)")
     return lines
 
 

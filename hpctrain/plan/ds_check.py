@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.batches import plan_micro_batches, shares
 from hpctrain.errors import UsageError
-from hpctrain.plan.ds_config import AUTO, SPREADS_PARAMETERS, shown, stage_of
+from hpctrain.plan.ds_config import AUTO, SPREADS_PARAMETERS, adds_in_fp32, shown, stage_of
 from hpctrain.plan.ds_keys import MUST_BE, NO_EFFECT, REFUSED, SECTIONS, TOP, ZERO
 from hpctrain.settings.merge import nearest
 
@@ -51,9 +51,10 @@ def check_user_config(
         UsageError: with the first thing that is wrong.
     """
     _known(user, where)
-    _taken(user, where)
+    refuse_unsupported(user, where)
     _agrees(user, engine, where)
     _offload(_section(user, ZERO), engine, where)
+    _adds_up(user, engine, where)
     notes = [
         f"{where}: {key} has no effect; {instead}"
         for key, instead in NO_EFFECT.items()
@@ -76,14 +77,23 @@ def _known(user: Mapping[str, Any], where: str) -> None:
             raise UsageError(f"{where}: {path} is {shown(value)}; it takes an object, {{...}}")
 
 
-def _taken(user: Mapping[str, Any], where: str) -> None:
-    """Nothing that hpctrain's engine does not go together with."""
+def refuse_unsupported(user: Mapping[str, Any], where: str) -> None:
+    """Refuse what hpctrain's engine cannot train or save right with, whatever the run's settings.
+
+    Args:
+        user: The file, parsed.
+        where: How messages name the file.
+
+    Raises:
+        UsageError: with the first such key.
+    """
     for path, value in _walk(user):
         if path in REFUSED and _is_set(value):
             raise UsageError(f"{where}: hpctrain does not take {path}: {REFUSED[path]}")
-        if path in MUST_BE and value not in (AUTO, MUST_BE[path]):
+        wanted, why = MUST_BE.get(path, (AUTO, ""))
+        if path in MUST_BE and value not in (AUTO, wanted):
             raise UsageError(
-                f"{where}: {path} is {shown(value)}; hpctrain needs {shown(MUST_BE[path])}, "
+                f"{where}: {path} is {shown(value)}; hpctrain needs {shown(wanted)}, since {why}: "
                 "take the key out"
             )
 
@@ -116,22 +126,44 @@ def _same(path: str, value: Any, wanted: float, said: str, where: str) -> None:
 
 def _offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
     """Optimizer state lies where `engine.offload` says; parameters there, nearer, or not away."""
-    away = [] if engine.offload == "no" else [engine.offload]
+    away = engine.offload != "no"
     spread = stage_of(engine.kind) == SPREADS_PARAMETERS
     allowed = {
-        "offload_optimizer": [AUTO, *(away or ["none"])],
-        "offload_param": [AUTO, "none", *(["cpu", *away] if away and spread else [])],
+        "offload_optimizer": [AUTO, engine.offload if away else "none"],
+        "offload_param": [AUTO, "none", *(["cpu"] if away and spread else [])],
     }
     for name, devices in allowed.items():
-        if name not in zero or zero[name] == AUTO:
-            continue
-        block = zero[name]
-        device = block.get("device", "none")
+        block = _section(zero, name)
+        device = block.get("device", "none") if block else AUTO
         if device not in devices:
             raise UsageError(
                 f"{where}: {ZERO}.{name}.device is {shown(device)}, and engine.offload is "
                 f'"{engine.offload}" with engine.kind "{engine.kind}"; make them agree'
             )
+        path = block.get("nvme_path", AUTO)
+        if path not in (AUTO, engine.nvme_path):
+            raise UsageError(
+                f"{where}: {ZERO}.{name}.nvme_path is {shown(path)}, and engine.nvme_path is "
+                f'"{engine.nvme_path}"; make them agree, or write "auto" in the file'
+            )
+        for key in ("pipeline_read", "pipeline_write"):
+            if engine.offload == "nvme" and block.get(key, AUTO) not in (AUTO, False):
+                raise UsageError(
+                    f"{where}: hpctrain does not take {ZERO}.{name}.{key} with engine.offload "
+                    '"nvme": state that is on its way could not be saved; take the key out'
+                )
+
+
+def _adds_up(user: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
+    """Gradients are added in a type that DeepSpeed has an engine of ours for."""
+    asked = _section(user, "data_types").get("grad_accum_dtype", AUTO)
+    takes = [AUTO, engine.precision, *(["fp32"] if adds_in_fp32(engine) else [])]
+    if asked not in takes:
+        raise UsageError(
+            f"{where}: data_types.grad_accum_dtype is {shown(asked)}, which hpctrain does not take "
+            f'with engine.kind "{engine.kind}" and engine.precision "{engine.precision}": take the '
+            "key out; zero2 and zero3 add gradients in fp32"
+        )
 
 
 def _batch(

@@ -221,6 +221,7 @@ REFUSED: dict[str, str] = {
 
 NO_EFFECT: dict[str, str] = {
     "activation_checkpointing": "set engine.activation_checkpointing",
+    "aio": "hpctrain reads and writes the files of engine.offload nvme itself",
     "autotuning": "it belongs to DeepSpeed's own launcher",
     "checkpoint": "hpctrain writes the checkpoints: see [checkpoint]",
     "dataloader_drop_last": "hpctrain cuts the samples",
@@ -228,11 +229,11 @@ NO_EFFECT: dict[str, str] = {
 }
 """What is told and otherwise let pass."""
 
-MUST_BE: dict[str, object] = {
-    "gradient_allreduce_op": "mean",
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-    f"{ZERO}.compute_grad_norm": True,
-    f"{ZERO}.offload_optimizer.ratio": 1.0,  # a checkpoint could not reach state in two places
+MUST_BE: dict[str, tuple[object, str]] = {
+    "gradient_allreduce_op": ("mean", "it undoes the mean itself"),
+    "zero_allow_untested_optimizer": (True, "the program makes the optimizer"),
+    "zero_force_ds_cpu_optimizer": (False, "the program makes the optimizer"),
+    f"{ZERO}.compute_grad_norm": (True, "a step's gradient norm is what it logs"),
+    f"{ZERO}.offload_optimizer.ratio": (1.0, "a checkpoint could not reach state in two places"),
 }
-"""Values that hpctrain's engine rests on."""
+"""Values that hpctrain's engine rests on, and why."""

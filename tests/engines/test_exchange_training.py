@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hpctrain.ledger import events as ledger
 from tests.support.exchange import Commands
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
@@ -11,23 +9,25 @@ from tests.support.recipe import assert_same_bits, full_state, losses, make_run,
 STEPS, STOP = 12, 5
 
 
-@pytest.mark.parametrize(("kind", "dest"), [("torch", "all.pt"), ("safetensors", "all")])
-def test_an_export_of_everything_trains_on_bit_equal(tmp_path, capsys, kind, dest):
+def test_an_export_of_everything_trains_on_bit_equal(tmp_path, capsys):
     call = Commands(tmp_path, capsys)
     first = make_run(tmp_path / "first")
-    second = make_run(tmp_path / "second")
     train(first, 2, stop_at=STOP, victim=0)
     step = max(event.data["step"] for event in ledger.read(first) if event.kind == "saved")
-
-    call("export", first.root, step, tmp_path / dest, "--to", kind, "--what", "all")
-    code, _, err = call("import", tmp_path / dest, "--run", second.root, "--step", step)
-    assert (code, err) == (0, "")
+    exports = {"torch": "all.pt", "safetensors": "all"}
+    for kind, dest in exports.items():
+        call("export", first.root, step, tmp_path / dest, "--to", kind, "--what", "all")
     train(first, 2)
-    train(second, 2)
 
-    restored = [event.data["step"] for event in ledger.read(second) if event.kind == "restored"]
-    assert restored == [step]
-    assert_same_bits(full_state(first, STEPS), full_state(second, STEPS))
+    for kind, dest in exports.items():
+        other = make_run(tmp_path / f"from-{kind}")
+        code, _, err = call("import", tmp_path / dest, "--run", other.root, "--step", step)
+        assert (code, err) == (0, "")
+        train(other, 2)
+
+        restored = [event.data["step"] for event in ledger.read(other) if event.kind == "restored"]
+        assert restored == [step]
+        assert_same_bits(full_state(first, STEPS), full_state(other, STEPS))
 
 
 def test_weights_alone_begin_with_a_new_optimizer(tmp_path, capsys):

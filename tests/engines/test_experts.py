@@ -29,6 +29,7 @@ ON_4 = {
     "ep 4": {"ep": "4"},
     "copies": {"dp_replicate": "2"},
     "copies and ep": {"dp_replicate": "2", "ep": "2"},
+    "pipeline and ep": {"pp": "2", "ep": "2"},
 }
 SAME_BITS = {
     "full recomputation": {"activation_checkpointing": "full"},
@@ -52,12 +53,16 @@ def train(steps=STEPS, change=None, **settings):
 
 
 def whole(engine):
-    """Weights and moments by the names that they have in a checkpoint."""
+    """Weights and moments of all stages by the names that they have in a checkpoint."""
     found = {}
     for name, tensor in engine.state().shared.items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         found[name] = full.detach().clone()
-    return found
+    if engine.mesh.pp == 1:
+        return found
+    stages = [None] * engine.world.world_size
+    torch.distributed.all_gather_object(stages, found)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def several(cases, **options):
@@ -172,6 +177,10 @@ def train_and_save(root, **settings):
     return whole(engine), layouts.steps(engine, 2, 3)
 
 
+def train_and_save_all(cases):
+    return [train_and_save(**settings) for settings in cases]
+
+
 def load(roots, cases):
     """What each case finds in each checkpoint, and how it goes on."""
     found = []
@@ -184,17 +193,17 @@ def load(roots, cases):
 
 
 def test_experts_saved_on_any_ranks_load_bit_equal_on_others(tmp_path):
-    spread, fewer = tmp_path / "spread", tmp_path / "fewer"
-    saved = {
-        spread: launch(train_and_save, 4, root=spread, ep="2", offload="cpu")[0],
-        fewer: launch(train_and_save, 2, root=fewer)[0],
-    }
+    spread, stages, fewer = (tmp_path / name for name in ("spread", "stages", "fewer"))
+    pipeline = {"pp": "2", "ep": "2"}
+    on_4 = [{"root": spread, "ep": "2", "offload": "cpu"}, {"root": stages, **pipeline}]
+    saved = dict(zip((spread, stages), launch(train_and_save_all, 4, cases=on_4)[0], strict=True))
+    saved[fewer] = launch(train_and_save, 2, root=fewer)[0]
     several_copies = {"dp_replicate": "2", "ep": "2", "offload": "cpu"}
 
     loaded = [
         launch(load, 1, roots=[spread, fewer], cases=[{"layout": "one process"}])[0],
-        launch(load, 2, roots=[spread], cases=[{}])[0],
-        launch(load, 4, roots=[spread, fewer], cases=[{"ep": "4"}, several_copies])[0],
+        launch(load, 2, roots=[spread, stages], cases=[{}])[0],
+        launch(load, 4, roots=[spread, fewer], cases=[{"ep": "4"}, several_copies, pipeline])[0],
     ]
 
     for found in loaded:

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
-import subprocess
-import sys
+import runpy
+import signal
 from pathlib import Path
 
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.layout import RunDir
+from tests.support.gloo import preload
 from tests.support.recipe import assert_same_bits, full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 STEPS = 200
 STOP_AT = 50
-STOPPED = f"""
-import itertools, os, runpy, signal
-from torch.optim.optimizer import register_optimizer_step_post_hook
-steps = itertools.count(1)
-def stop(*_):
-    if next(steps) == {STOP_AT}:
-        os.kill(os.getpid(), signal.SIGTERM)
-register_optimizer_step_post_hook(stop)
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-"""
 
 
-def start(run, *command):
-    env = {**os.environ, "HPCTRAIN_RUN_DIR": str(run.root)}
-    subprocess.run([sys.executable, *command], env=env, check=True, timeout=120)
+def start(run, stop_at=None):
+    """The example as a program of its own, forked as ranks are."""
+    preload()
+    fork = multiprocessing.get_context("fork")
+    program = fork.Process(target=_program, args=(run, stop_at))
+    program.start()
+    program.join(120)
+    code = program.exitcode
+    program.kill()
+    assert code == 0
+
+
+def _program(run, stop_at):
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = itertools.count(1)
+
+    def stop(*_):
+        if next(steps) == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
+    register_optimizer_step_post_hook(stop)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 def test_the_example_stopped_on_its_way_ends_bit_equal_to_one_left_in_peace(tmp_path):
@@ -36,9 +50,9 @@ def test_the_example_stopped_on_its_way_ends_bit_equal_to_one_left_in_peace(tmp_
     for run in (peace, stopped):
         run.root.mkdir()
 
-    start(peace, EXAMPLE)
-    start(stopped, "-c", STOPPED)
-    start(stopped, EXAMPLE)
+    start(peace)
+    start(stopped, stop_at=STOP_AT)
+    start(stopped)
 
     steps = [e.data["step"] for e in ledger.read(stopped) if e.kind in {"stopped", "done"}]
     assert STOP_AT <= steps[0] < STEPS == steps[1]

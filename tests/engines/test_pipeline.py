@@ -120,7 +120,7 @@ def test_what_a_rank_does_not_keep_is_freed():
 class _Nested(nn.Module):
     """A decoder as Hugging Face lays it out, its children named in another order than called."""
 
-    def __init__(self, scale=1.0, tied=False, loose=False, two=False):
+    def __init__(self, scale=1.0, tied=False, loose=None, two=False, twice=False):
         super().__init__()
         self.lm_head = nn.Linear(8, 32, bias=False)
         self.model = nn.Module()
@@ -130,10 +130,15 @@ class _Nested(nn.Module):
         self.scale, self.two = scale, two
         if tied:
             self.lm_head.weight = self.model.embed.weight
-        if loose:
+        if twice:
+            self.model.layers["3"] = self.model.layers["0"]
+        if loose == "parameter":
             self.position = nn.Parameter(torch.zeros(8))
+        elif loose == "buffer":
+            self.register_buffer("position", torch.zeros(8))
 
     def forward(self, tokens):
+        torch.rand(())
         x = self.model.embed(tokens) * self.scale
         for layer in self.model.layers.values():
             x = layer(x)
@@ -160,7 +165,38 @@ def test_a_model_with_its_blocks_further_inside_is_cut_in_the_order_that_is_give
     for part in parts:
         x = part(x)
     assert torch.equal(x, whole(tokens))
-    cut(make(), 0, 3, EngineSettings(kind="fsdp2"), ORDER).hollow.check(tokens)
+    hollow = cut(make(), 0, 3, EngineSettings(kind="fsdp2"), ORDER).hollow
+    random = torch.get_rng_state()
+    for _ in range(2):
+        hollow.check(tokens)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_without_a_list_of_blocks_each_module_may_be_a_stage():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
+
+    first, second = _parts(make, 2)
+
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    assert torch.equal(second(first(x)), make()(x))
+    assert [name for name, _ in second.named_parameters()] == [
+        "2.weight",
+        "2.bias",
+        "3.weight",
+        "3.bias",
+    ]
+
+
+def test_one_parameter_may_be_used_twice_in_a_stage():
+    model = _Nested(tied=True, twice=True)
+
+    stages = cut(model, 0, 1, EngineSettings(kind="fsdp2"), ORDER)
+
+    (part,) = stages.parts
+    assert part.lm_head.weight is part.model.embed.weight
+    assert part.model.layers["3"] is part.model.layers["0"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +204,9 @@ def test_a_model_with_its_blocks_further_inside_is_cut_in_the_order_that_is_give
     [
         ({}, None, 4, r"engine.pp 4 asks for 4 pipeline stages, and the model has 3 blocks"),
         ({"tied": True}, ORDER, 2, r"model.embed.weight and lm_head.weight are one parameter"),
-        ({"loose": True}, ORDER, 2, r"position is in none of the modules .*model.embed"),
+        ({"twice": True}, ORDER, 2, r"layers.0.weight and model.layers.3.weight are one parameter"),
+        ({"loose": "parameter"}, ORDER, 2, r"position is in none of the modules .*model.embed"),
+        ({"loose": "buffer"}, ORDER, 2, r"position is in none of the modules .*model.embed"),
         ({}, ["model.embed", "model.layers", "lm_head"], 2, r"model.norm.weight is in none"),
         ({}, [*ORDER, "head"], 2, r"stage_order names 'head', which the model has not"),
         ({}, [*ORDER, "model.norm"], 2, r"stage_order has 'model.norm' twice"),
@@ -280,14 +318,20 @@ def _train(steps=STEPS, **chosen):
     """The same under a pipeline, with what each rank has of the model."""
     import warnings
 
+    from torch._dynamo.utils import counters
     from torch.distributed.fsdp import FSDPModule
 
     # torch's compiler asks for a gradient where there is none, and warns of it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     engine = _build(**chosen)
-    found, grown = [], []
+    found, grown, order = [], [], []
+    engine._schedule(_batch(engine, 0), training=True)
+    traced = counters["frames"]["total"]
+    _assert_nothing_gathered(engine)
     for step in range(steps):
-        loss = engine.forward_backward(_batch(engine, step), _share)
+        loss = engine.forward_backward(
+            _batch(engine, step), _noting(engine, order) if step == 0 else _share
+        )
         if step == 0:
             grown = [n for n, p in engine.model.named_parameters() if _has_gradient(p)]
         found.append((loss, engine.step()))
@@ -303,11 +347,33 @@ def _train(steps=STEPS, **chosen):
         "evaluated": evaluated,
         "weights": weights,
         "with gradient": grown,
+        "order": "".join(order),
+        "compiled to find shapes": traced,
         "held": [name for name, _ in engine.model.named_parameters()],
         "sharded": sum(isinstance(module, FSDPModule) for module in parts),
         "recomputed": sum("CheckpointWrapper" in type(module).__name__ for module in parts),
         "compiled": sum(module._compiled_call_impl is not None for module in parts),
     }
+
+
+def _noting(engine, order):
+    """The loss, with a note of each forward pass that it ends and backward pass that it begins."""
+    last = [*engine._stages.parts[-1].parameters()]
+
+    def loss(logits, targets):
+        if engine.mesh.tp == 1:
+            gathered = {*engine._stages.parts[-1].parameters()}
+            assert gathered.isdisjoint(last), "each microbatch would gather it twice"
+        order.append("F")
+        logits.register_hook(lambda _: order.append("B"))
+        return _share(logits, targets)
+
+    return loss
+
+
+def _assert_nothing_gathered(engine):
+    """What is gathered would outlive a load of other weights."""
+    assert all(hasattr(parameter, "to_local") for parameter in engine.model.parameters())
 
 
 def _has_gradient(parameter):
@@ -351,6 +417,11 @@ def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
     assert blocks == [2] * ranks
     parts = 2 if chosen.get("pp_schedule") == "interleaved" else 1
     assert [rank["sharded"] for rank in found] == [2 + parts] * ranks  # blocks one by one
+    orders = {rank["order"] for rank in found}
+    passes = max(map(len, orders)) // 2
+    assert passes > 1
+    gpipe = chosen["pp_schedule"] == "gpipe"
+    assert orders == {"", "F" * passes + "B" * passes if gpipe else "FB" * passes}
 
 
 def test_a_pipeline_of_sharded_matrices_trains_as_one_process_does(alone):
@@ -365,6 +436,7 @@ def test_blocks_that_are_recomputed_and_compiled_train_the_same(alone):
 
     _assert_trained_as(found, alone, within=1e-5, steps=2)
     assert [(rank["recomputed"], rank["compiled"]) for rank in found] == [(2, 2)] * 2
+    assert [rank["compiled to find shapes"] for rank in found] == [0, 0]
 
 
 def test_activations_of_bf16_train_to_the_same_loss(alone):
@@ -440,6 +512,7 @@ def _call():
     good, said, alive = _batch(engine, 0), [], []
 
     def loss(logits, targets):
+        assert not logits.requires_grad
         alive.append(weakref.ref(logits))
         kept.append(sum(ref() is not None for ref in alive))
         return _share(logits, targets)
@@ -448,7 +521,12 @@ def _call():
     random = torch.get_rng_state()
     evaluated = engine.evaluate(good, loss)
     assert torch.equal(torch.get_rng_state(), random)
-    for wrong in (good[:1], [], [good[0], Microbatch(good[1].inputs[:1], good[1].targets)]):
+    _assert_nothing_gathered(engine)
+    assert all(module.training for part in engine._stages.parts for module in part.modules())
+    forms = dict(engine._forms)
+    smaller, other = good[1].inputs[:1], good[1].inputs.int()
+    mixed = [[good[0], Microbatch(inputs, good[1].targets)] for inputs in (smaller, other)]
+    for wrong in (good[:1], [], *mixed):
         with pytest.raises(UsageError) as refused:
             engine.forward_backward(wrong, _share)
         said.append(str(refused.value))
@@ -458,6 +536,8 @@ def _call():
     with pytest.raises(UsageError):
         engine.backward(torch.zeros(()))
     engine.forward_backward(good, _share)  # it has not suffered
+    assert engine._schedule(good, training=True) is engine._schedule(good, training=True)
+    assert all(engine._forms[form] is known for form, known in forms.items())
     engine.step()
     again = engine.evaluate(good, _share)
     others = [engine.evaluate(good[:1], _share), engine.evaluate(_batch(engine, 0, 8, 2), _share)]
@@ -478,17 +558,34 @@ def test_calls_of_any_form_may_follow_each_other_and_wrong_ones_are_refused_on_e
         "1f1b at engine.pp 2 needs at least 2 microbatches in each step, this one has 1" in said[0]
     )
     assert "this one has 0" in said[1]
-    assert "have one shape, and this step's have [1, 8] and [3, 8]" in said[2]
-    assert "call engine.forward_backward" in said[3]
+    alike = "have one shape and dtype, and this step's have "
+    assert alike + "[1, 8] torch.int64 and [3, 8] torch.int64" in said[2]
+    assert alike + "[3, 8] torch.int32 and [3, 8] torch.int64" in said[3]
+    assert "call engine.forward_backward" in said[4]
     assert [rank[5] for rank in ranks] == [0, 1]  # logits at a time
 
 
-def _refused(scale):
-    class Scaled(LM):
-        def forward(self, tokens):
-            return super().forward(tokens) * scale
+class _Folded(LM):
+    """Its forward does something beside calling its layers, and that to logits alone."""
 
-    engine = _build(model=Scaled(CONFIG, seed=1), pp="2")
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return x.abs() if x.is_floating_point() else x
+
+
+class _Broken(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no such kernel\nand more lines")
+
+
+def _refused():
+    """What a fitting model is told, one with a forward of its own, and one whose head fails."""
+    models = [LM(CONFIG, seed=1), _Folded(CONFIG, seed=1), LM(CONFIG, seed=1)]
+    models[2].norm = _Broken()
+    return [_said(_build(model=model, pp="2")) for model in models]
+
+
+def _said(engine):
     try:
         return engine.forward_backward(_batch(engine, 0), _share)
     except UsageError as error:
@@ -496,11 +593,14 @@ def _refused(scale):
 
 
 def test_what_one_stage_finds_wrong_with_the_model_is_raised_on_every_rank():
-    assert [type(said) for said in launch(_refused, 2, scale=1)] == [float, float]
-    said = launch(_refused, 2, scale=0.5)
+    (loss, folded, broken), other = launch(_refused, 2)
 
-    assert said[0] == said[1]
-    assert "engine.pp cannot cut Scaled: its forward does more" in said[0]
+    assert [loss, folded, broken] == other
+    assert loss > 0
+    assert "engine.pp cannot cut _Folded: its forward does more" in folded
+    assert "pipeline stage 1 fails on a tensor of shape [3, 8, 16]: " in broken
+    assert "no such kernel" in broken
+    assert "\n" not in broken
 
 
 def test_interleaved_stages_ask_for_a_multiple_of_the_ranks():
@@ -516,4 +616,6 @@ def _odd():
     odd = _batch(engine, 0, 12, 2)[:3]
     with pytest.raises(UsageError) as refused:
         engine.forward_backward(odd, _share)
-    return str(refused.value), engine.evaluate(odd, _share)
+    loss = engine.evaluate(odd, _share)
+    _assert_nothing_gathered(engine)
+    return str(refused.value), loss

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import sysconfig
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.compiled import compile_blocks
+from hpctrain.errors import UsageError
+from tests.support import gloo
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 
@@ -29,6 +35,7 @@ ENGINES = {
     "tp 2": (2, {"tp": "2"}, FEW),
     "tp 2, whole sequence": (2, {"tp": "2", "sequence_parallel": False}, FEW),
     "dp 2 tp 2": (4, {"tp": "2"}, ("selective aot",)),
+    "copies 2 tp 2": (4, {"tp": "2", "dp_replicate": "2"}, ("selective",)),
 }
 CASES = [(engine, way) for engine, (_, _, ways) in ENGINES.items() for way in ways]
 
@@ -41,38 +48,57 @@ def _world():
     return join_world()
 
 
-def _each_way(ways, settings):
-    """Of each way: gradients of the first step, and how many parameters the optimizer updates."""
+def _each_way(engines):
+    """Of each engine and way: gradients of the first step, how many parameters the optimizer
+    updates, and how many pieces of Python were compiled; at last what was printed meanwhile."""
+    import tempfile
     import warnings
 
-    import torch
+    from torch._dynamo.utils import counters
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
     world = _world()
     found = {}
-    for name, changes in ways.items():
-        torch._dynamo.reset()
-        engine = lmt.engine_of(world, lmt.lm(), **settings, **changes)
-        counts = [len(group["params"]) for group in engine.optimizer.param_groups]
-        found[name] = (lmt.gradients(engine), counts)
-    return found
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        for engine, (settings, ways) in engines.items():
+            for name, changes in ways.items():
+                torch._dynamo.reset()
+                counters.clear()
+                made = lmt.engine_of(world, lmt.lm(), **settings, **changes)
+                counts = [len(group["params"]) for group in made.optimizer.param_groups]
+                found[engine, name] = (lmt.gradients(made), counts, dict(counters["frames"]))
+        printed.seek(0)
+        return found, printed.read().decode()
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return launch(_each_way, 1, ways={"no": {}}, settings={})[0]["no"][0]
+    return launch(_each_way, 1, engines={"plain": ({}, {"no": {}})})[0][0]["plain", "no"][0]
+
+
+def _ranks(engine):
+    size, settings, _ = ENGINES[engine]
+    return _together(size, "tp" in settings)
 
 
 @functools.cache
-def _ranks(engine):
-    size, settings, ways = ENGINES[engine]
-    return launch(_each_way, size, ways={way: WAYS[way] for way in ways}, settings=settings)
+def _together(size, tp):
+    """The same ranks run one engine after the other, since each start of them costs seconds."""
+    engines = {
+        engine: (settings, {way: WAYS[way] for way in ways})
+        for engine, (ranks, settings, ways) in ENGINES.items()
+        if (ranks, "tp" in settings) == (size, tp)
+    }
+    return launch(_each_way, size, engines=engines)
 
 
 @pytest.mark.parametrize(("engine", "way"), CASES)
 def test_every_parameter_gets_the_gradient_of_one_process(expected, engine, way):
-    for ours in _ranks(engine):
-        gradients, updated = ours[way]
+    for found, _ in _ranks(engine):
+        gradients, updated, frames = found[engine, way]
+        assert frames.get("ok") == frames.get("total")
+        assert bool(frames.get("ok")) == ("compile" in WAYS[way])
         assert gradients.keys() == expected.keys()
         assert updated == [len(expected)]
         for name, gradient in expected.items():
@@ -80,6 +106,72 @@ def test_every_parameter_gets_the_gradient_of_one_process(expected, engine, way)
             scale = np.abs(gradient).max()
             assert scale > 0
             assert np.abs(gradients[name] - gradient).max() < 1e-4 * scale, name
+
+
+def test_ddp_prints_nothing_that_nobody_could_act_on():
+    """Torch's advice not to look for unused parameters, on each rank."""
+    for _, printed in _ranks("ddp"):
+        assert "unused parameters" not in printed
+
+
+KINDS = ("ddp", "fsdp2")
+
+
+def _with_inductor():
+    """Losses, norms and weights after some steps, and what was compiled, of some engines."""
+    import warnings
+
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
+    world = _world()
+    found = {}
+    for kind, backend in [(kind, backend) for kind in KINDS for backend in ("no", "inductor")]:
+        torch._dynamo.reset()
+        counters.clear()
+        engine = lmt.engine_of(world, lmt.lm(), kind=kind, compile=backend)
+        found[kind, backend] = (lmt.train(engine, 4), counters["frames"]["ok"])
+    return found
+
+
+@pytest.mark.soak
+def test_kernels_of_inductor_train_as_no_compiler_does(tmp_path, monkeypatch):
+    """Marked since g++ takes 40 s of CPU time for the first."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gloo, "TIMEOUT_S", 900)
+
+    ranks = launch(_with_inductor, 2)
+
+    assert list(tmp_path.rglob("*.so"))
+    for found in ranks:
+        for kind in KINDS:
+            (expected, none), (ours, compiled) = found[kind, "no"], found[kind, "inductor"]
+            assert (none, bool(compiled)) == (0, True)
+            assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
+            assert ours.norms == pytest.approx(expected.norms, rel=1e-4)
+            for name, weight in expected.weights.items():
+                assert np.abs(ours.weights[name] - weight).max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("compiler", "headers", "says"),
+    [
+        ("c++-of-nobody", None, "with c[+][+]-of-nobody .* is not on this node's PATH"),
+        (sys.executable, "nowhere", "Python's headers, and nowhere/Python.h is not there"),
+    ],
+)
+def test_inductor_without_what_it_builds_with_is_refused_beforehand(
+    monkeypatch, compiler, headers, says
+):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: headers)
+
+    with pytest.raises(UsageError, match=says) as refused:
+        compile_blocks([], "inductor", torch.device("cpu"))
+
+    assert str(refused.value).endswith("or set engine.compile = aot_eager or no")
+    compile_blocks([], "aot_eager", torch.device("cpu"))
+    compile_blocks([], "inductor", torch.device("cuda"))
 
 
 def _operations(settings):

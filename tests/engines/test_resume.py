@@ -1,4 +1,7 @@
-"""Promises 1 and 4 on real ranks: bit-equal at the same world size, any engine to any other."""
+"""Promises 1 and 4 on real ranks: bit-equal at the same world size, any engine to any other.
+
+Two ranks are here in 16 bits, and in fp32 in `test_kill_during_save.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,7 @@ from tests.support.recipe import assert_same_bits, consumed, full_state, make_ru
 STEPS = 12
 
 
-@pytest.mark.parametrize(
-    ("engine", "world_size"), [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3)]
-)
+@pytest.mark.parametrize(("engine", "world_size"), [("ddp", 1), ("ddp", 3), ("fsdp2", 3)])
 def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, engine, world_size):
     quiet = make_run(tmp_path / "quiet", engine__kind=engine)
     disturbed = make_run(tmp_path / "disturbed", engine__kind=engine)
@@ -44,9 +45,9 @@ CHANGES = [("ddp", 4, "fsdp2", 2), ("fsdp2", 4, "ddp", 3), ("fsdp2", 3, "fsdp2",
 def test_another_engine_and_world_size_restores_the_same_bits(
     tmp_path, engine, world_size, to_engine, to_world_size
 ):
-    run = make_run(tmp_path / "run", engine__kind=engine, train__steps=4)
+    run = make_run(tmp_path / "run", engine__kind=engine, train__steps=2)
     train(run, world_size)
-    saved = full_state(run, 4)
+    saved = full_state(run, 2)
     _change(run, engine__kind=to_engine)
 
     restored = _restored_state(run, to_world_size)
@@ -54,10 +55,11 @@ def test_another_engine_and_world_size_restores_the_same_bits(
     assert_same_bits(saved, restored)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_every_sample_is_used_once_at_changing_world_sizes(tmp_path, engine):
-    run = make_run(tmp_path / "run", engine__kind=engine, train__global_batch=10)
-    for world_size, stop_at in [(4, 2), (3, 5), (1, 8), (2, None)]:
+def test_every_sample_is_used_once_at_changing_world_sizes_and_engines(tmp_path):
+    run = make_run(tmp_path / "run", train__global_batch=10)
+    attempts = [("fsdp2", 4, 2), ("ddp", 3, 5), ("ddp", 1, 8), ("fsdp2", 2, None)]
+    for engine, world_size, stop_at in attempts:
+        _change(run, engine__kind=engine)
         train(run, world_size, stop_at=stop_at)
 
     manifest = ledger.read(run)
@@ -94,7 +96,7 @@ def test_mixed_precision_resumes_bit_equal(tmp_path, engine, precision):
         "engine__kind": engine,
         "engine__precision": precision,
         "engine__activation_checkpointing": "full",
-        "train__micro_batch": 3,
+        "train__micro_batch": 6,
     }
     quiet = make_run(tmp_path / "quiet", **options)
     disturbed = make_run(tmp_path / "disturbed", **options)
@@ -159,7 +161,7 @@ def _restore_rank():
     config = LMConfig(layers=2, dim=16, heads=2, seq_len=16)
     model = LM(config, seed=99)  # other weights than those that were saved
     engine = run.parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.5))
-    assert list(run.steps(total=4)) == []  # all four are done: it only restores
-    assert run.step == 4
+    assert list(run.steps(total=2)) == []  # both are done: it only restores
+    assert run.step == 2
     live = state.collect(engine.model, engine.optimizer)
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in live.items()}

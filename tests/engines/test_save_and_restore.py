@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
@@ -16,16 +17,24 @@ from tests.support import sharded
 from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 
+ENGINES = ["ddp", "fsdp2"]
 SIZES = [(1, 2), (2, 1), (2, 4), (4, 3), (3, 5), (8, 2)]
 
 
-def save_rank(root, engine, steps=(10,), mode="sync"):
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
-    from hpctrain.checkpoint.saver import Saver
+def save_rank(folder, engines=ENGINES, steps=(10,), mode="sync"):
+    """Save a run of each engine, in a folder of its name."""
     from hpctrain.world import join_world
 
     world = join_world()
+    for engine in engines:
+        _save(world, folder / engine, engine, steps, mode)
+
+
+def _save(world, root, engine, steps, mode):
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.saver import Saver
+
     mesh = sharded.mesh_of(world, engine)
     place = sharded.place(world, root)
     saver = Saver(place, world) if mode == "async" else None
@@ -45,19 +54,23 @@ def save_rank(root, engine, steps=(10,), mode="sync"):
         saver.close()
 
 
-def load_rank(root, engine, read_once=True, fresh=True):
-    """What was restored, which tensors are wrong, and what was touched that must not be."""
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted, restore
+def load_rank(cases):
+    """`_load` for each (run, engine, settings of it)."""
     from hpctrain.world import join_world
 
     world = join_world()
+    return [_load(world, root, engine, **settings) for root, engine, settings in cases]
+
+
+def _load(world, root, engine, read_once=True):
+    """What was restored, which tensors are wrong, and what was touched that must not be."""
+    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.restore import Wanted, restore
+
     mesh = sharded.mesh_of(world, engine)
     place = sharded.place(world, root, read_once=read_once)
     tensors = sharded.spread(world, engine, None, mesh)
-    names = (
-        frozenset(name for name in tensors if name.startswith("optim.")) if fresh else frozenset()
-    )
+    names = frozenset(name for name in tensors if name.startswith("optim."))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def wanted(manifest):
@@ -88,31 +101,34 @@ def _touched(before, after, fresh):
     ]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(("saved_on", "loaded_on"), SIZES)
-def test_what_n_ranks_saved_m_ranks_load_bit_equal(tmp_path, engine, saved_on, loaded_on):
-    root = tmp_path / "run"
-    launch(save_rank, saved_on, root=root, engine=engine, mode="async")
+def test_what_n_ranks_saved_m_ranks_load_bit_equal(tmp_path, saved_on, loaded_on):
+    launch(save_rank, saved_on, folder=tmp_path, mode="async")
 
-    for ours in launch(load_rank, loaded_on, root=root, engine=engine):
-        assert (ours["step"], ours["wrong"]) == (10, [])
-
-
-@pytest.mark.parametrize("engines", [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("hsdp", "fsdp2")])
-def test_what_one_engine_saved_another_loads(tmp_path, engines):
-    root = tmp_path / "run"
-    launch(save_rank, 4, root=root, engine=engines[0])
-
-    for ours in launch(load_rank, 3, root=root, engine=engines[1]):
-        assert (ours["step"], ours["wrong"]) == (10, [])
+    cases = [(tmp_path / engine, engine, {}) for engine in ENGINES]
+    for ours in launch(load_rank, loaded_on, cases=cases):
+        assert [(got["step"], got["wrong"]) for got in ours] == [(10, [])] * len(ENGINES)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
-def test_each_byte_is_written_once_and_by_all_ranks_alike(tmp_path, engine):
-    root = tmp_path / "run"
-    launch(save_rank, 4, root=root, engine=engine)
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    """A run of each engine that four ranks have saved."""
+    folder = tmp_path_factory.mktemp("of_four")
+    launch(save_rank, 4, folder=folder, engines=[*ENGINES, "hsdp"])
+    return folder
 
-    found = find.look(RunDir(root), 10)
+
+def test_what_one_engine_saved_another_loads(of_four):
+    pairs = [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("hsdp", "fsdp2")]
+    cases = [(of_four / saved, loaded, {}) for saved, loaded in pairs]
+
+    for ours in launch(load_rank, 3, cases=cases):
+        assert [(got["step"], got["wrong"]) for got in ours] == [(10, [])] * len(pairs)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "hsdp"])
+def test_each_byte_is_written_once_and_by_all_ranks_alike(of_four, engine):
+    found = find.look(RunDir(of_four / engine), 10)
     shards = sorted(found.path.glob("shard-*"))
     data = [path.stat().st_size - _header(path) for path in shards]
     whole = sum(_nbytes(name) for name in sharded.SHAPES) + 4 * 5
@@ -122,69 +138,68 @@ def test_each_byte_is_written_once_and_by_all_ranks_alike(tmp_path, engine):
     assert max(data) <= 1.1 * sum(data) / 4 + 4 * 12 * 4
 
 
-def test_what_all_ranks_hold_is_read_once(tmp_path):
-    root = tmp_path / "run"
-    launch(save_rank, 2, root=root, engine="ddp")
+def test_what_all_ranks_hold_is_read_once(of_four):
+    root = of_four / "ddp"
     size = find.look(RunDir(root), 10).manifest.size
 
-    once = launch(load_rank, 4, root=root, engine="ddp", read_once=True)
-    each = launch(load_rank, 4, root=root, engine="ddp", read_once=False)
+    cases = [(root, "ddp", {"read_once": once}) for once in (True, False)]
+    ranks = launch(load_rank, 4, cases=cases)
 
-    assert sum(ours["read"] for ours in once) <= 1.1 * size
-    assert sum(ours["read"] for ours in each) >= 3 * size
-    assert [ours["wrong"] for ours in once + each] == [[]] * 8
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_flipped_bit_on_one_rank_makes_all_ranks_fall_back(tmp_path, engine):
-    root = tmp_path / "run"
-    launch(save_rank, 3, root=root, engine=engine, steps=(10, 20))
-    _flip_in(root, 20, "model.embed.weight")
-
-    for ours in launch(load_rank, 3, root=root, engine=engine):
-        assert (ours["step"], ours["wrong"]) == (10, [])
-        assert ours["skipped"][0]["step"] == 20
-        assert "model.embed.weight" in ours["skipped"][0]["reason"]
-    run = RunDir(root)
-    assert [one.step for one in find.set_aside(run)] == [20]
-    (event,) = [e for e in ledger.read(run) if e.kind == "checkpoint_set_aside"]
-    assert "model.embed.weight" in event.data["reason"]
+    assert sum(once["read"] for once, _ in ranks) <= 1.1 * size
+    assert sum(each["read"] for _, each in ranks) >= 3 * size
+    assert [got["wrong"] for ours in ranks for got in ours] == [[]] * 8
 
 
-@pytest.mark.parametrize("name", ["model.embed.weight", "optim.embed.weight.exp_avg"])
-def test_nothing_of_value_is_touched_by_a_damaged_checkpoint(tmp_path, name):
-    root = tmp_path / "run"
-    launch(save_rank, 2, root=root, engine="fsdp2")
-    _flip_in(root, 10, name)
+def test_a_flipped_bit_on_one_rank_makes_all_ranks_fall_back(tmp_path):
+    launch(save_rank, 3, folder=tmp_path, steps=(10, 20))
+    for engine in ENGINES:
+        _flip_in(tmp_path / engine, 20, "model.embed.weight")
 
-    for ours in launch(load_rank, 2, root=root, engine="fsdp2"):
-        assert ours["step"] == 0
-        assert ours["touched"] == []
+    cases = [(tmp_path / engine, engine, {}) for engine in ENGINES]
+    for got in itertools.chain(*launch(load_rank, 3, cases=cases)):
+        assert (got["step"], got["wrong"]) == (10, [])
+        assert got["skipped"][0]["step"] == 20
+        assert "model.embed.weight" in got["skipped"][0]["reason"]
+    for run in (RunDir(tmp_path / engine) for engine in ENGINES):
+        assert [one.step for one in find.set_aside(run)] == [20]
+        (event,) = [e for e in ledger.read(run) if e.kind == "checkpoint_set_aside"]
+        assert "model.embed.weight" in event.data["reason"]
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_kept(tmp_path, monkeypatch):
-    root = tmp_path / "run"
-    launch(save_rank, 2, root=root, engine="fsdp2")
+def test_nothing_of_value_is_touched_by_a_damaged_checkpoint(of_four, tmp_path):
+    names = ["model.embed.weight", "optim.embed.weight.exp_avg"]
+    for name in names:
+        shutil.copytree(of_four / "fsdp2", tmp_path / name)
+        _flip_in(tmp_path / name, 10, name)
+
+    cases = [(tmp_path / name, "fsdp2", {}) for name in names]
+    for got in itertools.chain(*launch(load_rank, 2, cases=cases)):
+        assert got["step"] == 0
+        assert got["touched"] == []
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_kept(of_four, monkeypatch):
+    root = of_four / "fsdp2"
     changed = {**sharded.SHAPES, "model.embed.weight": ("float32", (257, 13))}
     monkeypatch.setattr(sharded, "SHAPES", changed)
 
-    for ours in launch(load_rank, 3, root=root, engine="fsdp2"):
-        assert "model.embed.weight" in ours["error"]
-        assert "[257,12]" in ours["error"]
-        assert ours["touched"] == []
+    for (got,) in launch(load_rank, 3, cases=[(root, "fsdp2", {})]):
+        assert "model.embed.weight" in got["error"]
+        assert "[257,12]" in got["error"]
+        assert got["touched"] == []
     assert find.look(RunDir(root), 10).problem is None
 
 
 def test_a_background_save_holds_the_state_of_its_step_and_not_of_later_ones(tmp_path):
-    root = tmp_path / "run"
-    launch(save_rank, 2, root=root, engine="fsdp2", steps=(10, 20, 30), mode="async")
+    launch(save_rank, 2, folder=tmp_path, engines=["fsdp2"], steps=(10, 20, 30), mode="async")
 
+    root = tmp_path / "fsdp2"
     assert [found.step for found in find.candidates(RunDir(root))] == [30, 20, 10]
-    for ours in launch(load_rank, 2, root=root, engine="fsdp2"):
-        assert (ours["step"], ours["wrong"]) == (30, [])
+    for (got,) in launch(load_rank, 2, cases=[(root, "fsdp2", {})]):
+        assert (got["step"], got["wrong"]) == (30, [])
 
 
-def plain_dcp_rank(root, engine):
+def plain_dcp_rank(folder):
     import warnings
 
     import torch.distributed.checkpoint as dcp
@@ -193,21 +208,24 @@ def plain_dcp_rank(root, engine):
     from hpctrain.world import join_world
 
     warnings.simplefilter("ignore")
-    world = join_world()
-    mesh = sharded.mesh_of(world, engine)
-    path = Path(root) / "step-0000000007"
-    state = {"tensors": sharded.spread(world, engine, 7, mesh), "lr": 0.5, "words": ["a", 1]}
-    dcp.save(state, storage_writer=Writer(path, step=7))
-    back = {"tensors": sharded.spread(world, engine, None, mesh), "lr": 0.0, "words": []}
-    dcp.load(back, storage_reader=Reader(path))
-    return sharded.wrong(back["tensors"], 7), back["lr"], back["words"]
+    world, found = join_world(), []
+    for engine in ENGINES:
+        mesh = sharded.mesh_of(world, engine)
+        path = folder / engine / "step-0000000007"
+        state = {"tensors": sharded.spread(world, engine, 7, mesh), "lr": 0.5, "words": ["a", 1]}
+        dcp.save(state, storage_writer=Writer(path, step=7))
+        back = {"tensors": sharded.spread(world, engine, None, mesh), "lr": 0.0, "words": []}
+        dcp.load(back, storage_reader=Reader(path))
+        found.append((sharded.wrong(back["tensors"], 7), back["lr"], back["words"]))
+    return found
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_torch_dcp_saves_and_loads_through_our_storage(tmp_path, engine):
-    for wrong, rate, words in launch(plain_dcp_rank, 2, root=tmp_path, engine=engine):
-        assert (wrong, rate, words) == ([], 0.5, ["a", 1])
-    assert json.loads((tmp_path / "step-0000000007" / MANIFEST_NAME).read_text())["step"] == 7
+def test_torch_dcp_saves_and_loads_through_our_storage(tmp_path):
+    for found in launch(plain_dcp_rank, 2, folder=tmp_path):
+        assert found == [([], 0.5, ["a", 1])] * len(ENGINES)
+    for engine in ENGINES:
+        written = tmp_path / engine / "step-0000000007" / MANIFEST_NAME
+        assert json.loads(written.read_text())["step"] == 7
 
 
 def _nbytes(name):

@@ -55,61 +55,74 @@ def _wrong(state):
     return bad
 
 
-def _save(root, how):
+def _save_all(folder, hows):
+    """Save a run for each way of holding a state; the bytes of each."""
     from hpctrain.checkpoint.save import save
     from hpctrain.world import join_world
 
-    world = join_world()
-    return save(place(world, root), world, _state(world, how, STEP), manifest(world, STEP)).bytes
+    world, size = join_world(), {}
+    for how in hows:
+        place_of = place(world, folder / how)
+        state = _state(world, how, STEP)
+        size[how] = save(place_of, world, state, manifest(world, STEP)).bytes
+    return size
 
 
-def _load(root, how):
+def _load_all(cases):
+    """Load each run in its way; what is wrong, and how many tensors were held."""
     from hpctrain.checkpoint.restore import Wanted, restore
     from hpctrain.world import join_world
 
-    world = join_world()
-    state = _state(world, how, None)
-    restored = restore(place(world, root), world, lambda _: Wanted(state))
-    assert restored.step == STEP
-    return _wrong(state), len(state.shared)
+    world, found = join_world(), []
+    for root, how in cases:
+        state = _state(world, how, None)
+        restored = restore(place(world, root), world, lambda _, state=state: Wanted(state))
+        assert restored.step == STEP
+        found.append((_wrong(state), len(state.shared)))
+    return found
+
+
+SAVED = {1: ["plain"], 2: ["plain", "stages", "flat"], 3: ["flat"], 4: ["stages"]}
+"""Ways of holding a state, by the ranks that save it."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Where each was saved, by way and ranks, and its bytes."""
+    folder = tmp_path_factory.mktemp("saved")
+    found = {}
+    for ranks, hows in SAVED.items():
+        size = launch(_save_all, ranks, folder=folder / str(ranks), hows=hows)[0]
+        found |= {(how, ranks): (folder / str(ranks) / how, size[how]) for how in hows}
+    return found
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "ranks", "loaded_as", "to_ranks"),
+    ("to_ranks", "cases"),
     [
-        ("flat", 3, "plain", 2),
-        ("flat", 3, "flat", 4),
-        ("plain", 2, "flat", 3),
-        ("stages", 4, "plain", 1),
-        ("plain", 1, "stages", 2),
-        ("stages", 2, "flat", 4),
-        ("flat", 2, "stages", 4),
+        (1, [(("stages", 4), "plain")]),
+        (2, [(("flat", 3), "plain"), (("plain", 1), "stages")]),
+        (3, [(("plain", 2), "flat")]),
+        (4, [(("flat", 3), "flat"), (("stages", 2), "flat"), (("flat", 2), "stages")]),
     ],
 )
-def test_any_spread_loads_into_any_other(tmp_path, saved_as, ranks, loaded_as, to_ranks):
-    launch(_save, ranks, root=tmp_path / "run", how=saved_as)
+def test_any_spread_loads_into_any_other(saved, to_ranks, cases):
+    roots = [(saved[one][0], loaded_as) for one, loaded_as in cases]
 
-    answers = launch(_load, to_ranks, root=tmp_path / "run", how=loaded_as)
-
-    assert [bad for bad, _ in answers] == [[]] * to_ranks
-    assert all(count for _, count in answers)
-
-
-def test_what_two_ranks_of_a_stage_hold_is_written_once(tmp_path):
-    once = launch(_save, 1, root=tmp_path / "one", how="plain")[0]
-
-    twice = launch(_save, 4, root=tmp_path / "four", how="stages")[0]
-
-    assert twice < 1.5 * once
+    for ours in launch(_load_all, to_ranks, cases=roots):
+        assert [bad for bad, _ in ours] == [[]] * len(cases)
+        assert all(count for _, count in ours)
 
 
-def test_a_weight_that_no_rank_knows_is_refused(tmp_path):
-    launch(_save, 2, root=tmp_path / "run", how="stages")
+def test_what_two_ranks_of_a_stage_hold_is_written_once(saved):
+    assert saved["stages", 4][1] < 1.5 * saved["plain", 1][1]
 
+
+def test_a_weight_that_no_rank_knows_is_refused(saved):
     with pytest.raises(
         AssertionError, match=r"model\.[a-z.]+.* is in the checkpoint and not in the model"
     ):
-        launch(_load_half, 2, root=tmp_path / "run")
+        launch(_load_half, 2, root=saved["stages", 2][0])
 
 
 def _load_half(root):

@@ -33,8 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def build(layout: str, *, experts: int = 0, **settings: Any) -> Any:
-    """The tiny model under a layout. In a rank; collective."""
+def build(layout: str, *, experts: int = 0, layers: int = 4, **settings: Any) -> Any:
+    """The tiny model under a layout. In a rank; collective, once for each engine."""
     import torch
 
     from hpctrain.engines.parallelize import parallelize
@@ -42,7 +42,7 @@ def build(layout: str, *, experts: int = 0, **settings: Any) -> Any:
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World, join_world
 
-    config = LMConfig(layers=4, dim=16, heads=4, seq_len=SEQ_LEN, **_of_experts(experts))
+    config = LMConfig(layers=layers, dim=16, heads=4, seq_len=SEQ_LEN, **_of_experts(experts))
     model = LM(config, seed=SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     size, chosen = LAYOUTS[layout]

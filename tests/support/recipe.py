@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ TINY = {
     "train.layers": 2,
     "train.dim": 16,
     "train.heads": 2,
+    "train.data": str(Path(email.__file__).parent),  # little text: it is made once for each run
     "train.data_limit_mb": 0.2,
     "train.dropout": 0.1,
     "train.audit": True,

@@ -18,7 +18,8 @@ import pytest
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.plan.ds_check import check_user_config
 from hpctrain.plan.ds_config import engine_config, read_user_config, resolve_ds_config
-from hpctrain.plan.ds_keys import NO_EFFECT, REFUSED, REMOVED, SECTIONS, TOP
+from hpctrain.plan.ds_keys import MUST_BE, NO_EFFECT, REFUSED, REMOVED, SECTIONS, TOP
+from hpctrain.settings.check_engine import check_engine
 from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
 from hpctrain.submit.ds_config import take_ds_config
 
@@ -26,9 +27,9 @@ ZERO = "zero_optimization"
 CASES = [
     {"kind": f"zero{stage}", "offload": offload, "precision": precision, "selective": selective}
     for stage, precision, offload, selective in itertools.product(
-        range(4), ("fp32", "bf16", "fp16"), ("no", "cpu"), (False, True)
+        range(4), ("fp32", "bf16", "fp16"), ("no", "cpu", "nvme"), (False, True)
     )
-    if offload == "no" or stage > 0
+    if offload == "no" or stage > (2 if offload == "nvme" else 0)
 ]
 
 
@@ -71,7 +72,7 @@ def test_our_sections_have_the_keys_of_the_installed_deepspeed(deepspeed):
 
 
 def test_what_is_refused_or_without_effect_is_a_key_of_deepspeeds():
-    for path in [*REFUSED, *NO_EFFECT]:
+    for path in [*REFUSED, *MUST_BE, *NO_EFFECT]:
         section, _, key = path.rpartition(".")
         assert key in (SECTIONS[section] if section else TOP), path
 
@@ -86,7 +87,9 @@ def test_deepspeed_understands_every_generated_config_as_it_is_meant(deepspeed):
             "fp16": case["precision"] == "fp16",
             "clip": 0.0,
             "optimizer on": device,
-            "parameters on": device if stage == 3 else "none",
+            "parameters on": "cpu" if stage == 3 and device != "none" else "none",
+            "at a time": 100_000_000 if device == "nvme" else 1_000_000_000,
+            "gradients added in": "fp32" if stage > 1 else None,
             "memory_efficient_linear": not (stage == 3 and case["selective"]),
             "round_robin": False,
             "overlap": stage == 3,
@@ -209,6 +212,45 @@ def test_a_file_that_cannot_be_taken_is_refused_by_its_name(tmp_path, content, e
         taken(tmp_path, "ds.json")
 
 
+# ---- a disk of the node
+
+ON_DISK = {"kind": "zero3", "offload": "nvme", "nvme_path": "/disk"}
+
+
+def on_disk(mode="sync", **engine):
+    settings = Settings(engine=EngineSettings(**{**ON_DISK, **engine}))
+    settings.checkpoint.mode = mode
+    return check_engine(settings, {"engine.offload": "--set"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"kind": "zero2"},
+            r"--set: engine\.offload is nvme, which zero3 alone .* is zero2",
+        ),
+        ({"kind": "fsdp2"}, r"zero3 alone can do; engine\.kind is fsdp2"),
+        ({"nvme_path": ""}, r"--set: engine\.offload is nvme, and engine\.nvme_path is empty"),
+        ({"nvme_path": "disk/a"}, r"engine\.nvme_path is disk/a, which is no absolute path"),
+        (
+            {"mode": "async"},
+            r"--set: engine\.offload is nvme, and checkpoint\.mode is async",
+        ),
+    ],
+    ids=["stage 2", "no DeepSpeed", "no path", "a relative path", "copies in host memory"],
+)
+def test_a_disk_that_could_not_be_used_is_refused_at_submit(changed, message):
+    with pytest.raises(UsageError, match=message):
+        on_disk(**changed)
+
+
+def test_a_disk_is_taken_for_stage_3_alone_and_told_where_it_has_no_effect():
+    assert on_disk() == []
+    assert on_disk(nvme_path="$SLURM_TMPDIR") == []
+    assert on_disk(offload="cpu") == ["engine.nvme_path has no effect with engine.offload cpu"]
+
+
 # ---- checking
 
 REFUSALS = {
@@ -293,10 +335,40 @@ REFUSALS = {
         {"offload": "cpu"},
         'offload_param.device is "cpu", and engine.offload is "cpu" with engine.kind "zero2"',
     ),
-    "a disk, whose state cannot be saved": (
-        {ZERO: {"offload_param": {"device": "nvme", "nvme_path": "/a"}}},
+    "a disk for the optimizer that is not set": (
+        {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}},
         {"kind": "zero3", "offload": "cpu"},
-        'offload_param.device is "nvme", and engine.offload is "cpu"',
+        'offload_optimizer.device is "nvme", and engine.offload is "cpu"',
+    ),
+    "a disk for parameters": (
+        {ZERO: {"offload_param": {"device": "nvme", "nvme_path": "/a"}}},
+        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
+        'offload_param.device is "nvme", and engine.offload is "nvme"',
+    ),
+    "another disk": (
+        {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": "/b"}}},
+        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
+        'offload_optimizer.nvme_path is "/b", and engine.nvme_path is "/a"',
+    ),
+    "state on its way to a disk": (
+        {ZERO: {"offload_optimizer": {"device": "nvme", "pipeline_write": True}}},
+        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
+        "hpctrain does not take zero_optimization.offload_optimizer.pipeline_write",
+    ),
+    "gradients added in fp32 at stage 1": (
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"kind": "zero1", "precision": "bf16"},
+        'data_types.grad_accum_dtype is "fp32", which hpctrain does not take with engine.kind "zer',
+    ),
+    "gradients added in another type": (
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        {"precision": "bf16"},
+        'data_types.grad_accum_dtype is "fp16", which hpctrain does not take',
+    ),
+    "no gradient norm": (
+        {ZERO: {"compute_grad_norm": False}},
+        {},
+        "zero_optimization.compute_grad_norm is false; hpctrain needs true, since a step's grad",
     ),
     "a batch of no size": ({"train_batch_size": 0}, {}, "train_batch_size is 0; it takes a whole"),
     "a product that does not hold": (
@@ -446,6 +518,8 @@ def ask():
             "clip": told.gradient_clipping,
             "optimizer on": away[0].device if away[0] else "none",
             "parameters on": away[1].device if away[1] else "none",
+            "at a time": zero.sub_group_size,
+            "gradients added in": told.grad_accum_dtype,
             "memory_efficient_linear": zero.memory_efficient_linear,
             "round_robin": zero.round_robin_gradients,
             "overlap": zero.overlap_comm,

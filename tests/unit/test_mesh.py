@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli.main import main
+from hpctrain.data.batches import Passes
 from hpctrain.errors import UsageError
 from hpctrain.ledger.events import read
 from hpctrain.ledger.rank_map import placed, rank_map
@@ -21,6 +22,7 @@ from hpctrain.mesh import AXES, Mesh
 from hpctrain.plan import resume
 from hpctrain.plan.mesh import Planner, plan_mesh
 from hpctrain.plan.nodes import meshes
+from hpctrain.plan.passes import passes_of
 from hpctrain.plan.shape import ModelShape, divisors, shape_of
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
@@ -202,6 +204,29 @@ def test_the_nearest_nodes_are_found_beyond_those_where_experts_cannot_be_cut():
     assert Planner(fsdp2(ep="2"), 2, shape).nearest(11) == [8, 12]
 
 
+def test_a_tp_group_lies_in_one_node_and_so_does_any_group_of_fewer_ranks_than_a_node_has():
+    allowed = fsdp2(tp="3-4")
+
+    assert plan_mesh(allowed, 12, 4) == Mesh(dp_shard=3, tp=4)  # three would lie across two nodes
+    assert plan_mesh(allowed, 3, 4) == Mesh(tp=3)
+
+
+@pytest.mark.parametrize(("dim", "hidden"), [(32, 6), (6, 32)])
+def test_an_expert_is_cut_along_whichever_side_its_ranks_divide(dim, hidden):
+    shape = ModelShape(layers=1, dim=dim, heads=1, hidden=hidden, seq_len=8, experts=2)
+
+    assert plan_mesh(fsdp2(ep="2"), 8, 8, shape=shape) == Mesh(dp_shard=8, ep=2)
+    assert Planner(fsdp2(ep="2"), 14, shape).find(14) is None
+
+
+def test_a_range_may_begin_with_more_than_the_model_can_be_cut_into():
+    many_experts = ModelShape(layers=1, dim=32, heads=1, hidden=32, seq_len=8, experts=8)
+    many_heads = ModelShape(layers=1, dim=32, heads=4, hidden=32, seq_len=8)
+
+    assert plan_mesh(fsdp2(ep="3-8"), 8, 8, shape=many_experts) == Mesh(dp_shard=8, ep=4)
+    assert plan_mesh(fsdp2(tp="3-8"), 8, 8, shape=many_heads) == Mesh(dp_shard=2, tp=4)
+
+
 def test_very_many_ranks_a_stage_are_planned_without_trying_them_all():
     began = time.process_time()
     engine = fsdp2(pp="900000000", dp_replicate="1-999999999")
@@ -210,6 +235,8 @@ def test_very_many_ranks_a_stage_are_planned_without_trying_them_all():
         plan_mesh(engine, 3, 1)
 
     assert Planner(engine, 1).nearest(3) == [900_000_000]
+    assert Planner(fsdp2(pp="900000000"), 8).nearest(3) == [112_500_000]
+    assert Planner(fsdp2(pp="900000000", tp="5-8"), 8).nearest(3) == [900_000_000]
     assert time.process_time() - began < 30  # not hours
 
 
@@ -287,6 +314,17 @@ BAD_MESHES = [
         ),
     ),
     (
+        {
+            "mesh": "pp=2",
+            "engine": "fsdp2",
+            "sets": ["engine.pp_schedule=interleaved", "engine.pp_stages_per_rank=5"],
+        },
+        (
+            "engine.pp 2 (flag --mesh) x engine.pp_stages_per_rank 5 needs 10 layers, and "
+            "train.layers is 4; use fewer stages per rank, or more layers"
+        ),
+    ),
+    (
         {"mesh": "ep=2", "engine": "fsdp2"},
         (
             "engine.ep 2 (flag --mesh) needs a model with experts, and train.experts is 0; set it, "
@@ -322,6 +360,60 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would(flags, message):
     assert str(caught.value) == message
 
 
+EXPERTS = ModelShape(layers=4, dim=32, heads=1, hidden=32, seq_len=8, experts=8)
+HEADS = ModelShape(layers=4, dim=24, heads=12, hidden=24, seq_len=24)
+TOLD = [
+    (
+        (fsdp2(pp="2"), 1, 1),
+        {},
+        "engine.pp 2 needs a multiple of 2 ranks; 1 node x 1 rank is 1: use 2 nodes",
+    ),
+    ((fsdp2(pp="2"), 3, 2), {}, "engine.pp 2 needs a multiple of 2 ranks; 3 ranks are 3"),
+    (
+        (fsdp2(pp="3", tp="1-2"), 4, 2),
+        {},
+        "engine.tp 1-2 x engine.pp 3 leaves no mesh of 4 ranks (2 nodes x 2 ranks): use 3 nodes",
+    ),
+    (
+        (fsdp2(pp="3", tp="2"), 4, 2),
+        {"origins": {"engine.pp": "flag --mesh"}},
+        (
+            "engine.tp 2 x engine.pp 3 (flag --mesh) needs a multiple of 6 ranks; "
+            "2 nodes x 2 ranks are 4: use 3 nodes"
+        ),
+    ),
+    (
+        (fsdp2(ep="2-4"), 3, 1),
+        {"shape": EXPERTS},
+        "engine.ep 2-4 leaves no mesh of 3 ranks (3 nodes x 1 rank): use 2 or 4 nodes",
+    ),
+    (
+        (fsdp2(tp="8"), 16, 4),
+        {},
+        (
+            "engine.tp 8 does not divide the 4 ranks of a node, in which its ranks must lie; "
+            "use 1, 2 or 4, or a multiple of 8 ranks per node"
+        ),
+    ),
+    (
+        (fsdp2(tp="3"), 8, 8),
+        {"shape": HEADS},
+        (
+            "engine.tp 3 does not divide the 8 ranks of a node, in which its ranks must lie; "
+            "use 1, 2 or 4, or a multiple of 3 ranks per node"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "known", "message"), TOLD, ids=[row[2][:30] for row in TOLD])
+def test_why_there_is_no_mesh_is_told_by_the_bounds_that_are_in_use(asked, known, message):
+    with pytest.raises(UsageError) as caught:
+        plan_mesh(*asked, **known)
+
+    assert str(caught.value) == message
+
+
 BAD_COMBINATIONS = [
     (["engine.tp=2"], "engine.tp is 2, which needs engine.kind fsdp2; it is ddp (default)"),
     (["engine.pp=2", "engine.kind=zero1"], "engine.pp is 2, which needs engine.kind fsdp2"),
@@ -335,6 +427,7 @@ BAD_COMBINATIONS = [
         ),
     ),
     (["engine.exact=true", "engine.kind=zero2"], "needs engine.kind ddp or fsdp2; it is zero2"),
+    (["engine.exact=true", "engine.kind=zero3"], "needs engine.kind ddp or fsdp2; it is zero3"),
     (
         ["engine.exact=true", "engine.kind=fsdp2", "engine.pp=1-2"],
         "engine.exact is true, which needs engine.pp 1; it is 1-2 (flag --set engine.pp)",
@@ -372,6 +465,8 @@ BAD_COMBINATIONS = [
         "train.experts_per_token is 2, more than train.experts 1 (flag --set train.experts)",
     ),
     (["engine.kind=fsdp2", "engine.tp=two"], 'engine.tp is "two", not a number of ranks'),
+    (["engine.kind=fsdp2", "engine.tp=2x"], 'engine.tp is "2x", not a number of ranks'),
+    (["engine.kind=fsdp2", "engine.tp=1-1234567890"], "not a number of ranks"),
     (["engine.kind=fsdp2", "engine.pp=0"], "engine.pp is 0; it takes at least 1"),
     (["engine.kind=fsdp2", "engine.pp=4-2"], "maximum below its minimum; did you mean 2-4?"),
     (["engine.pp_stages_per_rank=0"], "engine.pp_stages_per_rank is 0; it takes at least 1"),
@@ -397,6 +492,7 @@ def test_settings_that_no_number_of_ranks_can_mend_are_refused_in_one_line(sets,
         ["engine.kind=fsdp2", "engine.exact=true", "engine.tp=2", "train.micro_batch=4"],
         ["engine.kind=zero2", "engine.ds_config=a.json"],
         ["train.experts=2", "train.experts_per_token=2"],
+        ["engine.kind=fsdp2", "engine.compile=inductor"],
     ],
 )
 def test_what_goes_together_passes(sets):
@@ -404,7 +500,7 @@ def test_what_goes_together_passes(sets):
 
 
 def test_a_ds_config_that_a_run_keeps_may_wait_while_another_engine_trains():
-    spec = a_spec(kind="zero3", ds_config='{"zero_optimization": {}}')
+    spec = a_spec(kind="zero3", ds_config=' {"zero_optimization": {}}')
 
     found, notes = change_spec(spec, ResumeRequest(engine_flags("fsdp2", None)))
 
@@ -434,6 +530,23 @@ def test_a_range_of_nodes_is_refused_where_one_of_them_has_no_mesh():
     )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "mesh", "told"),
+    [
+        ("2-13", 1, "pp=2-3", "2-4, 6, 8-10 and 12 would do; use --nodes 8-10, or"),
+        ("2-13", 4, "tp=4,pp=2", ": 2, 4, 6, 8, 10 and 12 would do; use --nodes 12, or"),
+        ("2-17", 4, "tp=4,pp=2", ": 2, 4, 6, 8, 10, 12 and 2 more would do; use --nodes 16, or"),
+    ],
+)
+def test_the_longest_range_with_the_most_nodes_is_offered_and_only_a_few_are_listed(
+    nodes, ranks, mesh, told
+):
+    with pytest.raises(UsageError) as caught:
+        planned(nodes, ranks, mesh=mesh, engine="fsdp2")
+
+    assert told in str(caught.value)
+
+
 def test_a_range_of_nodes_of_which_none_has_a_mesh_names_the_nearest():
     with pytest.raises(UsageError, match=r"5 nodes x 1 rank are 5: use 4 or 8 nodes$"):
         planned("5-7", 1, mesh="pp=4", engine="fsdp2")
@@ -448,6 +561,27 @@ def test_a_range_of_nodes_with_a_mesh_each_has_one_at_both_ends():
 
 def test_a_model_that_is_not_ours_is_cut_as_its_owner_says():
     assert planned("1", 3, mesh="tp=3", engine="fsdp2", is_recipe=False) == {1: Mesh(tp=3)}
+    assert planned("1", 2, "engine.exact=true", engine="ddp", is_recipe=False) == {
+        1: Mesh(dp_replicate=2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "mesh", "passes"),
+    [
+        (EngineSettings(), Mesh(dp_replicate=4), Passes()),
+        (EngineSettings(exact=True), Mesh(dp_replicate=4), Passes(leaves=True, equal=True)),
+        (fsdp2(pp="2"), Mesh(pp=2, dp_shard=2), Passes(equal=True, at_least=2)),
+        (fsdp2(pp="2", pp_schedule="gpipe"), Mesh(pp=2), Passes(equal=True)),
+        (
+            fsdp2(pp="3", pp_schedule="interleaved"),
+            Mesh(pp=3),
+            Passes(equal=True, at_least=3, multiple_of=3),
+        ),
+    ],
+)
+def test_a_step_is_cut_as_the_schedule_and_exact_training_ask(engine, mesh, passes):
+    assert passes_of(engine, mesh) == passes
 
 
 # ---- flags
@@ -692,6 +826,50 @@ def test_a_node_that_lies_across_a_stage_has_a_row_for_each_part():
         "b     6-7    1   0         0-1",
         "c     8-11   1   1-2       0-1",
     ]
+
+
+def test_a_row_holds_every_combination_of_its_places_also_where_a_node_cuts_a_tp_group():
+    assert rank_map(Mesh(dp_shard=5, tp=2), ["a", "b"], 5) == [
+        "node  ranks  dp_shard  tp",
+        "a     0-1    0         0-1",
+        "a     2-3    1         0-1",
+        "a     4      2         0",
+        "b     5      2         1",
+        "b     6-7    3         0-1",
+        "b     8-9    4         0-1",
+    ]
+
+
+def test_experts_have_a_column_and_one_process_has_one_as_well():
+    experts = rank_map(Mesh(dp_shard=4, ep=2), ["a", "b"], 2)
+
+    assert experts == [
+        "node  ranks  dp_shard  ep",
+        "a     0-1    0-1       0-1",
+        "b     2-3    2-3       0-1",
+    ]
+    assert [row.split() for row in rank_map(Mesh(), ["a"], 1)] == [
+        ["node", "ranks", "dp_shard"],
+        ["a", "0", "0"],
+    ]
+    assert Mesh().as_dict() == {"dp_shard": 1}
+    assert Mesh(pp=2, ep=2).text == "pp=2 ep=2"
+
+
+def test_nodes_are_folded_and_rows_left_out_only_where_there_are_too_many():
+    nodes = [f"n{number}" for number in range(1, 14)]
+
+    assert len(rank_map(Mesh(dp_shard=8), nodes[:8], 1)) == 1 + 8
+    assert len(rank_map(Mesh(dp_shard=9), nodes[:9], 1)) == 1 + 1
+    assert len(rank_map(Mesh(pp=12), nodes[:12], 1)) == 1 + 12
+    assert rank_map(Mesh(pp=13), nodes, 1)[-2].startswith("... 1 row")
+    copies = rank_map(Mesh(dp_replicate=3, dp_shard=4), nodes[:12], 1)
+    assert [row.split()[0] for row in copies[1:]] == ["n[1-4]", "n[5-8]", "n[9-12]"]
+
+
+def test_ranks_that_are_not_there_have_no_place():
+    assert [row["rank"] for row in placed(Mesh(dp_shard=4), ["a"], 2)] == [0, 1]
+    assert [row["node"] for row in placed(Mesh(dp_shard=3), ["a", "b"], 2)] == ["a", "a", "b"]
 
 
 def test_many_nodes_are_folded_by_stage_and_the_screen_stays_short():
