@@ -1,0 +1,200 @@
+"""`hpctrain preflight`: are these nodes fit to train, and if not, which one is it?"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option, runs_option
+
+if TYPE_CHECKING:
+    from hpctrain.preflight.report import Report, Result
+    from hpctrain.settings.spec import Spec
+    from hpctrain.site.preset import Site
+    from hpctrain.submit.preflight_job import Preflight
+
+EXAMPLES = """\b
+Examples:
+  hpctrain preflight --nodes 4
+  hpctrain preflight --nodes 16 --gpus-per-node 8 --partition gpu --json
+  hpctrain preflight --login-only
+  hpctrain preflight --cluster local --nodes 2
+"""
+CHECKED = 3
+TRY_AGAIN = 75
+JOB_TIME = "0:20:00"
+
+
+@click.command(name="preflight", epilog=EXAMPLES)
+@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes to look at.")
+@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
+@click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU.")
+@click.option("--site", metavar="S", help="The cluster's preset: a name of `hpctrain sites list`.")
+@click.option("--cluster", type=click.Choice(["slurm", "local"]), help="Where to look.")
+@click.option("--partition", help="SLURM partition(s).")
+@click.option("--account", help="Account to charge.")
+@click.option("--qos", help="Quality of service.")
+@click.option("--time", metavar="LIMIT", help=f"Time limit of the job.  [default: {JOB_TIME}]")
+@click.option("--config", metavar="FILE", help="Settings file.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
+@click.option("--login-only", is_flag=True, help="Only what the login node can tell; no job.")
+@click.option(
+    "--bandwidth/--no-bandwidth",
+    default=True,
+    show_default=True,
+    help="Try an all-reduce, and find out who makes it slow.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For all of it, once the job runs.",
+)
+@click.option(
+    "--try-timeout",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one all-reduce of a group of nodes.",
+)
+@click.option(
+    "--bad-node-hours",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    metavar="HOURS",
+    help="How long bad nodes stay on the list.",
+)
+@click.option("--strict", is_flag=True, help="Exit 75 where something could not be read.")
+@runs_option
+@json_option
+def command(
+    *,
+    login_only: bool,
+    bandwidth: bool,
+    timeout: float,
+    try_timeout: float,
+    bad_node_hours: float,
+    strict: bool,
+    as_json: bool,
+    time: str | None,
+    **flags: Any,
+) -> int:
+    """Look at nodes before a run does, and name those that are not fit.
+
+    First what the login node can tell, then one job that looks at each node, at the shared
+    directory and the clocks, and that tries an all-reduce; where it is slow, parts of it are tried
+    until it is known which node it is. Bad nodes go on a list. Exits with 3 where a check failed.
+    """
+    from hpctrain.submit.preflight_job import discard, make
+
+    spec, site, runs, results = _login(flags, job_time=time or JOB_TIME)
+    report = _report([], results)
+    if spec is None or login_only or report.status == "fail":
+        return _tell(report, as_json=as_json, strict=strict)
+    preflight = make(spec, site, runs, bandwidth=bandwidth, try_s=try_timeout)
+    try:
+        results += _accepted(preflight)
+        report = _report([], results)
+        if report.status != "fail":
+            found = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
+            report = replace(found, results=[*results, *found.results])
+            _note_bad(report, spec, bad_node_hours)
+    except BaseException:
+        discard(preflight)
+        raise
+    if report.status != "fail":
+        discard(preflight)
+    return _tell(report, as_json=as_json, strict=strict)
+
+
+def _report(nodes: list[str], results: list[Result]) -> Report:
+    from hpctrain.preflight.report import Report
+
+    return Report(nodes, results)
+
+
+def _login(
+    flags: dict[str, Any], *, job_time: str
+) -> tuple[Spec | None, Site | None, Path, list[Result]]:
+    """T0: what would be submitted, and what is to be said of it."""
+    from hpctrain.errors import ChecksFailed, ClusterError
+    from hpctrain.preflight.report import OK, WARN, Result
+    from hpctrain.site.preset import Site
+    from hpctrain.submit.preflight import check_login, refused
+    from hpctrain.submit.prepare import SubmitRequest, prepare
+
+    began = time.monotonic()
+    config = flags.pop("config")
+    request = SubmitRequest(
+        cwd=Path.cwd(),
+        environ=os.environ,
+        config=Path(config) if config else None,
+        time=job_time,
+        **flags,
+    )
+    try:
+        prepared = prepare(request)
+    except (ChecksFailed, ClusterError) as error:
+        return None, None, request.runs, [refused(error)]
+    spec = prepared.spec
+    site = None if spec.preset is None else Site.from_plain(spec.preset)
+    results = [Result("settings", WARN, note) for note in prepared.notes]
+    results += check_login(spec, site, prepared.runs)
+    results.append(Result("login node", OK, f"looked at in {time.monotonic() - began:.1f} s"))
+    return spec, site, prepared.runs, results
+
+
+def _accepted(preflight: Preflight) -> list[Result]:
+    """What sbatch says of the job before it is submitted."""
+    if preflight.script is None:
+        return []
+    from hpctrain.slurm.command import run
+    from hpctrain.submit.preflight import check_accepted
+
+    return check_accepted(preflight.script, lambda words: run(words, query=False))
+
+
+def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> Report:
+    from hpctrain.cli.output import echo_note
+    from hpctrain.submit.preflight_job import start, wait
+
+    job = start(preflight, spec, os.environ)
+    say = (lambda _: None) if quiet else echo_note
+    say(f"{job.name} started; Ctrl-C cancels it")
+    return wait(preflight, job, timeout_s=timeout_s, say=say)
+
+
+def _note_bad(report: Report, spec: Spec, hours: float) -> None:
+    """Keep bad nodes out of later jobs, and let those back in that are well."""
+    from hpctrain.preflight.bad_nodes import note, of_user
+
+    if spec.cluster != "slurm":
+        return
+    well = [node for node in report.nodes if node not in report.bad]
+    note(of_user(os.environ, spec.site or spec.cluster), report.bad, well=well, hours=hours)
+
+
+def _tell(report: Report, *, as_json: bool, strict: bool) -> int:
+    """Print the report; the exit code."""
+    from hpctrain.cli.output import echo_json
+    from hpctrain.preflight.report import lines, names
+
+    if as_json:
+        echo_json(report.plain())
+    else:
+        click.echo("\n".join(lines(report.results)))
+        click.echo()
+        bad = f": keep out {names(list(report.bad))}" if report.bad else ""
+        click.echo(f"preflight: {report.status}{bad}")
+    if report.status == "fail":
+        return CHECKED
+    return TRY_AGAIN if strict and report.status == "unknown" else 0

@@ -1,0 +1,60 @@
+"""The nodes are looked at before an attempt's ranks start, while its agents import torch.
+
+Only what a look at each node and between them tells; no collective, which the attempt itself is
+soon enough. Nothing here may keep a run from going on: without an answer the attempt goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.preflight.bounded import Unanswered, start
+from hpctrain.preflight.node import REPORT
+from hpctrain.preflight.tour import tour
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.preflight.bounded import Child
+    from hpctrain.preflight.expect import Order
+    from hpctrain.preflight.tour import Place
+
+
+def begin(place: Place, order: Order | None) -> Child:
+    """Start looking, in a child: an agent must not hang with what it looks at.
+
+    Called on every node. The first one, which has the order, leaves the report in the folder.
+    """
+    return start(lambda: _look(place, order))
+
+
+def _look(place: Place, order: Order | None) -> dict[str, str]:
+    if order is not None:
+        place.folder.mkdir(parents=True, exist_ok=True)
+    report, bad = tour(place, order, _say_nothing)
+    if report is not None:
+        report.dump(place.folder / REPORT)
+    return bad
+
+
+def _say_nothing(text: str) -> None:
+    """The ledger tells what came of it."""
+    del text
+
+
+def outcome(child: Child, timeout_s: float) -> tuple[dict[str, str], str]:
+    """The bad nodes with why, and why there is no answer, "" where there is one."""
+    try:
+        bad: Any = child.answer(timeout_s)
+    except Unanswered as error:
+        return {}, str(error)
+    return bad, ""
+
+
+def to_leave(bad: Mapping[str, str], nodes: Sequence[str]) -> bool:
+    """Whether the attempt must not start on these nodes. The same on every node.
+
+    Where half of the nodes or more seem bad it is the expectation that is wrong, and keeping them
+    all out would leave the job waiting for ever.
+    """
+    return 0 < 2 * len(bad) < len(nodes)

@@ -1,0 +1,117 @@
+"""Do something that may never return: in a child, with a time-out.
+
+A mount whose server is gone blocks whoever looks at it, for ever and deaf to SIGKILL. So the look
+is a child's, and a child that cannot be killed is left behind rather than waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REAP_S = 0.5
+"""How long a killed child may take to be gone before it is left to the kernel."""
+REAP_POLL_S = 0.002
+_CHUNK = 65536
+
+
+class Unanswered(Exception):
+    """The child gave no answer: it took too long, or it died."""
+
+
+class Child:
+    """A child at work; `answer` ends it."""
+
+    def __init__(self, pid: int, reading: int) -> None:
+        self._pid = pid
+        self._reading = reading
+
+    def answer(self, timeout_s: float) -> Any:
+        """What it made, waited for at most so long; the child is gone afterwards.
+
+        Raises:
+            Unanswered: no answer in time, or it failed; the text says which.
+        """
+        try:
+            text = _read_all(self._reading, time.monotonic() + timeout_s)
+        finally:
+            os.close(self._reading)
+            _end(self._pid)
+        if text is None:
+            raise Unanswered(f"no answer in {max(timeout_s, 0.0):g} s")
+        if not text:
+            raise Unanswered("the child died")
+        told = json.loads(text)
+        if "error" in told:
+            raise Unanswered(told["error"])
+        return told["value"]
+
+
+def start(act: Callable[[], Any]) -> Child:
+    """Begin `act` in a forked child; it must return plain data."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _answer(act, writing)
+    os.close(writing)
+    return Child(pid, reading)
+
+
+def bounded(act: Callable[[], Any], timeout_s: float) -> Any:
+    """What `act` returns, which must be plain data.
+
+    Args:
+        act: Run in a forked child, so nothing that it changes in memory is seen here.
+        timeout_s: Seconds after which the child is killed.
+
+    Raises:
+        Unanswered: no answer in time, or `act` raised; the text says which.
+    """
+    return start(act).answer(timeout_s)
+
+
+def _answer(act: Callable[[], Any], writing: int) -> None:
+    """The child's whole life; it must not come back into its parent's code."""
+    os.setsid()  # what it starts is killed with it
+    try:
+        try:
+            told = {"value": act()}
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is the answer
+            told = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(json.dumps(told).encode())
+    finally:
+        os._exit(0)
+
+
+def _read_all(descriptor: int, deadline: float) -> bytes | None:
+    """All that comes until the other end is closed; None where that does not happen in time."""
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(descriptor, _CHUNK)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _end(child: int) -> None:
+    """Kill and reap, without ever waiting for a child that hangs in the kernel."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(child, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
+    deadline = time.monotonic() + REAP_S
+    with contextlib.suppress(ChildProcessError):
+        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(REAP_POLL_S)

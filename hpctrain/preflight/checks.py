@@ -1,0 +1,233 @@
+"""Facts of all nodes, held against the site and against each other. Pure.
+
+What a node lacks that others have is its fault; where there is no majority nobody is named. What
+could not be read is unknown. tests/unit/test_preflight_checks.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.preflight.checks_fabric import check_interfaces, check_ports
+from hpctrain.preflight.groups import by_value, odd_ones
+from hpctrain.preflight.probe import UNLIMITED
+from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpctrain.preflight.expect import Expected
+    from hpctrain.preflight.facts import NodeFacts
+
+NOFILE_MIN = 4096
+SHM_GIB_MIN = 1.0
+LOCAL_GIB_MIN = 1.0
+MEMLOCK_KIB_MIN = 16 * 1024 * 1024
+"""Below 16 GiB RDMA runs out of pinned memory (AWS's health checks)."""
+RELEASE = re.compile(r"\d+")
+FROM_SITE = "as the site expects"
+
+
+def check_facts(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """Every check that needs nothing but the nodes' facts."""
+    checks: list[tuple[str, Callable[[Sequence[NodeFacts], Expected], list[Result]]]] = [
+        ("interfaces", check_interfaces),
+        ("ports", check_ports),
+        ("gpus", check_gpus),
+        ("memlock", check_memlock),
+        ("nofile", check_nofile),
+        ("shm_gib", check_shm),
+        ("local", check_local),
+        ("versions", check_versions),
+        ("nccl_conf", check_nccl_conf),
+        ("resolves_itself", check_own_name),
+    ]
+    results: list[Result] = []
+    for name, check in checks:
+        readable = [one for one in facts if getattr(one, name) is not None]
+        results += check(readable, expected) if readable else []
+        results += _unreadable(name, facts)
+    return results
+
+
+def _unreadable(name: str, facts: Sequence[NodeFacts]) -> list[Result]:
+    why = {one.node: one.unreadable.get(name, "") for one in facts if getattr(one, name) is None}
+    label = LABELS.get(name, name)
+    return [
+        Result(label, UNKNOWN, f"could not be read: {reason or 'no reason given'}", nodes)
+        for reason, nodes in by_value(why).items()
+    ]
+
+
+LABELS = {"ports": "adapters", "shm_gib": "shm", "local": "disk", "resolves_itself": "names"}
+
+
+def check_gpus(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """Their number, one driver, no uncorrected errors, all NVLinks."""
+    counts = {one.node: len(one.gpus or []) for one in facts}
+    results = _counted("gpus", counts, expected.gpus, "GPUs")
+    if not any(counts.values()):
+        return results
+    every = [(one.node, gpu) for one in facts for gpu in one.gpus or []]
+    results += _same("driver", {node: gpu.driver for node, gpu in every}, "driver")
+    if expected.driver_min:
+        old = {n: g.driver for n, g in every if _release(g.driver) < _release(expected.driver_min)}
+        results += [
+            Result("driver", FAIL, f"{driver} is older than {expected.driver_min}", nodes)
+            for driver, nodes in by_value(old).items()
+        ]
+    for node, gpu in every:
+        if gpu.uncorrected:
+            text = f"GPU {gpu.index} has {gpu.uncorrected} uncorrected memory errors"
+            results.append(Result("gpu memory", FAIL, text, [node], "tell your admins"))
+    links = {f"{node}/{gpu.index}": gpu.nvlinks for node, gpu in every if gpu.nvlinks is not None}
+    wanted = expected.nvlinks if expected.nvlinks is not None else odd_ones(links)[0]
+    for key, count in links.items():
+        if wanted is not None and count < wanted:
+            node, _, index = key.partition("/")
+            text = f"GPU {index} has {count} of {wanted} NVLink connections up"
+            results.append(Result("nvlink", FAIL, text, [node], "tell your admins"))
+    return results
+
+
+def check_memlock(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """`ulimit -l`: adapters pin memory."""
+    values = {one.node: one.memlock or "" for one in facts}
+    if expected.memlock:
+        low = {n: v for n, v in values.items() if not _enough_memlock(v, expected.memlock)}
+        text = f"KiB may be locked, the site's nodes have {expected.memlock}"
+        return _low("memlock", FAIL, low, text) or [_fine("memlock", expected.memlock, facts)]
+    pins = {one.node for one in facts if one.ports or one.efa or one.cxi}
+    low = {n: v for n, v in values.items() if n in pins and not _enough_memlock(v, MEMLOCK_KIB_MIN)}
+    hint = "ask your admins for `ulimit -l unlimited` in jobs (LimitMEMLOCK of slurmd)"
+    text = "KiB may be locked, which RDMA soon uses up"
+    if low:
+        return _low("memlock", WARN, low, text, hint)
+    return [_fine("memlock", ", ".join(by_value(values)), facts)]
+
+
+def _enough_memlock(value: str, wanted: str | int) -> bool:
+    if value == UNLIMITED:
+        return True
+    return wanted != UNLIMITED and int(value) >= int(wanted)
+
+
+def check_nofile(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """Files that a process may have open: each connection is one."""
+    del expected
+    low = {one.node: one.nofile for one in facts if 0 <= (one.nofile or 0) < NOFILE_MIN}
+    text = f"files may be open; large jobs need more than {NOFILE_MIN}"
+    return _low("nofile", WARN, low, text, "raise `ulimit -n`") or [
+        _fine("nofile", f"at least {NOFILE_MIN}", facts)
+    ]
+
+
+def check_shm(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """Shared memory: NCCL, DataLoader workers and our own saves use it."""
+    wanted = expected.shm_gib_min
+    least = SHM_GIB_MIN if wanted is None else wanted
+    low = {one.node: one.shm_gib for one in facts if (one.shm_gib or 0.0) < least}
+    status, whose = (WARN, "is little") if wanted is None else (FAIL, f"the site has {least:g}")
+    return _low("shm", status, low, f"GiB of /dev/shm, {whose}") or [
+        _fine("shm", f"at least {least:g} GiB", facts)
+    ]
+
+
+def check_local(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """Room on the nodes' own disks."""
+    del expected
+    results = []
+    for folder in {folder: None for one in facts for folder in one.local or {}}:
+        free = {one.node: (one.local or {}).get(folder, 0.0) for one in facts}
+        low = {node: value for node, value in free.items() if value < LOCAL_GIB_MIN}
+        results += _low("disk", WARN, low, f"GiB free in {folder}")
+    return results or [_fine("disk", f"at least {LOCAL_GIB_MIN:g} GiB free", facts)]
+
+
+def check_versions(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """The same python, torch, NCCL, CUDA and hpctrain everywhere."""
+    del expected
+    results = []
+    found = {one.node: one.versions or {} for one in facts}
+    for what in {name: None for versions in found.values() for name in versions}:
+        values = {node: versions.get(what, "") or "none" for node, versions in found.items()}
+        results += [one for one in _same(f"version of {what}", values, what) if one.status != OK]
+    if results:
+        return results
+    shown = [f"{name} {value}" for name, value in next(iter(found.values())).items() if value]
+    return [_fine("versions", ", ".join(shown), facts)]
+
+
+def check_nccl_conf(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """/etc/nccl.conf: there where it should be, and not at odds with the environment."""
+    confs = {one.node: one.nccl_conf or {} for one in facts}
+    results = []
+    if expected.nccl_conf and (without := [node for node, conf in confs.items() if not conf]):
+        text = "no /etc/nccl.conf, which this site's nodes have"
+        results.append(Result("nccl.conf", FAIL, text, without))
+    for name, value in expected.env.items():
+        other = {node: conf[name] for node, conf in confs.items() if conf.get(name, value) != value}
+        results += [
+            Result(
+                "nccl.conf",
+                WARN,
+                f"/etc/nccl.conf has {name}={theirs}, the ranks get {value}",
+                nodes,
+                "the environment wins; take the variable out of the preset to keep the file's",
+            )
+            for theirs, nodes in by_value(other).items()
+        ]
+    texts = {node: "; ".join(f"{k}={v}" for k, v in conf.items()) for node, conf in confs.items()}
+    results += [one for one in _same("nccl.conf", texts, "nccl.conf") if one.status != OK]
+    return results or [_fine("nccl.conf", "agrees with the environment", facts)]
+
+
+def check_own_name(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
+    """A node that does not know its own name: gloo asks for it where no interface is named."""
+    lost = [one.node for one in facts if not one.resolves_itself]
+    status = WARN if expected.socket_ifnames else FAIL
+    hint = "add the name to DNS or /etc/hosts, or name the interfaces in [network] socket_ifnames"
+    if lost:
+        return [Result("names", status, "the node's own name has no address there", lost, hint)]
+    return [_fine("names", "every node knows itself", facts)]
+
+
+def _counted(check: str, counts: dict[str, int], wanted: int | None, what: str) -> list[Result]:
+    """So many are there, as asked for or as on most nodes."""
+    if wanted is None:
+        return _same(check, counts, what)
+    other = {node: count for node, count in counts.items() if count < wanted}
+    results = [
+        Result(check, FAIL, f"{count} of {wanted} {what}", nodes, "tell your admins")
+        for count, nodes in by_value(other).items()
+    ]
+    return results or [Result(check, OK, f"{wanted} {what} on each node")]
+
+
+def _same(check: str, values: dict[str, Any], what: str) -> list[Result]:
+    """One value everywhere; the odd ones out are named, if most nodes agree."""
+    usual, odd = odd_ones(values)
+    if usual is None and values:
+        told = "; ".join(f"{value} on {names(n)}" for value, n in by_value(values).items())
+        return [Result(check, FAIL, f"{what} differs: {told}", [], "use the same everywhere")]
+    results = [
+        Result(check, FAIL, f"{what} is {value}, {usual} on the others", nodes)
+        for value, nodes in by_value(odd).items()
+    ]
+    return results or [Result(check, OK, f"{what} {usual} on all nodes")]
+
+
+def _low(check: str, status: str, low: dict[str, Any], text: str, hint: str = "") -> list[Result]:
+    return [
+        Result(check, status, f"{value} {text}", nodes, hint)
+        for value, nodes in by_value(low).items()
+    ]
+
+
+def _fine(check: str, text: str, facts: Sequence[NodeFacts]) -> Result:
+    return Result(check, OK, f"{text} on {len(facts)} node{'s' if len(facts) > 1 else ''}")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in RELEASE.findall(version))

@@ -1,0 +1,182 @@
+"""What only several nodes show: clocks, names, the shared directory, bandwidth. Pure."""
+
+from __future__ import annotations
+
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+from hpctrain.preflight.groups import by_value, odd_ones
+from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
+from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.preflight.bisect import Verdict
+    from hpctrain.preflight.meeting import Skew
+
+SKEW_S = 1.0
+LOGIN = "@login"
+"""The file that the login node left in the directory; no node has such a name."""
+
+
+def check_present(nodes: Sequence[str], missing: Mapping[str, str]) -> list[Result]:
+    """Every node answered."""
+    results = [
+        Result("reach", FAIL, why, silent, "its agent could not meet the others either")
+        for why, silent in by_value(missing).items()
+    ]
+    return results or [Result("reach", OK, f"all {len(nodes)} nodes answer")]
+
+
+def check_clocks(first: str, skews: Mapping[str, Skew]) -> list[Result]:
+    """Clocks within a second of each other; the one that differs from the others is named."""
+    if not skews:
+        return []
+    offsets = {first: 0.0} | {node: skew.offset_s for node, skew in skews.items()}
+    usual = median_low(offsets.values())
+    off = {node: offset - usual for node, offset in offsets.items()}
+    bounds = {first: 0.0} | {node: skew.bound_s for node, skew in skews.items()}
+    wrong = [node for node in off if abs(off[node]) - bounds[node] > SKEW_S]
+    unsure = [n for n in off if n not in wrong and abs(off[n]) + bounds[n] > SKEW_S]
+    hint = "the ledger's times and any expiry go wrong; have NTP or chrony looked at"
+    results = []
+    if len(wrong) * 2 >= len(offsets):  # of two that differ, nobody can say which one is right
+        gap = max(offsets.values()) - min(offsets.values())
+        results.append(Result("clock", FAIL, f"{gap:.1f} s apart", [], hint))
+    else:
+        results += [
+            Result("clock", FAIL, f"{off[node]:+.1f} s from the others", [node], hint)
+            for node in wrong
+        ]
+    if unsure:
+        results.append(Result("clock", UNKNOWN, "too slow an answer to tell the time by", unsure))
+    widest = max(abs(value) for value in off.values())
+    return results or [Result("clock", OK, f"within {max(widest, 0.001):.3f} s")]
+
+
+def check_names(unresolved: Mapping[str, Sequence[str]]) -> list[Result]:
+    """Every node finds the others by name.
+
+    Args:
+        unresolved: Node to the hosts whose names it cannot turn into addresses.
+    """
+    blind = {node: ", ".join(hosts) for node, hosts in unresolved.items() if hosts}
+    hint = "some launchers and libraries go by name: add them to DNS or /etc/hosts"
+    results = [
+        Result("names", WARN, f"cannot resolve {hosts}", nodes, hint)
+        for hosts, nodes in by_value(blind).items()
+    ]
+    return results or [Result("names", OK, "every node finds the others by name")]
+
+
+def check_shared(
+    folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[str]]
+) -> list[Result]:
+    """Every node writes into the directory and sees what the others wrote.
+
+    Args:
+        folder: The directory.
+        errors: Node to why it could not write, "" where it could.
+        unseen: Node to the names whose files it does not see; `LOGIN` is the submitting host.
+    """
+    hint = f"{folder} must be one directory, on every node: choose another with --runs"
+    failed = {node: why for node, why in errors.items() if why}
+    results = [
+        Result("shared directory", FAIL, f"cannot write there: {why}", nodes, hint)
+        for why, nodes in by_value(failed).items()
+    ]
+    lost = [node for node in unseen if LOGIN in unseen[node] and node not in failed]
+    if lost:
+        text = "does not see what the submitting host wrote there"
+        results.append(Result("shared directory", FAIL, text, lost, hint))
+    known = [node for node in unseen if node not in failed and node not in lost]
+    blind = {node: tuple(other for other in unseen[node] if other in known) for node in known}
+    results += _one_sided({node: others for node, others in blind.items() if others}, known, hint)
+    return results or [Result("shared directory", OK, f"{folder}: every node sees all files")]
+
+
+def _one_sided(blind: Mapping[str, Sequence[str]], known: Sequence[str], hint: str) -> list[Result]:
+    """Nodes that miss most of the others, and nodes that most others miss."""
+    missed = {node: [n for n, others in blind.items() if node in others] for node in known}
+    half = (len(known) - 1) / 2
+    bad = [n for n in known if len(blind.get(n, ())) > half or len(missed[n]) > half]
+    if bad and len(bad) * 2 < len(known):
+        text = "its files are not seen elsewhere, or others' not there"
+        return [Result("shared directory", FAIL, text, bad, hint)]
+    told = "; ".join(f"{node} does not see {names(list(o))}" for node, o in blind.items())
+    return [Result("shared directory", FAIL, told, [], hint)] if told else []
+
+
+def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
+    """What flock(2) is worth: the fence between attempts stands on it where it holds."""
+    if not kinds:
+        return []
+    if not held:
+        return [Result("locks", UNKNOWN, "the first node could not take a lock")]
+    found = by_value(kinds)
+    if list(found) == [COHERENT]:
+        return [Result("locks", OK, "coherent: a lock of one node holds on the others")]
+    notes = {
+        LOCAL: "local: a lock of one node does not hold here",
+        NONE: "none: the file system has no locks",
+    }
+    return [
+        Result(
+            "locks",
+            WARN if kind in notes else UNKNOWN,
+            notes.get(kind, "no answer"),
+            nodes,
+            "Lustre: mount with -o flock; two submits of one run at once are not kept apart here",
+        )
+        for kind, nodes in found.items()
+        if kind != COHERENT
+    ]
+
+
+def check_bandwidth(nodes: Sequence[str], verdict: Verdict) -> list[Result]:
+    """Who made the collective slow, or what it reached."""
+    text = "failed or hung" if verdict.whole is None else f"{verdict.whole:.2f} GB/s"
+    results = []
+    if verdict.bad:
+        why = "slow with two different partners that are fast with each other"
+        if len(nodes) == 1:
+            why = f"all-reduce {text}"
+        hint = "a bad link, adapter or GPU: tell your admins"
+        results.append(Result("bandwidth", FAIL, why, verdict.bad, hint))
+    if verdict.suspects:
+        who = names(verdict.suspects)
+        told = f"all-reduce {text}; one of {who} is slow, and it cannot be said which"
+        hint = "run it again with more nodes"
+        results.append(Result("bandwidth", FAIL if verdict.whole_slow else WARN, told, [], hint))
+    if results:
+        return results
+    if verdict.whole_slow:
+        told = f"all-reduce {text} over all {len(nodes)} nodes, and no part of them is slow"
+        status = FAIL if verdict.whole is None else WARN
+        return [Result("bandwidth", status, told, [], "the network between them, or its routing")]
+    if not verdict.compared and len(nodes) > 1:
+        told = f"all-reduce {text}, and there is no [baseline] to hold it against"
+        return [Result("bandwidth", UNKNOWN, told)]
+    return [Result("bandwidth", OK, f"all-reduce {text}")]
+
+
+def check_products(sums: Mapping[str, Sequence[float | None]]) -> list[Result]:
+    """The same matrix product everywhere: a GPU that computes wrongly says nothing of it.
+
+    Args:
+        sums: Node to its ranks' checksums; None where one was not finite.
+    """
+    broken = [node for node, values in sums.items() if None in values]
+    hint = "take the node out of use: it corrupts training without a word"
+    results = []
+    if broken:
+        results.append(Result("product", FAIL, "a matrix product is not finite", broken, hint))
+    whole = {n: tuple(sorted(set(v), key=str)) for n, v in sums.items() if n not in broken}
+    usual, odd = odd_ones(whole)
+    if whole and usual is None:
+        results.append(Result("product", FAIL, "a matrix product differs between nodes", [], hint))
+    if odd:
+        text = "a matrix product differs from the other nodes'"
+        results.append(Result("product", FAIL, text, list(odd), hint))
+    return results or ([Result("product", OK, "the same on all ranks")] if sums else [])

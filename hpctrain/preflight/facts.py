@@ -1,0 +1,96 @@
+"""What is known of one node. None is unknown, which is not the same as "none there"."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    up: bool
+    addresses: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of an InfiniBand or RoCE adapter."""
+
+    hca: str
+    port: int
+    state: str
+    """"ACTIVE" where it works."""
+    rate_gbps: float | None = None
+    link_layer: str = ""
+    """"InfiniBand" or "Ethernet"."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as its vendor's tool tells it."""
+
+    index: int
+    name: str
+    driver: str = ""
+    uncorrected: int | None = None
+    """Uncorrected memory errors since boot."""
+    nvlinks: int | None = None
+    """NVLink connections that are up."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node, as it was found.
+
+    Attributes:
+        node: Its name in the job.
+        host: What the node calls itself.
+        interfaces: Network interfaces but the loopback.
+        ports: Ports of adapters under /sys/class/infiniband.
+        efa: Names of EFA devices.
+        cxi: Names of Slingshot devices.
+        gpus: GPUs.
+        shm_gib: Size of /dev/shm.
+        memlock: "unlimited" or KiB, as `ulimit -l`.
+        nofile: Files that a process may have open.
+        local: Folders on the node's own disk to free GiB.
+        versions: What must be the same everywhere: python, torch, nccl, cuda, hpctrain.
+        nccl_conf: Variables of /etc/nccl.conf; empty where there is no such file.
+        resolves_itself: Whether the node's own name turns into an address there.
+        unreadable: What could not be read, to why.
+    """
+
+    node: str
+    host: str = ""
+    interfaces: list[Interface] | None = None
+    ports: list[Port] | None = None
+    efa: list[str] | None = None
+    cxi: list[str] | None = None
+    gpus: list[Gpu] | None = None
+    shm_gib: float | None = None
+    memlock: str | None = None
+    nofile: int | None = None
+    local: dict[str, float] | None = None
+    versions: dict[str, str] | None = None
+    nccl_conf: dict[str, str] | None = None
+    resolves_itself: bool | None = None
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(raw: dict[str, Any]) -> NodeFacts:
+        """Back from `plain`; a key that this version does not know is left out.
+
+        Another version's node must be named for its version, not end the preflight.
+        """
+        known = {k: v for k, v in raw.items() if k in NodeFacts.__dataclass_fields__}
+        for name, kind in (("interfaces", Interface), ("ports", Port), ("gpus", Gpu)):
+            if known.get(name) is not None:
+                known[name] = [kind(**one) for one in known[name]]
+        return NodeFacts(**known)

@@ -1,0 +1,169 @@
+"""Do all nodes see the same directory, and the same locks? Each look in a child, with a time-out.
+
+Every node writes a file with a nonce of its own as a checkpoint is written (staged, fsync, rename,
+fsync of the folder), and then looks for those of all others. Then the first node holds a lock that
+the others try to take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.preflight.bounded import Unanswered, bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+TIMEOUT_S = 20.0
+SEE_S = 10.0
+"""So long may a file take to be seen on another node: NFS caches what is in a folder."""
+POLL_S = 0.1
+LOCK = "@lock"
+COHERENT, LOCAL, NONE, UNKNOWN = "coherent", "local", "none", "unknown"
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+def write(folder: Path, name: str, nonce: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Write this node's file; why it could not, or "".
+
+    Args:
+        folder: The directory that is tried.
+        name: The node's.
+        nonce: The file's content.
+        timeout_s: A mount that hangs is given up after so long.
+    """
+    try:
+        bounded(lambda: _write(folder, name, nonce), timeout_s)
+    except Unanswered as error:
+        return str(error)
+    return ""
+
+
+def unseen(
+    folder: Path,
+    nonces: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
+    wait_s: float = SEE_S,
+) -> list[str]:
+    """The names whose file with its nonce is not seen from here; all of them if nobody can look.
+
+    Args:
+        folder: The directory that is tried.
+        nonces: Name to the nonce that its file has.
+        timeout_s: A mount that hangs is given up after so long.
+        wait_s: So long may a file take to come.
+    """
+    try:
+        missing: list[str] = bounded(lambda: _unseen(folder, nonces, wait_s), timeout_s)
+    except Unanswered:
+        return list(nonces)
+    return missing
+
+
+def try_lock(folder: Path, timeout_s: float = TIMEOUT_S) -> str:
+    """What a lock that another node holds looks like from here: coherent, local, none, unknown."""
+    try:
+        kind: str = bounded(lambda: _try_lock(folder / LOCK), timeout_s)
+    except Unanswered:
+        return UNKNOWN
+    return kind
+
+
+class HeldLock:
+    """The first node's lock, held by a child until `release`.
+
+    Attributes:
+        held: Whether it could be taken at all.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
+        """Take it."""
+        reading, self._go = os.pipe()
+        answer, told = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._go)
+            os.close(answer)
+            _hold(folder / LOCK, told, reading)
+        os.close(reading)
+        os.close(told)
+        self.held = _heard(answer, timeout_s)
+        os.close(answer)
+
+    def release(self) -> None:
+        """Let go; the child ends when the pipe closes, also where this process is killed."""
+        os.close(self._go)
+        with contextlib.suppress(ChildProcessError):
+            deadline = time.monotonic() + 1.0
+            while not os.waitpid(self._child, os.WNOHANG)[0] and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+
+def _write(folder: Path, name: str, nonce: str) -> None:
+    staged = folder / f".{name}.staged"
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, nonce.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    staged.rename(folder / name)
+    parent = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float) -> list[str]:
+    deadline = time.monotonic() + wait_s
+    left = dict(nonces)
+    while True:
+        listed = set(os.listdir(folder)) if folder.is_dir() else set()  # noqa: PTH208 - names only
+        left = {n: v for n, v in left.items() if n not in listed or _content(folder / n) != v}
+        if not left or time.monotonic() > deadline:
+            return list(left)
+        time.sleep(POLL_S)
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _try_lock(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return COHERENT
+    except OSError as error:
+        return NONE if error.errno in _NO_LOCKS else UNKNOWN
+    finally:
+        os.close(descriptor)
+    return LOCAL
+
+
+def _hold(path: Path, told: int, reading: int) -> None:
+    """The child's whole life."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(told, b"1")
+        os.read(reading, 1)
+    finally:
+        os._exit(0)
+
+
+def _heard(answer: int, timeout_s: float) -> bool:
+    ready, _, _ = select.select([answer], [], [], timeout_s)
+    return bool(ready) and os.read(answer, 1) == b"1"

@@ -1,0 +1,25 @@
+# shellcheck shell=bash
+# What a preflight's job does: one task on each node, which meet by themselves. Like body.sh it
+# stands behind the header that hpctrain writes. Nothing is requeued, nothing on a node is changed.
+
+: "${HPCTRAIN_RUN_DIR:?is not set: it names the directory of the preflight}"
+: "${HPCTRAIN_PYTHON:?is not set: it names the python in which hpctrain is installed}"
+HPCTRAIN_PREFLIGHT_KEY=$(<"$HPCTRAIN_RUN_DIR/@key")
+export HPCTRAIN_PREFLIGHT_KEY HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON
+
+if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
+set +eu
+
+hpctrain_exports=$(
+  exec "$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+) || exit
+eval "$hpctrain_exports"
+
+# Output goes through srun, not into files of the tasks: a node that does not see the shared
+# directory could not open one, and its task would not start to tell so. A node whose task fails
+# must not take the others with it.
+# shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
+exec srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
+  --kill-on-bad-exit=0 --wait=0 --unbuffered --label "${hpctrain_srun_args[@]}" \
+  bash -c 'exec "$HPCTRAIN_PYTHON" -u -m hpctrain.preflight.node "$1" "$SLURM_NODEID"' \
+  hpctrain "$HPCTRAIN_RUN_DIR"
