@@ -55,7 +55,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/train.sbatch tests/support/install_slurm.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
@@ -75,8 +75,10 @@ cluster: slurm ## a SLURM of four nodes on this machine, to try things on; Ctrl-
 	@python -m tests.support.slurm_cluster up
 
 .PHONY: settings
-settings: $(STAMP) ## write docs/settings.md anew from the settings' own definitions
+settings: $(STAMP) ## write docs/settings.md and the pages on site presets anew from their definitions
 	@python docs/generate_settings.py
+	@python docs/generate_site_reference.py
+	@python docs/generate_sites.py
 
 .PHONY: clean
 clean: ## remove what building and testing left behind

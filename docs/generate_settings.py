@@ -17,8 +17,9 @@ HEAD = """\
 
 <!-- Written by `make settings` from hpctrain/settings/schema.py; change it there. -->
 
-Values come from four places, and the later one wins: the defaults below, the site's file
-(`--site`), `hpctrain.toml` in the directory of the submit (or `--config FILE`), and flags.
+Values come from these places, and the later one wins: the defaults below, `[settings.*]` of the
+site's preset, the SBATCH_* variables of your shell that the preset keeps, `hpctrain.toml` in the
+directory of the submit (or `--config FILE`), and flags.
 Any setting has a flag: `--set section.key=value`; those that are used most have one of their own
 (`--nodes`, `--time`, ...: see `hpctrain submit --help`).
 A key that hpctrain does not know is refused, with the nearest one that it knows.
@@ -35,8 +36,10 @@ steps = 2000
 
 `spec.json` in the run's directory has every value with the place it came from, and
 `hpctrain submit --dry-run --json` shows the same before anything is submitted.
-An `[env]` table in a site's file or in `hpctrain.toml` sets the environment of the ranks; so does
-`--env NAME=VALUE`. Secrets do not belong there: the file is readable for whoever reads the run.
+The ranks' environment comes from `[env.*]` of the site's preset, the `[env]` table of
+`hpctrain.toml`, `--env NAME=VALUE`, and what the job's own shell has set; the later one wins, and
+`attempts/N/environment.json` in the run's directory says who won. Secrets do not belong into the
+first three: the run's files are readable for whoever reads the run.
 """
 
 

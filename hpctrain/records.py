@@ -156,6 +156,13 @@ class JobControl(Protocol):
     def previous_end(self) -> EndReason:
         """Why this job's previous start ended; UNKNOWN where the scheduler does not remember."""
 
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Keep nodes out of the job's next start, after a requeue; without effect elsewhere.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
     def requeue(self) -> None:
         """Ask for this job to be run again; being requeued already counts as success.
 

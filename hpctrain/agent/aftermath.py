@@ -20,6 +20,8 @@ from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from hpctrain.agent.node import RoundEnd
     from hpctrain.agent.stopwatch import StopWatch
     from hpctrain.records import FailureReport, JobContext, JobControl, JobFacts
@@ -163,6 +165,20 @@ class Aftermath:
             self._record_failure(attempt, end.failure)
         return self._carry_out(attempt, reason, following, facts, why)
 
+    def unfit(self, attempt: int, bad: Mapping[str, str]) -> int:
+        """End an attempt whose nodes are not fit, and run the job again without the bad ones.
+
+        Returns the exit code of the task.
+        """
+        facts = self._facts_now("crashed")
+        reason, following = decide(facts, self._context.restarts, None, "crashed")
+        if reason is EndReason.CRASHED:
+            reason = EndReason.NODE_FAILED
+        why = "; ".join(f"{node}: {text}" for node, text in bad.items())
+        return self._carry_out(
+            attempt, reason, following, facts, f"preflight: {why}", without=list(bad)
+        )
+
     def _outcome(
         self, attempt: int, end: RoundEnd, watch: StopWatch, left: dict[str, Any]
     ) -> Outcome:
@@ -197,7 +213,14 @@ class Aftermath:
             return None
 
     def _carry_out(
-        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts | None, why: str
+        self,
+        attempt: int,
+        reason: EndReason,
+        following: Next,
+        facts: JobFacts | None,
+        why: str,
+        *,
+        without: Sequence[str] = (),
     ) -> int:
         events = ledger.read(self._run)
         if following is not Next.STOP and self._cancelled(events):
@@ -214,6 +237,7 @@ class Aftermath:
             self._stop_for_good(attempt, reason.value, code, why)
         if following is Next.REQUEUE:
             self._requeue(attempt)
+            self._exclude(attempt, without)
         elif following is Next.LEAVE:
             ledger.append(self._run, "requeued", attempt=attempt, by="scheduler")
         return code
@@ -230,6 +254,17 @@ class Aftermath:
             ledger.append(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
             return
         ledger.append(self._run, "requeued", attempt=attempt, by="agent")
+
+    def _exclude(self, attempt: int, nodes: Sequence[str]) -> None:
+        """Where it does not work the job may get the same nodes again, and looks at them again."""
+        if not nodes:
+            return
+        try:
+            self._control.exclude(nodes)
+        except ClusterError as error:
+            ledger.append(self._run, "exclude_failed", attempt=attempt, why=str(error))
+            return
+        ledger.append(self._run, "excluded", attempt=attempt, nodes=list(nodes))
 
     def _is_current(self, attempt: int) -> bool:
         """Whether no newer attempt has taken the run over."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
 from hpctrain.agent.aftermath import Aftermath
+from hpctrain.agent.environment import RankEnvironment
+from hpctrain.agent.fitness import Fitness
 from hpctrain.errors import RunAlive
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.fence import take_attempt
@@ -53,35 +55,19 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.
             return RunAlive.exit_code
-    _export(run, spec, context)
+    environment = RankEnvironment(run, spec, context)
+    environment.before_imports()
+    fitness = Fitness(run, spec, context)
+    fitness.begin()
     _preload()
     try:
-        return _run_rounds(run, spec, context, aftermath, started)
+        if bad := fitness.bad():
+            return fitness.leave(bad, aftermath)
+        return _run_rounds(run, spec, context, aftermath, environment, started=started)
     finally:
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
-
-
-def _export(run: RunDir, spec: Spec, context: JobContext) -> None:
-    """The environment of the ranks: what is set in the job's own environment wins over the spec."""
-    for name, value in spec.env.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # as torchrun does; more fight for the node's cores
-    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
-    os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
-    os.environ["HPCTRAIN_JOB_ID"] = context.job_id
-    os.environ["HPCTRAIN_RESTARTS"] = str(context.restarts)
-    os.environ["HPCTRAIN_CLUSTER"] = spec.cluster
-    os.environ["HPCTRAIN_KILL_WAIT_S"] = f"{context.kill_wait_s:g}"
-    if context.end_time is not None:
-        os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
-        "1"  # no stale rank assignments in a second round
-    )
 
 
 def _preload() -> None:
@@ -99,12 +85,19 @@ def _preload() -> None:
 
 
 def _run_rounds(
-    run: RunDir, spec: Spec, context: JobContext, aftermath: Aftermath, started: float
+    run: RunDir,
+    spec: Spec,
+    context: JobContext,
+    aftermath: Aftermath,
+    environment: RankEnvironment,
+    *,
+    started: float,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    from hpctrain.agent.node import NodeAgent, RoundHooks
+    from hpctrain.agent.attempts import AttemptAgent
+    from hpctrain.agent.node import RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.stopwatch import StopWatch
 
@@ -164,13 +157,14 @@ def _run_rounds(
         master_port=context.port,
     )
     hooks = RoundHooks(begin, watch, may_restart) if context.node_rank == 0 else None
-    agent = NodeAgent(
+    agent = AttemptAgent(
         workers,
         node=context.nodes[context.node_rank],
         attempt_dir=run.attempt,
         hooks=hooks,
         start_method=spec.settings.run.start_method,
     )
+    agent.before_ranks = environment.for_attempt
     agent.run()
     if hooks is None or agent.end is None:
         return 0

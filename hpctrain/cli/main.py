@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
     "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
     "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),
+    "preflight": ("hpctrain.cli.preflight", "Look at nodes before a run does; names the bad ones."),
 }
 """Name to (module with an attribute `command`, one line of help), in the order of a run's life."""
 
@@ -50,17 +51,19 @@ EXIT_INTERRUPTED = 130
 class LazyGroup(click.Group):
     """A group that imports a command's module only to run that command."""
 
+    table: ClassVar[dict[str, tuple[str, str]]] = COMMANDS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command, in the table's order."""
         del ctx
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, or None where this version has none of that name."""
         del ctx
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        module, _ = COMMANDS[cmd_name]
+        module, _ = self.table[cmd_name]
         try:
             command: click.Command = import_module(module).command
         except ModuleNotFoundError as error:
@@ -73,7 +76,7 @@ class LazyGroup(click.Group):
         """The table as it stands: importing every command just to list it would take its time."""
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.table.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Command names from the table, then the group's own options."""
@@ -81,7 +84,7 @@ class LazyGroup(click.Group):
 
         names = [
             CompletionItem(name, help=text)
-            for name, (_, text) in COMMANDS.items()
+            for name, (_, text) in self.table.items()
             if name.startswith(incomplete)
         ]
         return names + click.Command.shell_complete(self, ctx, incomplete)

@@ -36,6 +36,15 @@ def json_option(function: _Function) -> _Function:
     )(function)
 
 
+def locked_option(function: _Function) -> _Function:
+    """`--allow-locked`: what the site's admins have locked may be changed; it is recorded."""
+    return click.option(
+        "--allow-locked",
+        is_flag=True,
+        help="Change what the site's admins have locked; it is recorded.",
+    )(function)
+
+
 def run_argument(function: _Function) -> _Function:
     """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
     return click.argument("run", default="-", metavar="[RUN]")(function)

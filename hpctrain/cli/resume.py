@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import engine_options, runs_option
+from hpctrain.cli.options import engine_options, locked_option, runs_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,7 @@ Examples:
 @click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@locked_option
 @runs_option
 def command(
     run: str,
@@ -46,6 +48,7 @@ def command(
     mesh: dict[str, str] | None,
     dry_run: bool,
     as_json: bool,
+    allow_locked: bool,
     runs: Path,
     **flags: Any,
 ) -> None:
@@ -60,6 +63,8 @@ def command(
     from hpctrain.rundir.find import find_run
     from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.spec import load_spec
+    from hpctrain.submit.accounting import of_slurm
+    from hpctrain.submit.bad_nodes import kept_out
     from hpctrain.submit.launch import launch
     from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
 
@@ -67,15 +72,27 @@ def command(
     changes: dict[str, tuple[str, object]] = {
         f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()
     }
-    request = ResumeRequest(changes | engine_flags(engine, mesh), sets, from_step)
+    request = ResumeRequest(
+        changes | engine_flags(engine, mesh),
+        sets,
+        from_step,
+        allow_locked=allow_locked,
+        accounting=of_slurm(),
+    )
     spec, notes = change_spec(load_spec(found.spec), request)
     refuse_alive(found, spec)
     plan = plan_resume(found, spec, from_step)
+    bad = kept_out(found, spec, os.environ)
+    notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
     if not as_json:
         click.echo(as_text(plan))
         for note in notes:
             click.echo(f"note         {note}")
-    job_id = None if dry_run else launch(found, spec, by="resume", from_step=from_step)
+    job_id = (
+        None
+        if dry_run
+        else launch(found, spec, by="resume", from_step=from_step, exclude=list(bad))
+    )
     if as_json:
         echo_json({"plan": plan.as_json(), "job_id": job_id, "run_dir": str(found.root)})
     elif job_id is not None:

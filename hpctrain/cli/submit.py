@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import engine_options, json_option, runs_flag, runs_option
+from hpctrain.cli.options import (
+    engine_options,
+    json_option,
+    locked_option,
+    runs_flag,
+    runs_option,
+)
+from hpctrain.cli.sites_names import complete_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +58,10 @@ class _Submit(click.Command):
 @click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
 @engine_options
 @click.option(
-    "--site", metavar="S", help="The cluster's settings: a name of `hpctrain sites list`."
+    "--site",
+    metavar="S",
+    shell_complete=complete_site,
+    help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
 )
 @click.option(
     "--cluster",
@@ -80,6 +90,7 @@ class _Submit(click.Command):
     default=None,
     help="Run a copy of the script's git-tracked files.  [default: yes, up to 64 MB]",
 )
+@locked_option
 @runs_option
 @click.option("--no-submit", is_flag=True, help="Make the run directory only.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; make and submit nothing.")
@@ -97,8 +108,10 @@ def command(
     """Start a run: check it, make its directory, submit its job.
 
     Trains SCRIPT under torchrun's environment, or the shipped recipe where there is none.
-    Settings come from the site, then ./hpctrain.toml, then flags; the later wins.
+    Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site is the
+    one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
+    from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
     request = SubmitRequest(
@@ -107,6 +120,7 @@ def command(
         command=script,
         config=Path(config) if config else None,
         cluster_needed=not dry_run and not no_submit,
+        accounting=of_slurm(),
         **flags,
     )
     prepared = prepare(request)
@@ -136,8 +150,11 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 
+        from hpctrain.submit.preview import expected_environment
+
         value = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
-        echo_json({**value, "spec": asdict(spec)})
+        environment = asdict(expected_environment(spec))
+        echo_json({**value, "environment": environment, "spec": asdict(spec)})
         return
     for note in prepared.notes:
         echo_warning(note)
@@ -148,8 +165,11 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
 
 def _local_command(prepared: Prepared) -> str:
     """What each rank of a local run executes, as one would type it."""
+    from hpctrain.submit.preview import expected_environment
+
     spec = prepared.spec
-    env = [f"{name}={value}" for name, value in spec.env.items()]
+    values = expected_environment(spec).values
+    env = [f"{name}={value.value}" for name, value in values.items()]
     what = [spec.entry.path, *spec.entry.args] if spec.entry.path else ["-m", "hpctrain", "train"]
     return (
         f"# {spec.settings.slurm.nodes} node(s) as processes of this machine; each rank runs, "
@@ -167,18 +187,21 @@ def _start(prepared: Prepared, *, submit: bool, as_json: bool) -> None:
     spec = prepared.spec
     plan = plan_snapshot(spec.entry, spec.settings.run.snapshot)
     run = make_run(prepared, plan.checkout)
-    job_id = None
+    job_id, notes = None, [*prepared.notes, *plan.notes]
     if submit:
+        from hpctrain.submit.bad_nodes import kept_out
         from hpctrain.submit.launch import launch
 
+        bad = kept_out(run, spec, os.environ)
+        notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
         try:
-            job_id = launch(run, spec, by="submit")
+            job_id = launch(run, spec, by="submit", exclude=list(bad))
         except ClusterUnreachable:
             raise  # the job may have been accepted: its run must stay, `resume` finds it
         except (ClusterError, UsageError):
             discard_run(run, prepared.new_parent)
             raise
-    _report(prepared, run, job_id, [*prepared.notes, *plan.notes], as_json=as_json)
+    _report(prepared, run, job_id, notes, as_json=as_json)
 
 
 def _report(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.local import jobs
 from hpctrain.records import EndReason, JobFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class LocalControl:
@@ -28,6 +33,9 @@ class LocalControl:
     def previous_end(self) -> EndReason:
         """Why the previous start ended."""
         return EndReason(self._record().previous_end)
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Without effect: all nodes are this machine."""
 
     def requeue(self) -> None:
         """Ask the controller to start the job again."""

@@ -80,6 +80,19 @@ class RunSettings:
 
 
 @dataclass
+class PreflightSettings:
+    """[preflight]: the look at the nodes before the ranks of a job start."""
+
+    enabled: str = setting(
+        "auto",
+        "whether nodes are looked at: auto means in SLURM jobs of several nodes",
+        choices=("auto", "yes", "no"),
+    )
+    timeout_s: float = setting(120.0, "without an answer after so long the attempt goes on")
+    bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
+
+
+@dataclass
 class BudgetSettings:
     """[budget]: how often each cause may end an attempt before the run stops for good (0: no limit)."""
 
@@ -179,8 +192,12 @@ class EngineSettings:
     )
     offload: str = setting(
         "no",
-        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3",
-        choices=("no", "cpu"),
+        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3; "
+        "nvme for zero3, on a disk of the node",
+        choices=("no", "cpu", "nvme"),
+    )
+    nvme_path: str = setting(
+        "", "offload nvme: a folder on each node's own disk, $VARIABLES as they are there"
     )
     ds_config: str = setting(
         "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"
@@ -228,6 +245,7 @@ class Settings:
 
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    preflight: PreflightSettings = field(default_factory=PreflightSettings)
     budget: BudgetSettings = field(default_factory=BudgetSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)

@@ -12,7 +12,8 @@ from hpctrain.settings.schema import Settings, sections
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
+"""2: has `preset`, and `env` without the site's part. Format 1 is read too."""
 
 
 @dataclass
@@ -56,13 +57,19 @@ class Spec:
     origins: dict[str, str] = field(default_factory=dict)
     """Setting to origin: "default", "flag --nodes", "hpctrain.toml:3", "site x (.../x.toml:7)"."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment of the ranks that the site and the user set. No secrets: see `submit`."""
+    """Environment of the ranks that hpctrain.toml and flags set; the preset's is derived for each
+    attempt. No secrets: see `submit`."""
     env_origins: dict[str, str] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     dropped_env: list[str] = field(default_factory=list)
     """SBATCH_*/SLURM_* variables of the submitting shell that were not passed on."""
     python: str = ""
     """The interpreter that the job uses."""
+    preset: dict[str, Any] | None = None
+    """The site's preset as it was at submit (`Site.as_plain`), which holds in jobs and at a resume
+    whatever the files say by then; None without a site, and in specs of older versions."""
+    unlocked: list[str] = field(default_factory=list)
+    """Locked keys of the preset that the user changed with --allow-locked."""
     format: int = FORMAT
 
     def dump(self, path: Path) -> None:

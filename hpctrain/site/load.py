@@ -1,87 +1,221 @@
-"""Find and read a site's file. tests/unit/test_site.py holds the promises."""
+"""Find a site's files in their layers and read them: tests/unit/test_site_load.py has promises."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpctrain.errors import NotFound
-from hpctrain.settings.environ import from_table
-from hpctrain.settings.merge import ENV_SECTION, Layer, from_toml, nearest
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.settings.merge import nearest
 from hpctrain.settings.toml_lines import read_toml
-from hpctrain.site.paths import site_search
+from hpctrain.site.build import OF_ITS_OWN, build
+from hpctrain.site.paths import GIVEN, PROJECT, PROJECT_FILE, layers
+from hpctrain.site.schema import IN_WORDS, NAME
+from hpctrain.site.sheet import Sheet, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping
+
+    from hpctrain.site.preset import Site
 
 
-@dataclass(frozen=True)
-class Site:
-    """A cluster's settings, as its file has them."""
-
-    name: str
-    path: Path
-    description: str
-    values: dict[str, Any]
-    """Sections of settings, not checked yet: `settings.merge.resolve` does."""
-    env: dict[str, str]
-    """Environment of the ranks."""
-    where: Callable[[str, str], str]
-    """(section, key) to `site juniper (/etc/hpctrain/sites/juniper.toml:7)`."""
-
-    @property
-    def layer(self) -> Layer:
-        """The site as a layer of settings."""
-        return Layer(f"site {self.name}", self.values, self.where)
-
-
-def load_site(name: str, *, search: Sequence[Path] | None = None) -> Site:
-    """Read a site's file.
+def load_site(
+    name: str, *, environ: Mapping[str, str] | None = None, project: Path | None = None
+) -> Site:
+    """Read a site from every layer that has a say.
 
     Args:
-        name: A site's name, or the path of a .toml file.
-        search: Folders to look in, first match wins; by default those of `site_search`.
+        name: A site's name, or the path of a .toml file, which is then taken without the layers'
+            files of the same name; what it extends is looked for there and, on top, beside it.
+        environ: Says where to look; this process's own by default.
+        project: Folder of the settings file, whose site.toml is the topmost layer unless it has
+            another site's name.
 
     Raises:
-        NotFound: no folder has such a site.
-        UsageError: its file is wrong.
+        NotFound: no layer has such a site.
+        UsageError: a file is wrong; it extends something that is not there, or itself.
     """
-    if name.endswith(".toml"):
-        return read_site(Path(name).absolute())
-    search = site_search() if search is None else search
-    found = find_sites(search)
-    if name not in found:
-        near = nearest(name, found)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(found) or 'none'}"
-        folders = ", ".join(str(folder) for folder in search)
-        raise NotFound(f'there is no site "{name}"; {hint} (looked in {folders})')
-    return read_site(found[name])
+    finder = _Finder(os.environ if environ is None else environ)
+    own = finder.given(Path(name)) if name.endswith(".toml") else finder.sheets(name)
+    stem = own[0].name if own else name
+    top = _project_sheet(project, stem)
+    if top is not None and all(Path(sheet.file) != Path(top.file) for sheet in own):
+        own.append(top)
+    if not own:
+        raise finder.missing(name)
+    return build(stem, [*finder.bases(own, [stem]), *own])
 
 
-def find_sites(search: Sequence[Path] | None = None) -> dict[str, Path]:
-    """Every site's name and the file that wins for it, by name."""
-    found: dict[str, Path] = {}
-    for folder in site_search() if search is None else search:
-        for path in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
-            found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+def site_names(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The name of every site file in the layers, bases and wrong ones included, sorted."""
+    return sorted(site_files(environ))
 
 
-def read_site(path: Path) -> Site:
-    """Read one site file.
+def site_files(environ: Mapping[str, str] | None = None) -> dict[str, list[tuple[str, Path]]]:
+    """Layer and path of every site file by the site's name, the lowest layer first."""
+    found: dict[str, list[tuple[str, Path]]] = {}
+    for layer, folder in layers(os.environ if environ is None else environ):
+        try:
+            paths = sorted(folder.iterdir())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
+        for path in (one for one in paths if one.suffix == ".toml"):
+            found.setdefault(path.stem, []).append((layer, path))
+    return found
+
+
+def identities(environ: Mapping[str, str], *, project: Path | None = None) -> list[Site]:
+    """Every site that has a [detect] of its own, with what it is and how it is known, no more.
+
+    Bases are not read: these two are nothing that a preset takes from what it extends.
 
     Raises:
-        NotFound: there is no such file.
-        UsageError: it is not a site file.
+        UsageError: a site's file is wrong: it may be this very site's, so it is not passed over.
     """
-    name = path.stem
-    file = read_toml(path)
-    source = from_toml(
-        file, name=f"site {name}", top=("description",), origin=f"site {name} ({{}})"
+    finder = _Finder(environ)
+    names = [
+        name
+        for name, files in site_files(environ).items()
+        if any(_mentions_detect(path) for _, path in files)
+    ]
+    own = project_name(project)
+    found: list[Site] = []
+    for name in [*names, *([own] if own and own not in names else [])]:
+        top = _project_sheet(project, name)
+        sheets = [*finder.sheets(name), *([top] if top else [])]
+        found.append(build(name, [_identity(sheet) for sheet in sheets]))
+    return found
+
+
+def _mentions_detect(path: Path) -> bool:
+    try:
+        return b"detect" in path.read_bytes()
+    except OSError:  # the reading proper says what is wrong
+        return True
+
+
+def _identity(sheet: Sheet) -> Sheet:
+    leaves, added = (
+        {path: replace(leaf, source="") for path, leaf in held.items() if path[0] in OF_ITS_OWN}
+        for held in (sheet.leaves, sheet.added)
     )
-    where = source.layer.where
-    env = from_table(source.env, lambda key: where(ENV_SECTION, key))
-    return Site(
-        name, path, source.top.get("description", ""), dict(source.layer.values), env, where
-    )
+    return replace(sheet, leaves=leaves, added=added, tables={})
+
+
+def project_name(project: Path | None) -> str | None:
+    """The site that a project's site.toml is for: its `name`, "project" without one.
+
+    None where the project has no such file.
+
+    Raises:
+        UsageError: the file is wrong.
+    """
+    sheet = _project_sheet(project, None)
+    return None if sheet is None else sheet.text("name") or PROJECT
+
+
+def require_usable(site: Site) -> None:
+    """Refuse a preset that is not meant for jobs as it stands.
+
+    Raises:
+        UsageError: it is unverified, or a base for others.
+    """
+    stability = site.about.stability
+    where = site.where("stability")
+    if stability == "unverified":
+        raise UsageError(
+            f"{where} is unverified: nobody has held its values against the cluster; an admin "
+            f"completes them in /etc/hpctrain/sites/{site.name}.toml, with stability = "
+            f'"local" (`hpctrain sites show {site.name} --origin` has what is there)'
+        )
+    if stability == "base":
+        raise UsageError(
+            f"{where} is a base for other presets, not a cluster; write a preset that has "
+            f'extends = "{site.name}", or see `hpctrain sites list`'
+        )
+
+
+class _Finder:
+    """Reads sheets by name from the layers."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.folders = layers(environ)
+
+    def sheets(self, name: str) -> list[Sheet]:
+        """The layers' sheets of that name, lowest first."""
+        if Path(name).name != name or not name:
+            return []
+        found: list[Sheet] = []
+        for layer, folder in self.folders:
+            sheet = _read(folder / f"{name}.toml", layer, name)
+            found += [sheet] if sheet else []
+        return found
+
+    def given(self, path: Path) -> list[Sheet]:
+        """The sheet of a file that was named by its path; its folder is a layer of bases."""
+        path = path.absolute()
+        if path.parent not in [folder for _, folder in self.folders]:
+            self.folders.append((GIVEN, path.parent))
+        if path.name == PROJECT_FILE:
+            sheet = _project_sheet(path.parent, None)
+        else:
+            sheet = _read(path, GIVEN, path.stem)
+        if sheet is None:
+            raise NotFound(f"{path} is not there; check the path")
+        return [sheet]
+
+    def bases(self, own: list[Sheet], chain: list[str]) -> list[Sheet]:
+        """Sheets of what the highest of some sheets of one preset extends, lowest first."""
+        leaf = next((s.leaves["extends",] for s in reversed(own) if s.text("extends")), None)
+        if leaf is None:
+            return []
+        where = f"site {own[0].name} ({leaf.place})"
+        if leaf.value in chain:
+            circle = " -> ".join([*chain, leaf.value])
+            hint = "" if len(chain) > 1 else "; a file is laid on lower ones of its name by itself"
+            raise UsageError(f"{where}: extends goes in a circle: {circle}{hint}; take one out")
+        sheets = self.sheets(leaf.value)
+        if not sheets:
+            raise UsageError(f"{where}: extends: {self.missing(leaf.value)}")
+        return [*self.bases(sheets, [*chain, leaf.value]), *sheets]
+
+    def missing(self, name: str) -> NotFound:
+        """The error for a name that no layer has."""
+        names = site_names(self.environ)
+        near = nearest(name, names)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names) or 'none'}"
+        folders = ", ".join(str(folder) for _, folder in reversed(self.folders))
+        return NotFound(f'there is no site "{name}"; {hint} (looked in {folders})')
+
+
+def _read(path: Path, layer: str, name: str) -> Sheet | None:
+    """One file's sheet; None where there is no such file."""
+    try:
+        file = read_toml(path)
+    except NotFound:
+        return None
+    if not re.fullmatch(NAME, name):
+        raise UsageError(f'{path}: "{name}" cannot be a site\'s name; it takes {IN_WORDS[NAME]}')
+    return take_apart(file, name=name, layer=layer)
+
+
+def _project_sheet(project: Path | None, name: str | None) -> Sheet | None:
+    """The project's sheet if it is for that site; None for any."""
+    if project is None:
+        return None
+    path = project / PROJECT_FILE
+    try:
+        file = read_toml(path)
+    except NotFound:
+        return None
+    given = file.values.get("name")
+    own = given if isinstance(given, str) else name or PROJECT
+    if name not in {None, own}:
+        return None
+    return take_apart(file, name=own, layer=PROJECT)

@@ -1,4 +1,4 @@
-"""Where the files lie that come with hpctrain, and where sites are looked for."""
+"""Where the files lie that come with hpctrain, and the layers in which sites are looked for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 SITE_PATH_VARIABLE = "HPCTRAIN_SITE_PATH"
 SYSTEM_SITES = Path("/etc/hpctrain/sites")
+PROJECT_FILE = "site.toml"
+"""Beside the settings file: the project's own layer."""
+
+PACKAGED, SYSTEM, USER, PROJECT = "packaged", "system", "user", "project"
+GIVEN = "file"
+"""The layer of a site that was named by its file."""
+ADMINS = (PACKAGED, SYSTEM, GIVEN)
+"""Layers whose [lock] counts. A file that is given by its path may be an admin's draft."""
 
 
 def data_dir(kind: Literal["site-configs", "sbatch"]) -> Path:
@@ -29,12 +37,18 @@ def data_dir(kind: Literal["site-configs", "sbatch"]) -> Path:
     raise HpctrainError(f"{places[0]} is missing from this installation; install hpctrain again")
 
 
-def site_search(environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Folders with site files, in the order in which they win.
+def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
+    """Name and folder of each layer of site files, lowest first. A folder need not be there.
 
-    First those of HPCTRAIN_SITE_PATH (as PATH, for module trees), then the machine's own, then
-    those that come with hpctrain.
+    HPCTRAIN_SITE_PATH is read like PATH (for module trees): its first folder wins over the next,
+    and all of them over /etc.
     """
-    text = (os.environ if environ is None else environ).get(SITE_PATH_VARIABLE, "")
+    text = environ.get(SITE_PATH_VARIABLE, "")
     named = [Path(entry) for entry in text.split(os.pathsep) if entry]
-    return [*named, SYSTEM_SITES, data_dir("site-configs")]
+    system = [SYSTEM_SITES, *reversed(named)]
+    found = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]
+    home = environ.get("HOME")
+    config = environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")
+    if config.startswith("/"):
+        found.append((USER, Path(config, "hpctrain", "sites")))
+    return found

@@ -11,10 +11,14 @@ code is the job's.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
+import socket
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.agent.ports import free_port
 from hpctrain.errors import ClusterUnreachable, HpctrainError, UsageError
@@ -32,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one of the three; the exit code is the batch script's."""
     try:
         match list(argv):
-            case ["before", _, _]:
-                for name, value in exports(os.environ).items():
+            case ["before", root, _]:
+                for name, value in exports(os.environ, _meeting_point(root)).items():
                     print(f"export {name}={shlex.quote(value)}")
                 return 0
             case ["after", root, token, "--rc", rc, "--term", term]:
@@ -52,8 +56,21 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def exports(env: Mapping[str, str]) -> dict[str, str]:
+class MeetingPoint(NamedTuple):
+    """Under which name or address the site's nodes reach the first one."""
+
+    template: str = ""
+    """{host} stands for the node's name; "" for the name itself."""
+    resolve: str = "name"
+    """What is handed on: the "name", or its "ipv4" or "ipv6" address."""
+
+
+def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict[str, str]:
     """What every agent of this start of the job is to know, as environment variables.
+
+    Args:
+        env: Of the batch script.
+        meeting: The site's, where its preset says one.
 
     Raises:
         ClusterError: no port is free on this node.
@@ -69,7 +86,8 @@ def exports(env: Mapping[str, str]) -> dict[str, str]:
         found |= _asked(job_id, nodes)
     except ClusterUnreachable as error:
         print(f"hpctrain: {error}; going on without it", file=sys.stderr)
-    return found
+    address = _met_at(nodes[0], meeting) if nodes and meeting else ""
+    return found | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
@@ -84,6 +102,31 @@ def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
     if nodes:
         found["HPCTRAIN_MASTER_ADDR"] = _address(nodes[0])
     return found
+
+
+def _meeting_point(root: str) -> MeetingPoint | None:
+    """The one of the run's preset, read from spec.json as it is: this process has no time."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or no preset in it
+        network = json.loads((Path(root) / "spec.json").read_text())["preset"]["network"]
+        found = MeetingPoint(network["rendezvous_host"], network["resolve"])
+        return None if found == MeetingPoint() else found
+    return None
+
+
+def _met_at(node: str, meeting: MeetingPoint) -> str:
+    """Where the site's preset lets the ranks meet; "" where that means nothing on this node."""
+    name = meeting.template.replace("{host}", node) or node
+    family = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}.get(meeting.resolve)
+    try:
+        found = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
+    except OSError as error:
+        print(
+            f"hpctrain: {name} has no {meeting.resolve if family else 'address'} here ({error}), "
+            "though the site's [network] says so; ranks meet at its own address instead",
+            file=sys.stderr,
+        )
+        return ""
+    return str(found[0][4][0]) if family else name
 
 
 def _address(node: str) -> str:

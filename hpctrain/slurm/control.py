@@ -10,7 +10,13 @@ from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.records import EndReason, JobFacts
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, run, run_until
 from hpctrain.slurm.jobs import job_facts
-from hpctrain.slurm.parse import SACCT_COMMAND, parse_records, parse_sacct
+from hpctrain.slurm.parse import (
+    NOTHING,
+    SACCT_COMMAND,
+    expand_nodes,
+    parse_records,
+    parse_sacct,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +78,21 @@ class SlurmControl:
         except ClusterError as error:
             if ALREADY_REQUEUED not in str(error).lower():
                 raise
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Keep nodes out of the next start, beside those that were kept out before.
+
+        Only after `requeue`: of a running job SLURM refuses it ("no longer pending execution"), and
+        from the requeue on it takes it, while the job's processes still end (measured on 22.05).
+        """
+        deadline = time.monotonic() + self.timeout_s
+        shown = ["scontrol", "show", "job", self.job_id]
+        records = parse_records(run_until(shown, deadline=deadline))
+        before = records[0].get("ExcNodeList", "") if records else ""
+        kept_out = [*expand_nodes("" if before in NOTHING else before), *nodes]
+        names = ",".join(dict.fromkeys(kept_out))
+        update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
+        run_until(update, deadline=deadline)
 
     def previous_end(self) -> EndReason:
         """Why the incarnation before this one ended, as far as accounting tells; else UNKNOWN.

@@ -22,6 +22,7 @@ from hpctrain.rundir.layout import RunDir
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, run
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import job_context
+from hpctrain.slurm.header import export_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,8 @@ class HpctrainExecutor(submitit.SlurmExecutor):
         return self.script_path.read_text()
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["sbatch", "--parsable", "--export=ALL", str(submission_file_path)]
+        export = export_arguments(Path(submission_file_path).read_text())
+        return ["sbatch", "--parsable", *export, str(submission_file_path)]
 
     def _submit_command(self, command: str) -> submitit.Job[Any]:  # noqa: ARG002
         output = run(

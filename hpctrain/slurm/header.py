@@ -11,10 +11,28 @@ import re
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
+from hpctrain.settings.check import node_range
+from hpctrain.slurm.site_options import (
+    asked_by_user,
+    constraint,
+    gpu_options,
+    is_forbidden,
+    more_options,
+    network,
+    refuse_forbidden,
+    refuse_launcher,
+    setting_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.schema import SlurmSettings
+    from hpctrain.site.preset import Site
+
+EXPORT_NONE = "#SBATCH --export=NONE"
+EXPORT_UNSET = "# This site wants no --export."
 
 _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _LAYOUT = re.compile(
@@ -22,40 +40,104 @@ _LAYOUT = re.compile(
 )
 
 
-def header_lines(settings: SlurmSettings, name: str, run: RunDir, token: str) -> list[str]:
+def header_lines(
+    settings: SlurmSettings, name: str, run: RunDir, token: str, site: Site | None = None
+) -> list[str]:
     """All #SBATCH lines, in a fixed order.
 
     Raises:
-        UsageError: a value that a header cannot hold, or an option that would fix the task layout.
+        UsageError: a value that a header cannot hold, an option that would fix the task layout, or
+            one that the site refuses.
     """
+    check_options(settings, site, {})
     options = [
         ("job-name", name),
+        *asked_options(settings, site),
+        ("open-mode", "append"),
+        ("output", pattern(str(run.jobs / f"{token}.out"))),
+    ]
+    flags = [*_requeue(site), *(["--exclusive"] if is_exclusive(settings, site) else [])]
+    written = [*(f"--{option}={value}" for option, value in options if value), *flags]
+    theirs = [_site_option(o, settings, site) for o in more_options(settings, site, written)]
+    more = [*theirs, *map(_checked, settings.extra)]
+    return [
+        *(f"#SBATCH --{option}={quote(value)}" for option, value in options if value),
+        *(f"#SBATCH {flag}" for flag in flags),
+        *_export_line(site),
+        *(f"#SBATCH {quote(option)}" for option in more),
+    ]
+
+
+def asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
+    """The options that the settings ask for, with their values; "" for what is not asked for.
+
+    Raises:
+        UsageError: the site has no way to ask for GPUs on a range of nodes.
+    """
+    cpus = settings.cpus_per_rank * settings.ranks()
+    return [
         ("nodes", settings.nodes),
-        *_resources(settings),
+        *gpu_options(settings, site),
+        ("mincpus", str(cpus) if cpus else ""),
+        ("mem", settings.mem),
         ("time", settings.time),
         ("partition", settings.partition),
         ("account", settings.account),
         ("qos", settings.qos),
-        ("constraint", settings.constraint),
+        ("constraint", constraint(settings, site)),
         ("reservation", settings.reservation),
         ("exclude", settings.exclude),
-        ("network", settings.network),
+        ("network", network(settings, site)),
         ("signal", f"USR2@{settings.signal_lead_s}" if settings.signal_lead_s else ""),
-        ("open-mode", "append"),
-        ("output", pattern(str(run.jobs / f"{token}.out"))),
     ]
-    lines = [f"#SBATCH --{option}={quote(value)}" for option, value in options if value]
-    lines.append("#SBATCH --requeue")
-    if is_exclusive(settings):
-        lines.append("#SBATCH --exclusive")
-    return lines + [f"#SBATCH {quote(_checked(option))}" for option in settings.extra]
 
 
-def is_exclusive(settings: SlurmSettings) -> bool:
-    """Whether whole nodes are asked for; by default where no GPUs are."""
+def check_options(settings: SlurmSettings, site: Site | None, origins: Mapping[str, str]) -> None:
+    """Refuse what the site does not let through, before a job is made.
+
+    Args:
+        settings: What is asked for.
+        site: The preset; without one nothing is refused here.
+        origins: Setting to its place, for messages.
+
+    Raises:
+        UsageError: a forbidden option, one that contradicts a required one, or another launcher.
+    """
+    if site is None:
+        return
+    refuse_launcher(site)
+    asked = [f"--{option}={value}" for option, value in asked_options(settings, site) if value]
+    asked += ["--exclusive"] if is_exclusive(settings, site) else []
+    theirs = [(option, setting_of(option)) for option in asked] + asked_by_user(settings)
+    refuse_forbidden(theirs, site, origins)
+    more_options(settings, site, asked)
+
+
+def is_exclusive(settings: SlurmSettings, site: Site | None = None) -> bool:
+    """Whether whole nodes are asked for; by default where no GPUs are and the site lets one ask."""
     if settings.exclusive == "auto":
-        return settings.gpus_per_node == 0
+        return settings.gpus_per_node == 0 and not is_forbidden("--exclusive", site)
     return settings.exclusive == "yes"
+
+
+def export_arguments(script: str) -> list[str]:
+    """What sbatch's command line has to say of --export for a script of ours.
+
+    It says ALL, so that no SBATCH_EXPORT or site default decides; not where the site's preset does.
+    """
+    header = script.partition("\n\n")[0].splitlines()
+    return [] if EXPORT_NONE in header or EXPORT_UNSET in header else ["--export=ALL"]
+
+
+def _requeue(site: Site | None) -> list[str]:
+    """Said in any case, since JobRequeue differs between sites."""
+    flag = "--no-requeue" if site and site.slurm.requeue is False else "--requeue"
+    return [] if is_forbidden(flag, site) else [flag]
+
+
+def _export_line(site: Site | None) -> list[str]:
+    lines = {"none": [EXPORT_NONE], "unset": [EXPORT_UNSET]}
+    return lines.get(site.slurm.export, []) if site else []
 
 
 def quote(value: str) -> str:
@@ -88,14 +170,15 @@ def pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def _resources(settings: SlurmSettings) -> list[tuple[str, str]]:
-    """What is asked of each node."""
-    cpus = settings.cpus_per_rank * settings.ranks()
-    return [
-        ("gpus-per-node", str(settings.gpus_per_node) if settings.gpus_per_node else ""),
-        ("mincpus", str(cpus) if cpus else ""),
-        ("mem", settings.mem),
-    ]
+def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str:
+    """One of the site's options; a task layout only where the number of nodes is fixed anyway."""
+    least, most = node_range(settings.nodes)
+    if site is not None and _LAYOUT.fullmatch(option) and least != most:
+        raise UsageError(
+            f"slurm.nodes is {settings.nodes}, and {site.where('slurm')} wants {option}, with "
+            "which the job could not come back on fewer nodes: give one number of nodes"
+        )
+    return option
 
 
 def _checked(option: str) -> str:

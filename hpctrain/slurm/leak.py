@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 PREFIXES = (
     "SACCT_",
@@ -49,6 +49,18 @@ OF_ONE_JOB = frozenset(
 it."""
 
 
+SETTINGS = {
+    "SBATCH_ACCOUNT": "slurm.account",
+    "SBATCH_CONSTRAINT": "slurm.constraint",
+    "SBATCH_NETWORK": "slurm.network",
+    "SBATCH_PARTITION": "slurm.partition",
+    "SBATCH_QOS": "slurm.qos",
+    "SBATCH_RESERVATION": "slurm.reservation",
+    "SBATCH_TIMELIMIT": "slurm.time",
+}
+"""What a site may let its users' shells decide, and the setting that takes it."""
+
+
 class Cleaned(NamedTuple):
     """An environment fit for SLURM's commands."""
 
@@ -57,12 +69,31 @@ class Cleaned(NamedTuple):
     """Names of what was not passed on, sorted."""
 
 
-def clean(environ: Mapping[str, str]) -> Cleaned:
-    """Leave out everything by which a shell could change a submission or an answer."""
-    dropped = sorted(name for name in environ if _leaks(name))
+def clean(environ: Mapping[str, str], kept: Collection[str] = ()) -> Cleaned:
+    """Leave out everything by which a shell could change a submission or an answer.
+
+    Args:
+        environ: The shell's.
+        kept: SBATCH_* variables that count all the same (`slurm.sbatch_env` of a site). They do so
+            as settings (`kept_settings`), and not by reaching sbatch, where they would win over
+            the script's header and so over the user's own flags.
+    """
+    dropped = sorted(name for name in environ if _leaks(name) and name not in kept)
     return Cleaned(
         env={name: value for name, value in environ.items() if not _leaks(name)}, dropped=dropped
     )
+
+
+def kept_settings(environ: Mapping[str, str], kept: Collection[str]) -> dict[str, str]:
+    """The setting behind each SBATCH_* variable that is set and kept: {"slurm.account": its name}.
+
+    Those of `kept` that no setting can take are left out here, and stay dropped.
+    """
+    return {
+        setting: name
+        for name, setting in SETTINGS.items()
+        if name in kept and environ.get(name, "")
+    }
 
 
 def _leaks(name: str) -> bool:

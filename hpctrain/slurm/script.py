@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.site.paths import data_dir
 from hpctrain.slurm.header import header_lines
+from hpctrain.slurm.site_options import module_lines, srun_options_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.schema import SlurmSettings
     from hpctrain.settings.spec import Spec
+    from hpctrain.site.preset import Site
 
 BODY = "body.sh"
 
@@ -31,6 +33,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         UsageError: a setting that a batch script cannot hold.
     """
     settings = spec.settings.slurm
+    site = site_of(spec)
     exports = {
         "HPCTRAIN_RUN_DIR": str(run.root),
         "HPCTRAIN_TOKEN": token,
@@ -38,12 +41,12 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
     }
     lines = [
         "#!/bin/bash",
-        *header_lines(settings, spec.name, run, token),
+        *header_lines(settings, spec.name, run, token, site),
         "",
         "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"hpctrain_srun_args=({_join(srun_options(settings))})",
-        *_setup(settings.setup),
+        f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
+        *_setup([*module_lines(site), *settings.setup]),
         "",
         body_path().read_text().rstrip("\n"),
     ]
@@ -55,14 +58,34 @@ def body_path() -> Path:
     return data_dir("sbatch") / BODY
 
 
-def srun_options(settings: SlurmSettings) -> list[str]:
-    """What the run adds to the srun line: CPUs for all ranks of a node, then the user's own."""
+def site_of(spec: Spec) -> Site | None:
+    """The preset that the run was submitted with.
+
+    Raises:
+        UsageError: another version of hpctrain wrote it.
+    """
+    if spec.preset is None:
+        return None
+    from hpctrain.site.preset import Site
+
+    return Site.from_plain(spec.preset)
+
+
+def srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
+    """What the run adds to the srun line; srun takes the last of equal options, so the user's win.
+
+    CPUs for all ranks of a node, then the site's, then the user's own.
+
+    Raises:
+        UsageError: the site starts tasks by something else than srun.
+    """
     cpus = settings.cpus_per_rank * settings.ranks()
-    return [*([f"--cpus-per-task={cpus}"] if cpus else []), *settings.srun_args]
+    own = [f"--cpus-per-task={cpus}"] if cpus else []
+    return [*own, *srun_options_of(site), *settings.srun_args]
 
 
 def _setup(lines: Sequence[str]) -> list[str]:
-    """The user's own shell lines, as a function: the body calls it once its traps stand."""
+    """The site's and the user's shell lines, as a function: the body calls it once it has traps."""
     if not lines:
         return []
     return ["hpctrain_setup() {", *lines, "}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.clusters import get_cluster
@@ -18,6 +19,8 @@ from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.records import Cluster, JobInfo
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -27,7 +30,14 @@ ADOPT_WAIT_S = 20.0
 LOOK_AGAIN_S = 0.5
 
 
-def launch(run: RunDir, spec: Spec, *, by: str, from_step: int | None = None) -> str:
+def launch(
+    run: RunDir,
+    spec: Spec,
+    *,
+    by: str,
+    from_step: int | None = None,
+    exclude: Sequence[str] = (),
+) -> str:
     """Start the run's job, unless one of its jobs may still write.
 
     Two callers at once: the run's lock lets one through, the other finds its job and is refused.
@@ -37,6 +47,8 @@ def launch(run: RunDir, spec: Spec, *, by: str, from_step: int | None = None) ->
         spec: What to run.
         by: "submit" or "resume".
         from_step: Take this checkpoint and set newer ones aside.
+        exclude: Nodes that a preflight has found to be bad. The job is kept off them; the run's
+            settings do not have them, since they may be mended by the next job.
 
     Returns:
         The job id.
@@ -55,7 +67,7 @@ def launch(run: RunDir, spec: Spec, *, by: str, from_step: int | None = None) ->
                 "which may still write; "
                 f"`hpctrain cancel {run.name}` it first, or let it go on"
             )
-        return _submit(run, spec, cluster, by=by, from_step=from_step)
+        return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude)
 
 
 def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
@@ -92,10 +104,18 @@ def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | Non
     return token, job_id
 
 
-def _submit(run: RunDir, spec: Spec, cluster: Cluster, *, by: str, from_step: int | None) -> str:
+def _submit(
+    run: RunDir,
+    spec: Spec,
+    cluster: Cluster,
+    *,
+    by: str,
+    from_step: int | None,
+    exclude: Sequence[str],
+) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     token = new_token(run)
-    script = _script(run, spec, token)
+    script = _script(run, without_nodes(spec, exclude), token)
     run.jobs.mkdir(parents=True, exist_ok=True)
     run.script(token).write_text(script)
     run.script(token).chmod(0o755)
@@ -144,6 +164,16 @@ def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
                 "after all, it will be found by its token and not started twice"
             ) from error
         time.sleep(LOOK_AGAIN_S)
+
+
+def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:
+    """The spec with more nodes that its job must not get."""
+    if not exclude:
+        return spec
+    slurm = spec.settings.slurm
+    nodes = ",".join([*([slurm.exclude] if slurm.exclude else []), *exclude])
+    settings = replace(spec.settings, slurm=replace(slurm, exclude=nodes))
+    return replace(spec, settings=settings)
 
 
 def _script(run: RunDir, spec: Spec, token: str) -> str:

@@ -24,19 +24,22 @@ from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, 
 from hpctrain.settings.mesh_flag import engine_flags
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
-from hpctrain.slurm.leak import clean
+from hpctrain.slurm.leak import clean, kept_settings
 from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.site_checks import check_site, shell_layer
+from hpctrain.submit.site_choice import choose
+from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.mesh import Mesh
-    from hpctrain.site.load import Site
+    from hpctrain.site.preset import Site
+    from hpctrain.submit.accounting import Accounting
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"
 CLUSTERS = ("slurm", "local")
-SITE_VARIABLE = "HPCTRAIN_SITE"
 RECIPE_NAME = "lm"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -76,6 +79,10 @@ class SubmitRequest:
     sets: Sequence[str] = ()
     env: Sequence[str] = ()
     snapshot: bool | None = None
+    allow_locked: bool = False
+    """The user may change what the site's admins have locked; it is recorded."""
+    accounting: Accounting | None = None
+    """Whom to ask for the user's accounts; None leaves it to sbatch."""
     cluster_needed: bool = True
     """False for a dry run: a script can be shown where there is no sbatch."""
     alone: bool = False
@@ -111,13 +118,33 @@ def prepare(request: SubmitRequest) -> Prepared:
     """
     config = read_config(request)
     cluster = _choose_cluster(request, config)
-    site = choose_site(request, config, cluster)
+    chosen = choose(request, config, cluster)
+    site = chosen.site
     flags = flag_layer(flags_of(request), request.sets)
+    shell = shell_layer(site, request.environ) if site and cluster == "slurm" else None
     settings, origins = resolve(
-        [*([site.layer] if site else []), *([config.layer] if config else []), flags]
+        [
+            *([site.layer] if site else []),
+            *([shell] if shell else []),
+            *([config.layer] if config else []),
+            flags,
+        ]
     )
-    notes = check(settings, origins)
     entry = _entry(request)
+    notes = [*chosen.notes, *check(settings, origins)]
+    env, env_origins = _environment(request, config)
+    unlocked: list[str] = []
+    if site is not None:
+        changes = changed(site, settings, origins, env, env_origins) | changed_by_shell(
+            site, request.environ, env
+        )
+        told, unlocked = take_locks(site, changes, allow=request.allow_locked)
+        notes += told
+        if cluster == "slurm":
+            is_script = entry.kind == "script"
+            notes += check_site(
+                settings, origins, site, is_script=is_script, accounting=request.accounting
+            )
     notes += _without_effect(origins, cluster, entry)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
@@ -125,7 +152,6 @@ def prepare(request: SubmitRequest) -> Prepared:
     planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
     ranks = [mesh.data_ranks for mesh in planned.values()]
     notes += take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
-    env, env_origins = _environment(request, site, config)
     runs = Path(os.path.normpath(request.cwd / request.runs))
     new_parent = _check_writable(runs)
     stem = RECIPE_NAME if is_recipe else _legal(Path(entry.path).stem)
@@ -142,8 +168,10 @@ def prepare(request: SubmitRequest) -> Prepared:
         origins=origins,
         env=env,
         env_origins=env_origins,
-        dropped_env=clean(request.environ).dropped,
+        dropped_env=_dropped(request, site, cluster),
         python=sys.executable,
+        preset=site.as_plain() if site else None,
+        unlocked=unlocked,
     )
     return Prepared(spec, runs, request.name is None, new_parent, planned, notes)
 
@@ -281,14 +309,13 @@ def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
 
 def choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
     """The site that counts; None on a SLURM cluster that has none."""
-    given = config.top.get("site") if config else None
-    name = request.site or given or request.environ.get(SITE_VARIABLE)
-    if not name and cluster == "slurm":
-        return None
-    from hpctrain.site.load import load_site
-    from hpctrain.site.paths import site_search
+    return choose(request, config, cluster).site
 
-    return load_site(name or "local", search=site_search(request.environ))
+
+def _dropped(request: SubmitRequest, site: Site | None, cluster: str) -> list[str]:
+    """Variables of the shell that neither SLURM's commands nor the settings take."""
+    keep = site.slurm.sbatch_env if site is not None and cluster == "slurm" else ()
+    return clean(request.environ, kept_settings(request.environ, keep).values()).dropped
 
 
 def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
@@ -352,14 +379,14 @@ def _entry(request: SubmitRequest) -> Entry:
 
 
 def _environment(
-    request: SubmitRequest, site: Site | None, config: Source | None
+    request: SubmitRequest, config: Source | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment of the ranks and where each variable came from: site < hpctrain.toml < flags."""
+    """What the user sets for the ranks, and where: hpctrain.toml < flags.
+
+    The site's part is derived for each attempt (`site/environment.py`), below all of this.
+    """
     env: dict[str, str] = {}
     origins: dict[str, str] = {}
-    if site:
-        env |= site.env
-        origins |= {name: site.where(ENV_SECTION, name) for name in site.env}
     if config:
         where = config.layer.where
         own = from_table(config.env, lambda name: where(ENV_SECTION, name))

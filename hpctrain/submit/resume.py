@@ -13,13 +13,19 @@ from hpctrain.plan.nodes import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.slurm.script import site_of
 from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.site_checks import check_site, forget_chosen
+from hpctrain.submit.site_locks import changed, take_locks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
+    from hpctrain.site.preset import Site
+    from hpctrain.submit.accounting import Accounting
 
 SAME_RUN = (
     "seed",
@@ -42,6 +48,10 @@ class ResumeRequest:
     flags: Mapping[str, tuple[str, object]]
     sets: Sequence[str] = ()
     from_step: int | None = None
+    allow_locked: bool = False
+    """The user may change what the site's admins have locked; it is recorded."""
+    accounting: Accounting | None = None
+    """Whom to ask for the user's accounts; None leaves it to sbatch."""
     alone: bool = False
     """One process will train, whatever the nodes are set to."""
 
@@ -49,16 +59,25 @@ class ResumeRequest:
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     """The run's settings with what was asked laid over them; and what the user should know.
 
-    A ds_config.json that is named anew is read, relative to the working directory.
+    The preset of the submit holds, whatever the site's files say by now; what was chosen from its
+    limits is chosen anew. A ds_config.json that is named anew is read, relative to the working
+    directory.
 
     Raises:
         NotFound: there is no such ds_config.json.
-        UsageError: an unknown or ill-typed setting, one that would make it another run, or nodes
-            without a mesh.
+        UsageError: an unknown or ill-typed setting, one that would make it another run, nodes
+            without a mesh, or a job that the site does not take.
     """
     layer = flag_layer(request.flags, request.sets)
     settings, origins = resolve([layer], base=spec.settings, origins=spec.origins)
+    forget_chosen(settings, origins)
     notes = check(settings, origins)
+    unlocked = list(spec.unlocked)
+    site = site_of(spec)
+    if site is not None:
+        told, more = _check_with_site(spec, site, settings, origins, request)
+        notes += told
+        unlocked += [path for path in more if path not in unlocked]
     for name in SAME_RUN:
         before, now = getattr(spec.settings.train, name), getattr(settings.train, name)
         if before != now:
@@ -72,7 +91,23 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     ranks = [mesh.data_ranks for mesh in planned.values()]
     if settings.engine.kind.startswith("zero"):
         notes += take_ds_config(settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks)
-    return replace(spec, settings=settings, origins=origins), notes
+    return replace(spec, settings=settings, origins=origins, unlocked=unlocked), notes
+
+
+def _check_with_site(
+    spec: Spec, site: Site, settings: Settings, origins: dict[str, str], request: ResumeRequest
+) -> tuple[list[str], list[str]]:
+    """What the user should know, and the locked paths that this resume changes."""
+    changes = changed(site, settings, origins, {}, {})
+    new = {path: origin for path, origin in changes.items() if path not in spec.unlocked}
+    # Which file overrides which was settled at submit; only what is new can be refused.
+    notes, unlocked = take_locks(replace(site, overridden={}), new, allow=request.allow_locked)
+    if spec.cluster == "slurm":
+        is_script = spec.entry.kind == "script"
+        notes += check_site(
+            settings, origins, site, is_script=is_script, accounting=request.accounting
+        )
+    return notes, unlocked
 
 
 def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:

@@ -17,9 +17,13 @@ LOGIN_ROOMS = (
     "rundir",
     "ledger",
     "checkpoint",
+    "preflight",
 )
 LOGIN_MODULES = ("clusters", "errors", "records", "local.client", "local.control", "local.jobs")
-TENSORS = {f"checkpoint.{name}" for name in ("boxes", "dcp", "restore", "save", "saver")}
+TENSORS = {
+    *(f"checkpoint.{name}" for name in ("boxes", "dcp", "restore", "save", "saver")),
+    "preflight.collective",
+}
 BYTES = {
     f"checkpoint.{name}"
     for name in (

@@ -12,7 +12,7 @@ from hpctrain.errors import EXIT_CODES
 from hpctrain.plan.decide import decide
 from hpctrain.records import JobFacts, StopCause
 from hpctrain.settings.merge import resolve
-from hpctrain.site.load import read_site
+from hpctrain.site.load import load_site
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
@@ -63,10 +63,10 @@ def test_order_of_rooms_is_the_one_that_lint_enforces():
 
 @pytest.mark.parametrize("path", SITES, ids=lambda path: path.stem)
 def test_every_site_config_loads(path):
-    site = read_site(path)
+    site = load_site(str(path))
 
     resolve([site.layer])
-    assert site.description
+    assert site.about.description
 
 
 @pytest.mark.parametrize("row", table(DOCS / "preemption.md", "ranks"), ids=" ".join)

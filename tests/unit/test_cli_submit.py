@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -207,27 +206,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(no_sbatch, capsys, argv, code,
     assert message in err
     assert err.count("\n") == 1
     assert entries(no_sbatch) == ["train.py"]
-
-
-def test_sites_are_listed_and_shown_with_origins(work, tmp_path, monkeypatch, capsys):
-    (tmp_path / "juniper.toml").write_text("[slurm]\npartition = 'gpu'\n[env]\nA = 'x'\n")
-    monkeypatch.setenv("HPCTRAIN_SITE_PATH", str(tmp_path))
-
-    assert main(["sites", "list", "--json"]) == 0
-    listed = {site["name"]: Path(site["path"]) for site in json.loads(capsys.readouterr().out)}
-    assert listed["juniper"] == tmp_path / "juniper.toml"
-    assert "local" in listed
-
-    assert main(["sites", "show", "juniper"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "  slurm.partition  gpu",
-        "  env.A            x",
-    ]
-
-    assert main(["sites", "show", "juniper", "--origin", "--json"]) == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert settings["slurm.partition"] == {
-        "value": "gpu",
-        "origin": f"site juniper ({tmp_path}/juniper.toml:2)",
-    }
-    assert settings["train.steps"] == {"value": 200, "origin": "default"}

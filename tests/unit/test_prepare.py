@@ -80,8 +80,8 @@ def test_layers_come_in_order_and_each_value_knows_its_own(work, tmp_path):
     sites = tmp_path / "sites"
     sites.mkdir()
     (sites / "juniper.toml").write_text(
-        "[slurm]\nnodes = 8\npartition = 'gpu'\nqos = 'low'\n"
-        "[env]\nA = 'site'\nB = 'site'\nC = 'site'\n"
+        "[settings.slurm]\nnodes = 8\npartition = 'gpu'\nqos = 'low'\n"
+        "[env.common]\nA = 'site'\nB = 'site'\nC = 'site'\n"
     )
     (work / "hpctrain.toml").write_text(
         "site = 'juniper'\n[slurm]\nnodes = 6\npartition = 'big'\n[env]\nB = 'file'\nC = 'file'\n"
@@ -93,14 +93,15 @@ def test_layers_come_in_order_and_each_value_knows_its_own(work, tmp_path):
     spec = prepared.spec
     slurm = spec.settings.slurm
     assert (slurm.nodes, slurm.partition, slurm.qos) == ("2-4", "big", "low")
-    assert spec.env == {"A": "site", "B": "file", "C": "flag"}
+    assert spec.env == {"B": "file", "C": "flag"}
+    assert spec.preset["env"]["common"] == {"A": "site", "B": "site", "C": "site"}
     origins = spec.origins
     assert origins["slurm.nodes"] == "flag --nodes"
     assert origins["slurm.partition"] == "hpctrain.toml:4"
     assert origins["slurm.qos"] == f"site juniper ({sites}/juniper.toml:4)"
     assert origins["train.steps"] == "flag --set train.steps"
     assert origins["train.lr"] == "default"
-    assert spec.env_origins["A"] == f"site juniper ({sites}/juniper.toml:6)"
+    assert prepared.notes == ["site juniper, as hpctrain.toml:1 says"]
     assert spec.env_origins["B"] == "hpctrain.toml:6"
     assert spec.env_origins["C"] == "flag --env"
 
@@ -117,16 +118,20 @@ def test_the_submitting_shells_environment_stays_out_of_spec_json(work):
     assert prepared.spec.dropped_env == ["SBATCH_PARTITION", "SLURM_JOB_ID"]
 
 
-def test_site_comes_from_the_flag_then_the_file_then_the_environment(work, tmp_path):
+def test_site_comes_from_the_flag_then_the_environment_then_the_file(work, tmp_path):
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.toml").write_text("")
-    environ = {"PATH": "", "HPCTRAIN_SITE_PATH": str(tmp_path), "HPCTRAIN_SITE": "three"}
+    environ = {"PATH": "", "HPCTRAIN_SITE_PATH": str(tmp_path)}
+    (work / "hpctrain.toml").write_text("site = 'three'\n")
     assert ask(work, environ=environ).spec.site == "three"
 
-    (work / "hpctrain.toml").write_text("site = 'two'\n")
+    environ["HPCTRAIN_SITE"] = "two"
+    by_shell = ask(work, environ=environ)
+    by_flag = ask(work, environ=environ, site="one")
 
-    assert ask(work, environ=environ).spec.site == "two"
-    assert ask(work, environ=environ, site="one").spec.site == "one"
+    assert (by_shell.spec.site, by_flag.spec.site) == ("two", "one")
+    assert by_shell.notes == ["site two, as HPCTRAIN_SITE says"]
+    assert by_flag.notes == []
 
 
 def test_a_script_is_kept_with_its_arguments_and_names_the_run(work):

@@ -1,103 +1,127 @@
-"""Sites are found by name in a known order; their values carry file and line."""
+"""A preset as the rest of hpctrain sees it, and the layers in which it is looked for."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import NotFound, UsageError
-from hpctrain.settings.check import check
+from hpctrain.errors import UsageError
 from hpctrain.settings.merge import resolve
-from hpctrain.site.load import find_sites, load_site
-from hpctrain.site.paths import data_dir, site_search
+from hpctrain.site.load import load_site, require_usable
+from hpctrain.site.paths import data_dir, layers
+from hpctrain.site.preset import Site
+from hpctrain.site.schema import About
+
+TEXT = """\
+description = "a machine"
+[sources]
+guide = "a page"
+[partitions.gpu]
+source = "guide"
+gpus_per_node = 4
+max_time = 12:00:00
+[partitions.gpu.preemption]
+mode = "requeue"
+[partitions.empty]
+[env.multi_node]
+NCCL_NET = { value = "IB", why = "the plugin hangs" }
+[env.when.new]
+nccl = ">=2.27"
+set.NCCL_PROTO = "^LL128"
+[settings.slurm]
+partition = "gpu"
+nodes = 4
+"""
 
 
 @pytest.fixture
-def sites(tmp_path):
-    folder = tmp_path / "sites"
-    folder.mkdir()
-    (folder / "juniper.toml").write_text(
-        'description = "a machine"\n[slurm]\npartition = "gpu"\n[env]\nNCCL_SOCKET_IFNAME = "hsn"\n'
-    )
-    return folder
+def juniper(tmp_path):
+    """A site in a folder of HPCTRAIN_SITE_PATH, and its file."""
+    path = tmp_path / "juniper.toml"
+    path.write_text(TEXT)
+    return load_site("juniper", environ={"HPCTRAIN_SITE_PATH": str(tmp_path)}), path
 
 
-def test_a_sites_values_and_environment_carry_file_and_line(sites):
-    site = load_site("juniper", search=[sites])
+def test_values_are_typed_and_what_is_missing_is_unknown(juniper):
+    site, _ = juniper
+
+    assert (site.name, site.about.description) == ("juniper", "a machine")
+    assert site.partitions["gpu"].max_time == "12:00:00"
+    assert site.partitions["gpu"].preemption.mode == "requeue"
+    assert site.partitions["gpu"].preemption.grace_s is None
+    assert set(site.partitions) == {"gpu", "empty"}
+    assert site.env.multi_node == {"NCCL_NET": "IB"}
+    assert site.env.when["new"].set == {"NCCL_PROTO": "^LL128"}
+    assert site.slurm.account_required is None
+
+
+def test_every_value_knows_its_file_line_source_and_reason(juniper):
+    site, path = juniper
+
+    leaf = site.leaves["partitions", "gpu", "preemption", "mode"]
+    assert (leaf.layer, leaf.file, leaf.line, leaf.source) == ("system", str(path), 9, "guide")
+    assert site.leaves["env", "multi_node", "NCCL_NET"].why == "the plugin hangs"
+    assert site.where("env", "multi_node", "NCCL_NET") == f"site juniper ({path}:12)"
+    assert site.where("env", "when", "new") == f"site juniper ({path}:14)"
+    assert site.where("network", "kind") == site.where() == "site juniper"
+
+
+def test_settings_of_a_site_are_a_layer_of_settings(juniper):
+    site, path = juniper
 
     settings, origins = resolve([site.layer])
 
-    assert site.description == "a machine"
-    assert settings.slurm.partition == "gpu"
-    assert origins["slurm.partition"] == f"site juniper ({sites}/juniper.toml:3)"
-    assert site.env == {"NCCL_SOCKET_IFNAME": "hsn"}
-    assert site.where("env", "NCCL_SOCKET_IFNAME") == f"site juniper ({sites}/juniper.toml:5)"
+    assert (settings.slurm.partition, settings.slurm.nodes) == ("gpu", "4")
+    assert origins["slurm.partition"] == f"site juniper ({path}:17)"
+    assert origins["slurm.qos"] == "default"
+
+
+def test_a_preset_survives_spec_json(juniper):
+    site, _ = juniper
+
+    assert Site.from_plain(json.loads(json.dumps(site.as_plain()))) == site
+
+
+def test_a_preset_of_another_version_is_refused(juniper):
+    plain = juniper[0].as_plain()
+
+    with pytest.raises(UsageError, match="format 7, this hpctrain reads 1"):
+        Site.from_plain(plain | {"format": 7})
+    with pytest.raises(UsageError, match=r"another version of hpctrain .*'later'"):
+        Site.from_plain(plain | {"network": {"later": 1}})
+    with pytest.raises(UsageError, match=r"another version of hpctrain .*'lock'"):
+        Site.from_plain({key: value for key, value in plain.items() if key != "lock"})
+
+
+def test_layers_go_from_the_packaged_ones_to_the_users():
+    environ = {"HPCTRAIN_SITE_PATH": os.pathsep.join(["/a", "", "/b"]), "HOME": "/home/kim"}
+
+    assert layers(environ) == [
+        ("packaged", data_dir("site-configs")),
+        ("system", Path("/etc/hpctrain/sites")),
+        ("system", Path("/b")),
+        ("system", Path("/a")),
+        ("user", Path("/home/kim/.config/hpctrain/sites")),
+    ]
+    assert layers(environ | {"XDG_CONFIG_HOME": "/x"})[-1][1] == Path("/x/hpctrain/sites")
+    assert [layer for layer, _ in layers({})] == ["packaged", "system"]
 
 
 @pytest.mark.parametrize(
-    ("name", "match"),
+    ("stability", "match"),
     [
-        ("junipr", r'there is no site "junipr"; did you mean juniper\?'),
-        ("zzz", r'there is no site "zzz"; there are: juniper \(looked in '),
-        ("", "there is no site"),
-        ("../sites/juniper", "there is no site"),
+        ("unverified", 'site juniper is unverified: .* with stability = "local"'),
+        ("base", 'site juniper is a base for other presets.* extends = "juniper"'),
     ],
 )
-def test_an_unknown_site_is_refused_with_the_nearest_name_and_where_was_looked(sites, name, match):
-    with pytest.raises(NotFound, match=match):
-        load_site(name, search=[sites])
-
-
-def test_a_site_can_be_named_by_its_file(sites):
-    assert load_site(str(sites / "juniper.toml"), search=[]).name == "juniper"
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (
-            "[slurm]\npartiton = 'x'\n",
-            r"site bad \(.*bad.toml:2\): slurm.partiton is not a setting",
-        ),
-        ("nodes = 4\n", r"site bad \(.*bad.toml:1\): nodes stands outside its table"),
-        ("[env]\nRANK = 0\n", r"site bad \(.*bad.toml:2\): RANK is set by hpctrain"),
-        ("[slurm\n", r"bad.toml is not valid TOML"),
-    ],
-)
-def test_a_wrong_site_file_is_refused_with_its_line(sites, text, match):
-    (sites / "bad.toml").write_text(text)
-
+def test_a_preset_that_is_not_for_jobs_is_refused(stability, match):
     with pytest.raises(UsageError, match=match):
-        resolve([load_site("bad", search=[sites]).layer])
+        require_usable(Site(About(name="juniper", stability=stability)))
 
 
-def test_the_first_folder_wins_and_a_missing_one_is_passed_over(sites, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "juniper.toml").write_text("")
-    (other / "a.toml").write_text("")
-
-    found = find_sites([tmp_path / "missing", other, sites])
-
-    assert found == {"a": other / "a.toml", "juniper": other / "juniper.toml"}
-
-
-def test_the_search_goes_from_the_users_folders_to_those_that_come_with_hpctrain():
-    search = site_search({"HPCTRAIN_SITE_PATH": os.pathsep.join(["/a", "", "/b"])})
-
-    assert [str(folder) for folder in search[:3]] == ["/a", "/b", "/etc/hpctrain/sites"]
-    assert search[3] == data_dir("site-configs")
-
-
-@pytest.mark.parametrize(
-    "path", sorted(data_dir("site-configs").glob("*.toml")), ids=lambda p: p.stem
-)
-def test_every_site_that_comes_with_hpctrain_loads_and_passes_the_checks(path):
-    settings, origins = resolve([load_site(path.stem, search=[path.parent]).layer])
-
-    check(settings, origins)
-
-
-def test_the_local_site_is_there():
-    assert "local" in find_sites([data_dir("site-configs")])
+@pytest.mark.parametrize("stability", ["reference", "local"])
+def test_other_presets_can_be_used(stability):
+    require_usable(Site(About(name="juniper", stability=stability)))

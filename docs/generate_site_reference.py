@@ -1,0 +1,300 @@
+"""Writes docs/site-presets.md and docs/site.schema.json from hpctrain/site/schema.py.
+
+`make settings` calls it; tests/unit/test_site_schema.py fails where they are not what this gives.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hpctrain.settings.schema import sections
+from hpctrain.site import schema
+from hpctrain.site.keys import Key, keys_of, title_of
+from hpctrain.site.values import in_words
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "site-presets.md"
+SCHEMA = DOCS / "site.schema.json"
+
+HEAD = """\
+# Site presets: every key
+
+<!-- Written by `make settings` from hpctrain/site/schema.py; change it there. -->
+
+A preset is a TOML file that says what a cluster demands and what its network needs.
+Every table and key is optional: what is left out is unknown, and nothing is guessed.
+A key that hpctrain does not know is refused, with the nearest one that it knows and the line.
+The same rules as a JSON Schema, for editors and continuous integration:
+[site.schema.json](site.schema.json).
+
+```toml
+name = "juniper"
+description = "Juniper: 4 A100 a node, InfiniBand"
+contact = "hpc-help@juniper.example"
+extends = "ib"
+
+[sources]
+guide = "https://juniper.example/docs/gpu"
+
+[partitions.gpu]
+source = "guide"
+gpus_per_node = 4
+max_time = "24:00:00"
+
+[network]
+socket_ifnames = { value = ["ib0"], source = "guide", why = "the management network is slow" }
+
+[settings.checkpoint]
+interval_s = 600.0
+```
+
+## Where presets lie
+
+Later layers win: the presets that come with hpctrain (`packaged`); `/etc/hpctrain/sites`, then
+the folders of `HPCTRAIN_SITE_PATH`, of which the first wins (`system`);
+`$XDG_CONFIG_HOME/hpctrain/sites`, by default `~/.config/hpctrain/sites` (`user`); `site.toml`
+beside `hpctrain.toml` (`project`, for whatever site is used, or for one alone if it has a
+`name`).
+A file is laid on those of the same name in lower layers, key by key, so that an admin changes one
+value of a packaged preset with a file of three lines.
+`hpctrain sites show NAME --origin` prints each value's layer, file and line.
+
+A file that is named by its path (`--site ./juniper.toml`) is taken without the layers' files of
+that name.
+`hpctrain.toml`, the environment and flags are laid on all of this as settings
+([settings](settings.md)).
+
+## What holds in every table
+
+- A value may be a plain one, or `{ value = ..., source = "guide", why = "..." }`.
+- `source = "guide"` in a table holds for every value in it and in the tables below; the nearest
+  wins. It names a key of `[sources]`, of the file itself or of one below it. Where two files give
+  one name to different sources, the lower one's is renamed (`guide.2`).
+- A list in a higher layer replaces the one below; `NAME_add` appends to it instead.
+- `extends = "ib"` lays the preset on another one, with everything but its `[detect]` and the keys
+  outside tables, except `[sources]`.
+- In `[env.*]` and other tables of variables the names are yours.
+
+## How a site is recognised
+
+In this order: `--site`, `HPCTRAIN_SITE`, `site` in `hpctrain.toml`; then every preset's
+`[detect]` is held against this machine.
+A pattern must match the whole text. Of several sites that match the highest `priority` wins, then
+a variable over a marker file over SLURM's ClusterName over the host's name; where that does not
+decide, submitting is refused with the reasons of both.
+A job keeps the site that was chosen at submit. `--site none` uses none.
+
+## Locked values
+
+`[lock]` in a packaged or system file names what users do not change: values, or whole tables.
+A user's or project's file, `hpctrain.toml`, `--env` or a flag that changes one is refused with
+both places, unless `--allow-locked` is given; then it is recorded in the run.
+"""
+SETTINGS_TEXT = """\
+Defaults of hpctrain's own settings, for everybody at the site: any section and key of
+[settings](settings.md). A user's `hpctrain.toml` and flags win over them.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Outside any table\n", *_table(schema.About)]
+    for name, cls in schema.TABLES.items():
+        parts += _section(name, cls)
+        if name == "slurm":
+            parts += _section(f"{schema.PARTITIONS}.X", schema.Partition)
+    parts += [
+        f"## [{schema.SETTINGS}.SECTION]\n",
+        SETTINGS_TEXT,
+    ]
+    return "\n".join(parts)
+
+
+def _section(name: str, cls: type) -> list[str]:
+    title = title_of(cls)
+    parts = [f"## [{name}]\n", f"{title[:1].upper()}{title[1:]}\n", *_table(cls)]
+    for key in keys_of(cls).values():
+        if key.inner is not None:
+            parts += _section(f"{name}.{key.name}{'' if key.form == 'table' else '.X'}", key.inner)
+    return parts
+
+
+def _table(cls: type) -> list[str]:
+    rows = [
+        f"| `{key.name}` | {key.form} | {_default(key)} | {_meaning(key)} |"
+        for key in keys_of(cls).values()
+        if key.inner is None
+    ]
+    head = "| key | type | default | meaning |\n|---|---|---|---|"
+    return [head, *rows, ""]
+
+
+def _default(key: Key) -> str:
+    return "-" if key.default in (None, "", [], {}) else f"`{json.dumps(key.default)}`"
+
+
+def _meaning(key: Key) -> str:
+    more = []
+    if key.choices and not all(choice in key.doc for choice in key.choices):
+        more.append(f"one of {', '.join(filter(None, key.choices))}")
+    if key.regex:
+        more.append("a regular expression for the whole text")
+    return f"{key.doc} ({'; '.join(more)})" if more else key.doc
+
+
+def json_schema() -> dict[str, Any]:
+    """The rules as a JSON Schema."""
+    top = {key.name: _key(key) for key in keys_of(schema.About).values()}
+    top |= {name: _ref(cls) for name, cls in schema.TABLES.items()}
+    top[schema.PARTITIONS] = _named(schema.Partition, "limits of each partition, by SLURM's name")
+    top[schema.SETTINGS] = _settings()
+    classes = [*schema.TABLES.values(), schema.Partition, schema.Preemption, schema.When]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "hpctrain site preset",
+        "description": "Written by docs/generate_site_reference.py from hpctrain/site/schema.py.",
+        **_object(top),
+        "$defs": {
+            "source": {"type": "string", "description": "a name of [sources]"},
+            **{cls.__name__: _of_class(cls) for cls in classes},
+            **{name: _written_out(one) for name, one in _SHARED.items()},
+        },
+    }
+
+
+def _of_class(cls: type) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for key in keys_of(cls).values():
+        properties[key.name] = _key(key)
+        if key.form == "texts":
+            properties[f"{key.name}_add"] = _key(key) | {
+                "description": f"appended to the {key.name} of the layers below"
+            }
+    return {"description": title_of(cls), **_object(properties)}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    """A table with these keys and a source, and no others."""
+    return {
+        "type": "object",
+        "properties": {**properties, "source": {"$ref": "#/$defs/source"}},
+        "additionalProperties": False,
+    }
+
+
+def _named(cls: type, doc: str) -> dict[str, Any]:
+    return {
+        "description": doc,
+        "type": "object",
+        "properties": {"source": {"anyOf": [{"$ref": "#/$defs/source"}, _ref(cls)]}},
+        "additionalProperties": _ref(cls),
+    }
+
+
+def _ref(cls: type) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{cls.__name__}"}
+
+
+def _key(key: Key) -> dict[str, Any]:
+    if key.inner is not None:
+        return _ref(key.inner) if key.form == "table" else _named(key.inner, key.doc)
+    form, is_table, _ = key.form.partition(" table")
+    value: dict[str, Any] = {
+        "text": _text(key, empty=not is_table),
+        "integer": {"type": "integer"},
+        "number": {"type": "number"},
+        "boolean": {"type": "boolean"},
+        "texts": {"type": "array", "items": _text(key, empty=False)},
+    }[form]
+    if form in {"integer", "number"} and key.least is not None:
+        value |= {"minimum": key.least}
+    if not is_table:
+        return {"description": key.doc, **_valued(value)}
+    if key.keys == schema.VARIABLE and not key.regex:  # numbers become text in an environment
+        value = {"type": ["string", "number"]}
+    if not key.keys:
+        return {"description": key.doc, "type": "object", "additionalProperties": _valued(value)}
+    return {
+        "description": f"{key.doc}; names: {in_words(key.keys)}",
+        "type": "object",
+        "properties": {"source": {"$ref": "#/$defs/source"}},
+        "patternProperties": {f"^(?:{key.keys})$": _valued(value)},
+        "additionalProperties": False,
+    }
+
+
+def _text(key: Key, *, empty: bool) -> dict[str, Any]:
+    if key.choices:
+        return {"type": "string", "enum": list(key.choices)}
+    if key.pattern:
+        return {"type": "string", "pattern": f"^(?:{key.pattern}){'?' if empty else ''}$"}
+    return {"type": "string"} if empty else {"type": "string", "minLength": 1}
+
+
+def _valued(value: dict[str, Any]) -> dict[str, Any]:
+    """A plain value, or a table of it with its source and reason."""
+    shared = next((name for name, one in _SHARED.items() if one == value), None)
+    return {"$ref": f"#/$defs/{shared}"} if shared else _written_out(value)
+
+
+def _written_out(value: dict[str, Any]) -> dict[str, Any]:
+    table = {
+        "type": "object",
+        "properties": {
+            "value": value,
+            "source": {"$ref": "#/$defs/source"},
+            "why": {"type": "string"},
+        },
+        "required": ["value"],
+        "additionalProperties": False,
+    }
+    return {"anyOf": [value, table]}
+
+
+_SETTING_TYPES: dict[str, dict[str, Any]] = {
+    "str": {"type": ["string", "integer"]},  # `nodes = 4` passes as text
+    "int": {"type": "integer"},
+    "float": {"type": "number"},
+    "bool": {"type": "boolean"},
+    "list[str]": {"type": "array", "items": {"type": "string"}},
+}
+_SHARED: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "textOrNumber": {"type": ["string", "number"]},
+    "count": {"type": "integer", "minimum": 0},
+    "amount": {"type": "number", "minimum": 0},
+    "textOrInteger": _SETTING_TYPES["str"],
+    "integer": _SETTING_TYPES["int"],
+    "number": _SETTING_TYPES["float"],
+    "boolean": _SETTING_TYPES["bool"],
+    "texts": _SETTING_TYPES["list[str]"],
+    "filledTexts": {"type": "array", "items": {"type": "string", "minLength": 1}},
+    "variables": {
+        "type": "array",
+        "items": {"type": "string", "pattern": f"^(?:{schema.VARIABLE})$"},
+    },
+    "options": {"type": "array", "items": {"type": "string", "pattern": f"^(?:{schema.OPTION})$"}},
+}
+"""Values that many keys take, written once: it keeps the file small and quick to check."""
+
+
+def _settings() -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for name, cls in sections().items():
+        properties: dict[str, Any] = {}
+        for one in fields(cls):
+            choices = one.metadata["choices"]
+            kind = _valued({"enum": list(choices)} if choices else _SETTING_TYPES[str(one.type)])
+            properties[one.name] = {"description": one.metadata["doc"], **kind}
+            if one.type == "list[str]":
+                properties[f"{one.name}_add"] = kind
+        tables[name] = _object(properties)
+    return {"description": "defaults of hpctrain's own settings", **_object(tables)}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n")

@@ -1,0 +1,182 @@
+"""The environment of this node's ranks: what the site, the run and the job give, and who won.
+
+The job's own environment (what sbatch handed on, what the site's modules and the setup lines have
+set) wins over `hpctrain.toml` and `--env`, and these over the site's preset. It is derived anew for
+each attempt, since the number of nodes, the versions and the attempt's directory change.
+tests/unit/test_agent_environment.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.ledger import events as ledger
+from hpctrain.site.environment import (
+    Environment,
+    Versions,
+    derive,
+    is_shown,
+    locked_names,
+    overridden,
+    with_settings,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.records import JobContext
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+THE_JOB = "the job's own environment"
+PLUGIN_VERSION = "HPCTRAIN_NET_PLUGIN_VERSION"
+"""A site's module or setup line may tell the network plugin's version; torch cannot be asked."""
+RECORD = "environment.json"
+
+
+class RankEnvironment:
+    """Puts into this process's environment what its ranks will inherit."""
+
+    def __init__(self, run: RunDir, spec: Spec, context: JobContext) -> None:
+        """Remember the job's own environment; nothing is set yet.
+
+        Raises:
+            UsageError: the preset in spec.json is of another version of hpctrain.
+        """
+        self._run = run
+        self._spec = spec
+        self._context = context
+        self._site = None
+        if spec.preset is not None:
+            from hpctrain.site.preset import Site
+
+            self._site = Site.from_plain(spec.preset)
+        self._job = dict(os.environ)
+        self._touched: set[str] = set()
+
+    def before_imports(self) -> None:
+        """Set what can be known before torch is imported, since some libraries read it then."""
+        _export_place(self._run, self._spec, self._context)
+        self._apply(self._derive(Versions(), run_dir="")[1])
+
+    def for_attempt(self, number: int) -> None:
+        """Set everything for the attempt that begins; node 0 writes down what and who won.
+
+        Called on every node, after torch was imported and before the attempt's ranks start.
+        """
+        directory = self._run.attempt(number)
+        versions = versions_here()
+        derived, final = self._derive(versions, run_dir=str(directory))
+        self._apply(final)
+        if self._context.node_rank == 0:
+            self._record(number, versions, derived, final)
+
+    def _derive(self, versions: Versions, *, run_dir: str) -> tuple[Environment, Environment]:
+        """What the preset gives, and what is left of it once the run and the job have had a say."""
+        spec, site = self._spec, self._site
+        nodes = len(self._context.nodes)
+        derived = derive(site, nodes=nodes, versions=versions, run_dir=run_dir)
+        locked = locked_names(site, spec.unlocked) if site else set()
+        own = with_settings(derived, spec.env, spec.env_origins)
+        return derived, overridden(own, self._job, THE_JOB, locked=locked)
+
+    def _apply(self, environment: Environment) -> None:
+        for name in self._touched - environment.values.keys():
+            if name in self._job:
+                os.environ[name] = self._job[name]
+            else:
+                os.environ.pop(name, None)
+        for name in environment.unset:
+            os.environ.pop(name, None)
+        for name, value in environment.values.items():
+            os.environ[name] = value.value
+        self._touched = {*environment.values, *environment.unset}
+
+    def _record(
+        self, number: int, versions: Versions, derived: Environment, final: Environment
+    ) -> None:
+        facts: dict[str, Any] = {
+            "site": self._spec.site,
+            "nodes": len(self._context.nodes),
+            "versions": asdict(versions),
+            "overridden": _who_won(derived, final),
+            "unset": [name for name in final.unset if name in self._job],
+            "notes": final.notes,
+        }
+        ledger.append(self._run, "environment", attempt=number, **facts)
+        shown = {
+            name: _shown(name, value.value) | {"origin": value.origin}
+            for name, value in sorted(final.values.items())
+        }
+        directory = self._run.attempt(number)
+        directory.mkdir(parents=True, exist_ok=True)
+        staged = directory / f"{RECORD}.new"
+        staged.write_text(json.dumps(facts | {"values": shown}, indent=1) + "\n")
+        staged.replace(directory / RECORD)
+
+
+def versions_here() -> Versions:
+    """Versions on this node. CUDA is not initialised: a forked rank could not use it any more."""
+    import torch
+
+    nccl = ""
+    # A torch without NCCL has no such function; one with it may be without its library.
+    with contextlib.suppress(AttributeError, ImportError, RuntimeError):
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(str(number) for number in numbers[:3])
+    return Versions(
+        nccl=nccl,
+        torch=str(torch.__version__),
+        plugin=os.environ.get(PLUGIN_VERSION, ""),
+        gpu=gpu_name(),
+    )
+
+
+def gpu_name(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Name of this node's first NVIDIA GPU as its driver tells it; "" where none does."""
+    for path in sorted(proc.glob("*/information")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                key, _, value = line.partition(":")
+                if key.strip() == "Model":
+                    return value.strip()
+    return ""
+
+
+def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
+    """Where the ranks stand in their job, and what torch's agent is to leave alone."""
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", spec.env.get("OMP_NUM_THREADS", "1")
+    )  # as torchrun does; more fight for the node's cores
+    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
+    os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
+    os.environ["HPCTRAIN_JOB_ID"] = context.job_id
+    os.environ["HPCTRAIN_RESTARTS"] = str(context.restarts)
+    os.environ["HPCTRAIN_CLUSTER"] = spec.cluster
+    os.environ["HPCTRAIN_KILL_WAIT_S"] = f"{context.kill_wait_s:g}"
+    if context.end_time is not None:
+        os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
+        "1"  # no stale rank assignments in a second round
+    )
+
+
+def _who_won(derived: Environment, final: Environment) -> list[dict[str, str]]:
+    """What the preset (or the flight recorder) gave and somebody else has set otherwise."""
+    won = []
+    for name, before in derived.values.items():
+        now = final.values.get(name)
+        if now is not None and now.origin != before.origin and now.value != before.value:
+            won.append(
+                {"name": name, "by": now.origin, "instead_of": before.origin}
+                | _shown(name, now.value)
+            )
+    return won
+
+
+def _shown(name: str, value: str) -> dict[str, str]:
+    return {"value": value} if is_shown(name) else {}

@@ -1,0 +1,97 @@
+"""Are this job's nodes fit? Looked at while torch is imported; a few bad ones are left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpctrain.agent.ports import PORTS
+from hpctrain.ledger import events as ledger
+from hpctrain.preflight import attempt as preflight
+from hpctrain.preflight.bad_nodes import note, of_run
+from hpctrain.preflight.expect import Order, expected_of
+from hpctrain.preflight.tour import Place
+from hpctrain.rundir.fence import take_attempt
+
+if TYPE_CHECKING:
+    from hpctrain.agent.aftermath import Aftermath
+    from hpctrain.preflight.bounded import Child
+    from hpctrain.records import JobContext
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+PORT = PORTS - 2
+"""Of the job's ports, those that only a run with six restarts in one job comes to."""
+
+
+class Fitness:
+    """One look at the nodes, for the first attempt of a start of the job."""
+
+    def __init__(self, run: RunDir, spec: Spec, context: JobContext) -> None:
+        self._run = run
+        self._spec = spec
+        self._context = context
+        self._child: Child | None = None
+
+    def begin(self) -> None:
+        """Start looking, where the settings want it."""
+        asked = self._spec.settings.preflight.enabled
+        several = len(self._context.nodes) > 1 and self._spec.cluster == "slurm"
+        if asked == "yes" or (asked == "auto" and several):
+            first = self._context.node_rank == 0
+            self._child = preflight.begin(self._place(), self._order() if first else None)
+
+    def bad(self) -> dict[str, str]:
+        """The nodes to leave behind, with why; empty where the attempt may begin."""
+        if self._child is None:
+            return {}
+        bad, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
+        leave = preflight.to_leave(bad, self._context.nodes)
+        if self._context.node_rank == 0:
+            ledger.append(self._run, "preflight", bad=bad, leave=leave, no_answer=silence)
+        return bad if leave else {}
+
+    def leave(self, bad: dict[str, str], aftermath: Aftermath) -> int:
+        """End before an attempt has done anything. Returns the exit code of the task."""
+        context = self._context
+        if context.node_rank != 0:
+            return 0
+        hours = self._spec.settings.preflight.bad_node_hours
+        note(of_run(self._run), bad, hours=hours)
+        taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
+        ledger.append(
+            self._run,
+            "attempt_started",
+            attempt=taken.number,
+            job_id=context.job_id,
+            restarts=context.restarts,
+            nodes=list(context.nodes),
+            world_size=0,
+            ranks_per_node=self._spec.settings.slurm.ranks(),
+            token=taken.token,
+            by="start",
+        )
+        return aftermath.unfit(taken.number, bad)
+
+    def _place(self) -> Place:
+        context = self._context
+        start = f"{context.job_id}.{context.restarts}"
+        return Place(
+            nodes=list(context.nodes),
+            rank=context.node_rank,
+            address=context.master_addr,
+            port=context.port + PORT,
+            key=f"{start}.{context.token}",
+            folder=self._run.root / "preflight" / start,
+        )
+
+    def _order(self) -> Order:
+        site = None
+        if self._spec.preset is not None:
+            from hpctrain.site.preset import Site
+
+            site = Site.from_plain(self._spec.preset)
+        nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        expected = expected_of(site, gpus=self._spec.settings.slurm.gpus_per_node, env=nccl)
+        half = self._spec.settings.preflight.timeout_s / 2
+        return Order(expected, bandwidth=False, meet_s=half)

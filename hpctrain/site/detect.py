@@ -1,0 +1,247 @@
+"""Which site this is, told by what the site itself has set up here.
+
+The decision is pure: what is looked at comes in as `Surroundings`. Patterns must match whole texts:
+a name that merely begins alike has sent other tools' users to the wrong cluster (`nid...`).
+tests/unit/test_site_detect.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+from hpctrain.site.load import identities, load_site, project_name, require_usable
+from hpctrain.site.paths import PROJECT_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from hpctrain.site.preset import Site
+
+NO_SITE = "none"
+"""`--site none`: no preset, and none is looked for."""
+_NAME_TIMEOUT_S = 2.0
+_FIRST_LINE_BYTES = 4096
+
+
+class Signal(IntEnum):
+    """What a site is known by; the higher is believed over the lower."""
+
+    HOSTNAME = 1
+    CLUSTER = 2
+    FILE = 3
+    VARIABLE = 4
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What can be looked at here. The callables are called where some site asks for it."""
+
+    environ: Mapping[str, str]
+    hostname: str
+    fqdn: Callable[[], str]
+    slurm_cluster: Callable[[], str | None]
+    """SLURM's ClusterName; None where there is no SLURM, or no answer."""
+    read_first_line: Callable[[str], str | None]
+    """None where the file is not there or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A site whose patterns fit."""
+
+    name: str
+    signal: Signal
+    """The strongest of those that fit."""
+    priority: int
+    reasons: tuple[str, ...]
+    """All that fit, the strongest first."""
+    passed_over: str = ""
+    """Why it cannot be chosen; "" where it can."""
+
+
+@dataclass(frozen=True)
+class Detected:
+    """Every site that matches, and the one that counts."""
+
+    matches: tuple[Match, ...]
+    """The best first."""
+    tied: tuple[Match, ...] = ()
+    """Those between which nothing decides; then no site is chosen."""
+
+    @property
+    def chosen(self) -> Match | None:
+        """The site, None where none matches or several do alike."""
+        usable = [match for match in self.matches if not match.passed_over]
+        return usable[0] if usable and not self.tied else None
+
+    def require_one(self) -> Match | None:
+        """The site; None where none matches.
+
+        Raises:
+            UsageError: several match alike.
+        """
+        if self.tied:
+            told = "; ".join(f"{one.name} because {one.reasons[0]}" for one in self.tied)
+            raise UsageError(
+                f"{len(self.tied)} sites match here: {told}; name one with --site, or have an "
+                "admin give one of them a higher detect.priority"
+            )
+        return self.chosen
+
+
+def detect(sites: Iterable[Site], here: Surroundings) -> Detected | None:
+    """Hold every site's [detect] against the surroundings; None where none matches.
+
+    The highest priority wins, then the strongest signal: a variable, a marker file, SLURM's
+    ClusterName, the host's name. Bases are never looked for. An unverified preset is told of and
+    passed over, and so is one that only SLURM's ClusterName speaks for and that was not written at
+    the site: many clusters are called `cluster`.
+    """
+    matches = [match for site in sites if (match := _match(site, here)) is not None]
+    if not matches:
+        return None
+    matches.sort(key=lambda one: (not one.passed_over, one.priority, one.signal), reverse=True)
+    best = matches[0]
+    tied = [
+        one
+        for one in matches
+        if not one.passed_over and (one.priority, one.signal) == (best.priority, best.signal)
+    ]
+    return Detected(tuple(matches), tuple(tied) if len(tied) > 1 else ())
+
+
+def choose(
+    name: str | None,
+    environ: Mapping[str, str],
+    surroundings: Surroundings,
+    *,
+    project: Path | None = None,
+) -> tuple[Site | None, str]:
+    """The site to use, and how it was chosen, in words for the user.
+
+    Args:
+        name: The site that was named; "none" for no site at all; None to look for one.
+        environ: Says where site files are looked for.
+        surroundings: What detection looks at; not touched where a site was named.
+        project: Folder of the settings file. Its site.toml is the site where no other is known.
+
+    Raises:
+        NotFound: the named site is not there.
+        UsageError: its preset is wrong, unverified or a base; or several sites match here.
+    """
+    if name == NO_SITE:
+        return None, "no site, as asked for"
+    if name:
+        site = load_site(name, environ=environ, project=project)
+        require_usable(site)
+        return site, f"site {site.name}, as named"
+    detected = detect(identities(environ, project=project), surroundings)
+    match = detected.require_one() if detected else None
+    if match is not None:
+        site = load_site(match.name, environ=environ, project=project)
+        return site, f"site {site.name}, because {match.reasons[0]} (--site none for no site)"
+    own = project_name(project)
+    if own is not None:
+        site = load_site(own, environ=environ, project=project)
+        require_usable(site)
+        return site, f"site {own}, from {PROJECT_FILE} beside the settings"
+    passed = detected.matches[0] if detected else None
+    if passed is not None:
+        return (
+            None,
+            f"no site: {passed.name} matches ({passed.reasons[0]}) but {passed.passed_over}",
+        )
+    return None, "no site: none matches here"
+
+
+def look_around(
+    environ: Mapping[str, str], slurm_cluster: Callable[[], str | None]
+) -> Surroundings:
+    """This machine's surroundings; every answer is asked for once.
+
+    Args:
+        environ: The environment.
+        slurm_cluster: Asks SLURM for its ClusterName, within a short time-out; not called where an
+            allocation has said it.
+    """
+    return Surroundings(
+        environ=environ,
+        hostname=socket.gethostname(),
+        fqdn=cache(_fqdn),
+        slurm_cluster=cache(lambda: environ.get("SLURM_CLUSTER_NAME") or slurm_cluster()),
+        read_first_line=cache(_first_line),
+    )
+
+
+def _match(site: Site, here: Surroundings) -> Match | None:
+    if site.about.stability == "base":
+        return None
+    reasons = _reasons(site, here)
+    if not reasons:
+        return None
+    passed_over = ""
+    if site.about.stability == "unverified":
+        passed_over = "its preset is unverified until an admin has completed it"
+    elif {signal for signal, _ in reasons} == {Signal.CLUSTER} and site.about.stability != "local":
+        passed_over = "SLURM's ClusterName alone does not tell one cluster from all others"
+    return Match(
+        site.name,
+        reasons[0][0],
+        site.detect.priority,
+        tuple(reason for _, reason in reasons),
+        passed_over,
+    )
+
+
+def _reasons(site: Site, here: Surroundings) -> list[tuple[Signal, str]]:
+    """Everything that fits, the strongest first."""
+    found: list[tuple[Signal, str]] = []
+    rules = site.detect
+    for name, pattern in rules.env.items():
+        value = here.environ.get(name)
+        if value is not None and re.fullmatch(pattern, value):
+            found.append((Signal.VARIABLE, f"the variable {name} is {value}"))
+    for path, pattern in rules.file.items():
+        line = here.read_first_line(path)
+        if line is not None and re.fullmatch(pattern, line):
+            found.append((Signal.FILE, f"the first line of {path} is {line}"))
+    if rules.slurm_cluster:
+        cluster = here.slurm_cluster()
+        if cluster and _any(rules.slurm_cluster, cluster):
+            found.append((Signal.CLUSTER, f"SLURM's ClusterName is {cluster}"))
+    if rules.hostname:
+        host = here.hostname
+        if not _any(rules.hostname, host):
+            host = here.fqdn()
+        if _any(rules.hostname, host):
+            found.append((Signal.HOSTNAME, f"the host is called {host}"))
+    return found
+
+
+def _any(patterns: Sequence[str], text: str) -> bool:
+    return any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
+def _fqdn() -> str:
+    """The host's full name, or the short one where the resolver is silent: it may hang for long."""
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(socket.getfqdn()), daemon=True)
+    asking.start()
+    asking.join(_NAME_TIMEOUT_S)
+    return found[0] if found else socket.gethostname()
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        with Path(path).open("rb") as file:
+            return file.readline(_FIRST_LINE_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None

@@ -1,0 +1,126 @@
+"""Which paths a preset can have, and what to say of one that it cannot. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hpctrain.settings.merge import nearest
+from hpctrain.settings.schema import sections
+from hpctrain.site import schema
+from hpctrain.site.keys import keys_of
+
+if TYPE_CHECKING:
+    from hpctrain.site.preset import Path
+
+_ENV_GROUPS = "[env.common], [env.single_node] or [env.multi_node]"
+
+
+def unknown(path: Path, cls: type | None) -> str:
+    """What to say of a key that its table does not have.
+
+    Args:
+        path: The key's path.
+        cls: The class of the table that it stands in: `About` outside any table, None for a
+            section of [settings].
+    """
+    if cls is None:
+        near = nearest(path[-1], sections())
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections())}"
+        return f"{'.'.join(path)} is no section of hpctrain's settings; {hint}"
+    hint = _hint_at_top(path[-1]) if cls is schema.About else _hint(path, cls)
+    return f"{'.'.join(path)} is not a key of a site preset; {hint}"
+
+
+def _hint(path: Path, cls: type) -> str:
+    table, name = ".".join(path[:-1]), path[-1]
+    known = keys_of(cls)
+    if cls is schema.EnvGroups and name.isupper():
+        return f"put it under {_ENV_GROUPS}"
+    if path[0] in sections() and name in _setting_names(path[0]):
+        return f"as a default of hpctrain's setting it belongs under [settings.{path[0]}]"
+    if near := nearest(name, known):
+        return f"did you mean {table}.{near[0]}?"
+    if elsewhere := [place for place in _paths() if place.endswith(f".{name}")]:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"[{table}] has {', '.join(known)}"
+
+
+def _hint_at_top(name: str) -> str:
+    if name in sections():
+        return f"as defaults of hpctrain's settings put it under [settings.{name}]"
+    at_top = [*keys_of(schema.About), *schema.TABLES, schema.PARTITIONS, schema.SETTINGS]
+    if near := nearest(name, at_top):
+        return f"did you mean {near[0]}?"
+    if elsewhere := [place for place in _paths() if place.endswith(f".{name}")]:
+        table = elsewhere[0].rpartition(".")[0]
+        return f"it stands outside its table; put it under [{table}]"
+    return f"there are {', '.join(at_top)}"
+
+
+def wrong_lock(text: str) -> str | None:
+    """What is wrong with a path in [lock]; None where it names something that a preset can have."""
+    if _can_be(tuple(text.split("."))):
+        return None
+    near = nearest(text, _paths())
+    hint = f"did you mean {near[0]}?" if near else "it takes paths such as env.common.NCCL_NET"
+    return f"lock.keys has {text}, which no preset can have; {hint}"
+
+
+def _can_be(path: Path) -> bool:
+    head, *rest = path
+    if not all(path):
+        return False
+    if head == schema.SETTINGS:
+        section = rest[0] if rest else ""
+        tail = rest[1:]
+        return (
+            not rest
+            or (section in sections() and not tail)
+            or (len(tail) == 1 and section in sections() and tail[0] in _setting_names(section))
+        )
+    if head == schema.PARTITIONS:
+        return len(rest) < 2 or _in_table(schema.Partition, rest[1:])  # noqa: PLR2004 - X and a key
+    return head in schema.TABLES and _in_table(schema.TABLES[head], rest)
+
+
+def _in_table(cls: type, path: list[str]) -> bool:
+    """Whether a table of the class can have that path below it; the table itself counts."""
+    if not path:
+        return True
+    head, *rest = path
+    key = keys_of(cls).get(head)
+    if key is None:
+        return False
+    if key.inner is not None:
+        below = rest if key.form == "table" else rest[1:]
+        return _in_table(key.inner, below)
+    return not rest or (key.form.endswith(" table") and len(rest) == 1)
+
+
+@cache
+def _paths() -> list[str]:
+    """Every path that has no free name in it, and one for each table that has: `partitions.X`."""
+    found: list[str] = []
+    for name, cls in schema.TABLES.items():
+        found += _below(cls, name)
+    found += _below(schema.Partition, f"{schema.PARTITIONS}.X")
+    for section, cls in sections().items():
+        found += [f"{schema.SETTINGS}.{section}.{one.name}" for one in fields(cls)]
+    return found
+
+
+def _below(cls: type, at: str) -> list[str]:
+    found: list[str] = []
+    for name, key in keys_of(cls).items():
+        if key.inner is None:
+            found.append(f"{at}.{name}")
+        else:
+            free = "" if key.form == "table" else ".X"
+            found += _below(key.inner, f"{at}.{name}{free}")
+    return found
+
+
+def _setting_names(section: str) -> list[str]:
+    return [one.name for one in fields(sections()[section])]

@@ -1,0 +1,169 @@
+"""A site preset as the rest of hpctrain sees it: typed tables, and where each value stands.
+
+Knows no files: `load.py` reads them. tests/unit/test_site.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.settings.merge import Layer
+from hpctrain.site import schema
+from hpctrain.site.keys import make
+from hpctrain.site.schema import (
+    About,
+    Baseline,
+    Container,
+    Detect,
+    EnvGroups,
+    Expect,
+    Lock,
+    Modules,
+    Network,
+    Partition,
+    SlurmFacts,
+    Storage,
+)
+
+FORMAT = 1
+"""Of what `as_plain` gives."""
+
+Path = tuple[str, ...]
+"""A value's place in a preset: ("env", "multi_node", "NCCL_NET"), ("description",)."""
+
+
+def dotted(path: Path) -> str:
+    """The path as messages and [lock] have it: env.multi_node.NCCL_NET."""
+    return ".".join(path)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value that stands in a file."""
+
+    value: Any
+    layer: str
+    """packaged, system, user, project; "file" where the site was named by its file."""
+    file: str
+    line: int
+    """Counted from 1; 0 where it is not known."""
+    source: str = ""
+    """A name of [sources], "" for none."""
+    why: str = ""
+
+    @property
+    def place(self) -> str:
+        """`/etc/hpctrain/sites/juniper.toml:7`."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class SiteFile:
+    """A file that a site was read from."""
+
+    layer: str
+    path: str
+    name: str
+    """Of the preset in it: the site's own, or that of a base."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster's settings, merged from every file that has a say."""
+
+    about: About
+    detect: Detect = field(default_factory=Detect)
+    slurm: SlurmFacts = field(default_factory=SlurmFacts)
+    partitions: dict[str, Partition] = field(default_factory=dict)
+    network: Network = field(default_factory=Network)
+    env: EnvGroups = field(default_factory=EnvGroups)
+    modules: Modules = field(default_factory=Modules)
+    storage: Storage = field(default_factory=Storage)
+    container: Container = field(default_factory=Container)
+    baseline: Baseline = field(default_factory=Baseline)
+    expect: Expect = field(default_factory=Expect)
+    lock: Lock = field(default_factory=Lock)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Defaults of hpctrain's own settings, section to keys, each of its setting's type."""
+    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    """Every value that some file has, with its place; the winning file's where several have it."""
+    overridden: dict[Path, str] = field(default_factory=dict)
+    """Locked values that a layer of the user's has changed, with the place of the change."""
+    files: tuple[SiteFile, ...] = ()
+    """What was read, lowest first."""
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.about.name
+
+    def where(self, *path: str) -> str:
+        """`site juniper (/etc/hpctrain/sites/juniper.toml:7)`.
+
+        A table has the place of its first value; what stands in no file has the site's name only.
+        """
+        leaf = self.leaves.get(path)
+        if leaf is None:
+            below = (other for at, other in self.leaves.items() if at[: len(path)] == path)
+            leaf = next(below, None) if path else None
+        return f"site {self.name} ({leaf.place})" if leaf else f"site {self.name}"
+
+    @property
+    def layer(self) -> Layer:
+        """The preset's [settings.*] as a layer of settings."""
+
+        def where(section: str, key: str) -> str:
+            return self.where(schema.SETTINGS, section, *([key] if key else []))
+
+        return Layer(f"site {self.name}", self.settings, where)
+
+    def as_plain(self) -> dict[str, Any]:
+        """The whole preset as JSON values, for spec.json."""
+        plain: dict[str, Any] = {"format": FORMAT, "about": asdict(self.about)}
+        plain |= {name: asdict(getattr(self, name)) for name in schema.TABLES}
+        plain[schema.PARTITIONS] = {name: asdict(one) for name, one in self.partitions.items()}
+        plain[schema.SETTINGS] = {name: dict(keys) for name, keys in self.settings.items()}
+        plain["leaves"] = [
+            {"path": list(path)} | asdict(leaf) for path, leaf in self.leaves.items()
+        ]
+        plain["overridden"] = [[list(path), place] for path, place in self.overridden.items()]
+        plain["files"] = [asdict(one) for one in self.files]
+        return plain
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Site:
+        """The preset that `as_plain` gave.
+
+        Raises:
+            UsageError: another version of hpctrain wrote it, with keys that this one does not know.
+        """
+        if plain.get("format") != FORMAT:
+            raise UsageError(
+                f"the preset in the run's spec.json has format {plain.get('format')}, this "
+                f"hpctrain reads {FORMAT}; use the version that wrote it"
+            )
+        try:
+            tables: dict[str, Any] = {
+                name: make(cls, plain[name]) for name, cls in schema.TABLES.items()
+            }
+            return Site(
+                about=make(About, plain["about"]),
+                partitions={
+                    name: make(Partition, one) for name, one in plain[schema.PARTITIONS].items()
+                },
+                settings=plain[schema.SETTINGS],
+                leaves={
+                    tuple(one["path"]): Leaf(**{k: v for k, v in one.items() if k != "path"})
+                    for one in plain["leaves"]
+                },
+                overridden={tuple(path): place for path, place in plain["overridden"]},
+                files=tuple(SiteFile(**one) for one in plain["files"]),
+                **tables,
+            )
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"the preset in the run's spec.json is of another version of hpctrain ({error}); "
+                "submit the run anew, or use the version that wrote it"
+            ) from None

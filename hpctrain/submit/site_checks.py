@@ -1,0 +1,226 @@
+"""What a site's preset says of a job: what it lacks is filled in, what cannot run is refused.
+
+Pure, but for two questions to accounting that a caller may hand in. Each value that is filled in
+has an origin that begins with `CHOSEN`, so that a resume chooses anew.
+tests/unit/test_site_submit.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+from hpctrain.settings.check import check, node_range, time_s
+from hpctrain.settings.merge import DEFAULT, Layer, nearest
+from hpctrain.settings.schema import Settings
+from hpctrain.slurm.header import check_options, is_exclusive
+from hpctrain.slurm.leak import kept_settings
+from hpctrain.slurm.site_options import is_forbidden
+from hpctrain.submit.partition import Need, choose, misfits, time_limit
+from hpctrain.submit.preemption import preemption_notes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Partition
+    from hpctrain.submit.accounting import Accounting
+
+CHOSEN = "chosen from "
+"""Beginning of the origin of a value that nobody has given."""
+LOWERED = "default, lowered to "
+
+
+def shell_layer(site: Site, environ: Mapping[str, str]) -> Layer:
+    """What the user's shell decides, as a layer above the site's and below hpctrain.toml.
+
+    These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`.
+    """
+    found = kept_settings(environ, site.slurm.sbatch_env)
+    by_env = next((name for name in site.slurm.account_env if environ.get(name)), None)
+    if by_env is not None:
+        found["slurm.account"] = by_env
+    values = {path.partition(".")[2]: environ[name] for path, name in found.items()}
+
+    def where(_section: str, key: str) -> str:
+        return f"{found[f'slurm.{key}']} of your shell" if key else "your shell"
+
+    return Layer("your shell", {"slurm": values} if values else {}, where)
+
+
+def check_site(
+    settings: Settings,
+    origins: dict[str, str],
+    site: Site,
+    *,
+    is_script: bool,
+    accounting: Accounting | None = None,
+) -> list[str]:
+    """Hold the settings against the site, for a job of SLURM's; returns what the user should know.
+
+    Partition, quality of service, CPUs and a default time limit are filled in, in place.
+
+    Args:
+        settings: Checked by themselves already.
+        origins: Setting to its place.
+        site: The preset.
+        is_script: The ranks run a script of the user's, not hpctrain's own loop.
+        accounting: Whom to ask for accounts and qualities of service; None asks nobody.
+
+    Raises:
+        UsageError: SLURM would refuse the job here, or no partition takes it.
+    """
+    slurm = settings.slurm
+    if site.slurm.account_required and not slurm.account:
+        raise UsageError(_no_account(site))
+    notes: list[str] = []
+    if not slurm.partition and site.partitions:
+        need = need_of(settings)
+        where = site.where("partitions")
+        slurm.partition, why = choose(site.partitions, need, where)
+        origins["slurm.partition"] = f"{CHOSEN}the limits of {where}"
+        notes.append(why)
+    notes += _check_partitions(settings, origins, site)
+    partition = site.partitions.get(slurm.partition)
+    _fill_qos(settings, origins, site, partition)
+    if partition is not None:
+        _fill_cpus(settings, origins, site, partition)
+    check_options(slurm, site, origins)
+    if accounting is not None:
+        _refuse_unknown("account", slurm.account, accounting.accounts, origins)
+        _refuse_unknown("qos", slurm.qos, accounting.qos, origins)
+    return notes + preemption_notes(settings, site, partition, is_script=is_script)
+
+
+def forget_chosen(settings: Settings, origins: dict[str, str]) -> None:
+    """Take back what `check_site` has filled in, so that it can be chosen for another shape."""
+    plain = Settings()
+    for path, origin in origins.items():
+        if origin.startswith((CHOSEN, LOWERED)):
+            section, _, key = path.partition(".")
+            setattr(getattr(settings, section), key, getattr(getattr(plain, section), key))
+            origins[path] = DEFAULT
+
+
+def need_of(settings: Settings) -> Need:
+    """What the settings ask a partition for."""
+    slurm = settings.slurm
+    least, most = node_range(slurm.nodes)
+    cpus = slurm.cpus_per_rank * slurm.ranks()
+    return Need(least, most, slurm.gpus_per_node, time_s(slurm.time), cpus)
+
+
+def _no_account(site: Site) -> str:
+    tried = ", ".join(site.slurm.account_env)
+    none_of = f" and none of {tried} is set" if tried else ""
+    hint = f" (`{site.slurm.account_hint}` shows yours)" if site.slurm.account_hint else ""
+    return (
+        f"{site.where('slurm', 'account_required')} says that a job needs an account{none_of}: "
+        f"give one with --account{hint}"
+    )
+
+
+def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -> list[str]:
+    """Refuse a job that none of the named partitions takes; of several some may."""
+    names = [name for name in settings.slurm.partition.split(",") if name]
+    told = f"{origins.get('slurm.partition', DEFAULT)}: slurm.partition"
+    notes, refused = [], []
+    for name in names:
+        partition = site.partitions.get(name)
+        if partition is None:
+            if site.partitions:
+                near = nearest(name, site.partitions)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                notes.append(f"{told}: {site.where()} knows no limits of {name}{hint}")
+            continue
+        if len(names) == 1:
+            notes += _lower_default_time(settings, origins, site, partition)
+        why = misfits(partition, need_of(settings))
+        if why:
+            where = site.where("partitions", name)
+            refused.append(f"{name} takes {', '.join(why)} ({where})")
+    if refused and len(refused) == len(names):
+        raise UsageError(
+            f"{told} is {settings.slurm.partition}, which does not take "
+            f"{need_of(settings).text}: {'; '.join(refused)}"
+        )
+    return notes + [f"{told}: {why}" for why in refused]
+
+
+def _lower_default_time(
+    settings: Settings, origins: dict[str, str], site: Site, partition: Partition
+) -> list[str]:
+    """A time limit that nobody has given follows the partition's; SLURM would refuse the job."""
+    limit = time_limit(partition, need_of(settings))
+    default = origins.get("slurm.time", DEFAULT) == DEFAULT
+    if limit is None or not default or time_s(settings.slurm.time) <= limit[0]:
+        return []
+    before = settings.slurm.time
+    settings.slurm.time = _as_time(limit[0])
+    origins["slurm.time"] = f"{LOWERED}the limit of {site.where('partitions')}"
+    lowered = (
+        f"the time limit is {settings.slurm.time}, not {before}: {site.where()} allows no more"
+    )
+    return [lowered, *check(settings, origins)]
+
+
+def _as_time(seconds: int) -> str:
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+def _fill_qos(
+    settings: Settings, origins: dict[str, str], site: Site, partition: Partition | None
+) -> None:
+    if settings.slurm.qos:
+        return
+    if partition is not None and partition.qos:
+        settings.slurm.qos = partition.qos
+        origins["slurm.qos"] = (
+            f"{CHOSEN}{site.where('partitions', settings.slurm.partition, 'qos')}"
+        )
+    elif site.slurm.qos_default:
+        settings.slurm.qos = site.slurm.qos_default
+        origins["slurm.qos"] = f"{CHOSEN}{site.where('slurm', 'qos_default')}"
+
+
+def _fill_cpus(
+    settings: Settings, origins: dict[str, str], site: Site, partition: Partition
+) -> None:
+    """CPUs for each rank from those that a job can use: a node's share for its share of GPUs.
+
+    Where srun is told nothing, newer SLURM gives the agent one CPU for all its ranks.
+    """
+    slurm, usable = settings.slurm, partition.cpus_per_node
+    if slurm.cpus_per_rank or not usable or is_forbidden("--mincpus", site):
+        return
+    gpus, all_gpus = slurm.gpus_per_node, partition.gpus_per_node or 0
+    if is_exclusive(slurm, site) or partition.exclusive or (gpus and gpus == all_gpus):
+        share = usable
+    elif 0 < gpus < all_gpus:
+        share = usable * gpus // all_gpus
+    else:
+        return  # a part of a node, and nothing says which
+    per_rank = share // slurm.ranks()
+    if per_rank:
+        slurm.cpus_per_rank = per_rank
+        where = site.where("partitions", slurm.partition, "cpus_per_node")
+        origins["slurm.cpus_per_rank"] = f"{CHOSEN}{where}"
+
+
+def _refuse_unknown(
+    key: str,
+    value: str,
+    ask: Callable[[], Collection[str] | None],
+    origins: Mapping[str, str],
+) -> None:
+    """Refuse an account or quality of service that accounting does not give the user."""
+    known = ask() if value else None
+    if known is None or value in known:
+        return
+    near = nearest(value, known)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known)) or 'none'}"
+    raise UsageError(
+        f"{origins.get(f'slurm.{key}', DEFAULT)}: slurm.{key} is {value}, which SLURM's accounting "
+        f"does not know for you; {hint}"
+    )

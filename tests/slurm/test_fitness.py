@@ -1,0 +1,28 @@
+"""A job that gets a sick node starts again without it; one that is known gets into no job."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.preflight.bad_nodes import note, of_user
+from hpctrain.testing.node_faults import VARIABLE
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
+    env = {VARIABLE: "version:n2,of=torch,is=1.0", "XDG_STATE_HOME": str(tmp_path)}
+    note(of_user(env, "slurm"), {"n4": "slow in a preflight of this morning"})
+    run = submit(slurm, tmp_path, "--nodes=2-3", "--ranks-per-node=1", env=env)
+
+    end = run.wait_event("attempt_ended")
+    assert (end.data["reason"], end.data["next"]) == ("node_failed", "requeue")
+    assert "n2: version of torch" in end.data["detail"]
+    assert run.wait_event("excluded").data["nodes"] == ["n2"]
+    slurm.start_now(run.job_id)
+    run.wait_done()
+
+    started = run.events("attempt_started")[-1]
+    assert started.data["nodes"] == ["n1", "n3"]
+    assert [e.data["leave"] for e in run.events("preflight")] == [True, False]
