@@ -96,8 +96,7 @@ def _run_rounds(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    from hpctrain.agent.attempts import AttemptAgent
-    from hpctrain.agent.node import RoundHooks
+    from hpctrain.agent.node import NodeAgent, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.stopwatch import StopWatch
 
@@ -157,14 +156,14 @@ def _run_rounds(
         master_port=context.port,
     )
     hooks = RoundHooks(begin, watch, may_restart) if context.node_rank == 0 else None
-    agent = AttemptAgent(
+    agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],
         attempt_dir=run.attempt,
         hooks=hooks,
         start_method=spec.settings.run.start_method,
+        before_ranks=environment.for_attempt,
     )
-    agent.before_ranks = environment.for_attempt
     agent.run()
     if hooks is None or agent.end is None:
         return 0

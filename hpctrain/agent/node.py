@@ -126,6 +126,7 @@ class NodeAgent(LocalElasticAgent):
         attempt_dir: Callable[[int], Path],
         hooks: RoundHooks | None,
         start_method: str,
+        before_ranks: Callable[[int], None],
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
@@ -135,6 +136,8 @@ class NodeAgent(LocalElasticAgent):
             attempt_dir: Directory of an attempt by number.
             hooks: Node 0 only.
             start_method: "fork" or "spawn".
+            before_ranks: Called with an attempt's number on every node before its ranks start; it
+                must not take part in anything collective, since nodes come there at their own pace.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -142,6 +145,7 @@ class NodeAgent(LocalElasticAgent):
         self._node = node
         self._attempt_dir = attempt_dir
         self._hooks = hooks
+        self._before_ranks = before_ranks
         self._round = 0
         self._news = self._published = 0
         self._static = cast("StaticTCPRendezvous", spec.rdzv_handler)
@@ -175,6 +179,7 @@ class NodeAgent(LocalElasticAgent):
         directory = self._attempt_dir(self.attempt_number)
         directory.mkdir(parents=True, exist_ok=True)
         self._logs_specs = NoRedirect(directory)
+        self._before_ranks(self.attempt_number)
         os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(attempt)
         os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(directory)
         pids: dict[int, Any] = super()._start_workers(worker_group)

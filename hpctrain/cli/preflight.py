@@ -129,6 +129,7 @@ def _login(
     from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.preflight.report import OK, WARN, Result
     from hpctrain.site.preset import Site
+    from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.preflight import check_login, refused
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
@@ -139,6 +140,7 @@ def _login(
         environ=os.environ,
         config=Path(config) if config else None,
         time=job_time,
+        accounting=of_slurm(),
         **flags,
     )
     try:

@@ -58,6 +58,7 @@ def _agent(node, port, folder):
         attempt_dir=lambda number: folder / str(number),
         hooks=hooks,
         start_method="fork",
+        before_ranks=lambda _number: None,
     )
     agent.run()
     if node == 0:
