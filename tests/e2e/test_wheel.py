@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -64,10 +65,11 @@ def test_a_dry_run_prints_a_whole_batch_script(installed):
 
 
 def test_site_configs_come_with_the_wheel(installed):
-    done = installed("hpctrain", "sites", "list")
+    done = installed("hpctrain", "sites", "list", "--json")
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert "_data/site-configs/local.toml" in done.stdout
+    paths = [file["path"] for site in json.loads(done.stdout) for file in site["files"]]
+    assert any(path.endswith("_data/site-configs/local.toml") for path in paths)
 
 
 def test_a_run_can_be_made_and_seen(installed):
