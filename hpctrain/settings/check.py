@@ -31,6 +31,8 @@ _AT_LEAST: dict[str, float] = {
     "run.stop_margin_s": 0,
     "run.restarts_in_job": 0,
     "run.log_every_s": 0,
+    "preflight.timeout_s": 1.0,
+    "preflight.bad_node_hours": 0.0,
     "budget.preemptions": 0,
     "budget.time_limits": 0,
     "budget.nodes": 0,

@@ -272,15 +272,15 @@ class Daemons:
         own = ("--no-defaults", f"--user={user}", f"--datadir={at.database}")
         install = ["mariadb-install-db", *own, "--skip-test-db"]
         install.append("--auth-root-authentication-method=normal")
+        # Two that run at once take each other's temporary tables out of a common folder.
+        env = self._daemon_environment() | {"TMPDIR": str(at.folder / "run")}
         with at.out("mariadb-install-db").open("wb") as log:
-            subprocess.run(
-                install, env=self._daemon_environment(), stdout=log, stderr=log, check=True
-            )
+            subprocess.run(install, env=env, stdout=log, stderr=log, check=True)
         self._spawn(
             *("mariadbd", "mariadbd", *own, f"--socket={at.database_socket}"),
             *("--skip-networking", "--skip-grant-tables"),  # its socket's folder is ours alone
             *("--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"),
-            f"--pid-file={at.folder}/run/mariadbd.pid",
+            *(f"--pid-file={at.folder}/run/mariadbd.pid", f"--tmpdir={at.folder}/run"),
         )
         self._ready("mariadbd", at.database_socket.exists, 60)
 
