@@ -20,6 +20,7 @@ from tests.support.slurm_cluster import SlurmCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 REQUIRE = "HPCTRAIN_REQUIRE"
 BESIDE_NICENESS = 15
@@ -50,10 +51,15 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+def slurm(
+    slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[SlurmCluster]:
     """The cluster with no job and all nodes up; SLURM commands of this process go to it too."""
     for name in [n for n in os.environ if n.startswith(FOREIGN)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.at.slurm_conf))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # of bad nodes that were found
     slurm_cluster.reset()
-    return slurm_cluster
+    yield slurm_cluster
+    # An endless run of the last test here would take its share of the CPUs from all that follow.
+    slurm_cluster.leave()

@@ -178,11 +178,12 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 def _note_bad(report: Report, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
     from hpctrain.preflight.bad_nodes import note, of_user
+    from hpctrain.submit.bad_nodes import name_here
 
     if spec.cluster != "slurm":
         return
     well = [node for node in report.nodes if node not in report.bad]
-    note(of_user(os.environ, spec.site or spec.cluster), report.bad, well=well, hours=hours)
+    note(of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)
 
 
 def _tell(report: Report, *, as_json: bool, strict: bool) -> int:

@@ -128,7 +128,12 @@ def _submit(
         job_id = _adopt(cluster, token, error)
     except ClusterError as error:
         ledger.append(run, "submit_failed", token=token, why=str(error))
-        raise
+        if not exclude:
+            raise
+        raise ClusterError(
+            f"{error}; the job was to be kept off {', '.join(exclude)}, which a preflight found "
+            "bad (bad-nodes.json, docs/preflight.md)"
+        ) from None
     ledger.append(
         run,
         "submitted",

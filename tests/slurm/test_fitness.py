@@ -6,14 +6,15 @@ import pytest
 
 from hpctrain.preflight.bad_nodes import note, of_user
 from hpctrain.testing.node_faults import VARIABLE
-from tests.support.scenario import submit
+from tests.support.scenario import cli, submit
+from tests.support.slurm_config import CLUSTER
 
 pytestmark = pytest.mark.slurm
 
 
 def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     env = {VARIABLE: "version:n2,of=torch,is=1.0", "XDG_STATE_HOME": str(tmp_path)}
-    note(of_user(env, "slurm"), {"n4": "slow in a preflight of this morning"})
+    note(of_user(env, CLUSTER), {"n4": "slow in a preflight of this morning"})
     run = submit(slurm, tmp_path, "--nodes=2-3", "--ranks-per-node=1", env=env)
 
     end = run.wait_event("attempt_ended")
@@ -26,3 +27,13 @@ def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     started = run.events("attempt_started")[-1]
     assert started.data["nodes"] == ["n1", "n3"]
     assert [e.data["leave"] for e in run.events("preflight")] == [True, False]
+
+
+def test_where_no_node_is_left_the_refusal_says_who_was_kept_out(slurm, tmp_path):
+    note(of_user(slurm.env, CLUSTER), dict.fromkeys(slurm.nodes, "slow"))
+
+    done = cli(slurm, tmp_path, "submit", "--cluster=slurm", "--name=run", "--set=train.steps=1")
+
+    assert done.returncode == 6
+    assert "kept off n1, n2, n3, n4, which a preflight found bad" in done.stderr
+    assert not (tmp_path / "runs").exists()

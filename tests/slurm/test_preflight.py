@@ -29,6 +29,12 @@ FAULTS = {
     "version of torch": "version:n4,of=torch,is=1.0",
 }
 SLOW = "slow:n3,seconds=0.5"
+AT_A_TERMINAL = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
+from hpctrain.cli.main import main
+sys.exit(main())
+"""
 
 
 def preflight(slurm, cwd, *args, faults="", code):
@@ -76,7 +82,7 @@ def test_a_throttled_node_is_found_by_bisection(slurm, tmp_path):
 
 def test_ctrl_c_cancels_the_job(slurm, tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-m", "hpctrain", "preflight", "--cluster=slurm", "--nodes=4"],
+        [sys.executable, "-c", AT_A_TERMINAL, "preflight", "--cluster=slurm", "--nodes=4"],
         cwd=tmp_path,
         env={**slurm.env, VARIABLE: "silent:n2", "PYTHONPATH": str(Path(__file__).parents[2])},
         stderr=subprocess.PIPE,

@@ -112,6 +112,12 @@ class SlurmCluster:
             self.revive_node(name)
         self.drain_all()
 
+    def leave(self) -> None:
+        """After a test: nothing of its jobs runs on, while `reset` may be a long way off."""
+        if self._daemons.alive("slurmctld"):
+            self._end_jobs()
+        processes.kill_all(self._pids_of_jobs())
+
     def drain_all(self) -> None:
         """Cancel all jobs, kill what they left behind, and wait until the live nodes are idle."""
 
@@ -129,9 +135,12 @@ class SlurmCluster:
         jobs = dict(row.split() for row in rows)
         if live := [job_id for job_id, state in jobs.items() if state != "COMPLETING"]:
             self.run("scancel", "--quiet", *live)
-        left = [pid for pid in self._daemons.descendants() if self._job_of(pid)]
+        left = self._pids_of_jobs()
         processes.kill_all(left)
         return [*jobs, *map(str, left)]
+
+    def _pids_of_jobs(self) -> list[int]:
+        return [pid for pid in self._daemons.descendants() if self._job_of(pid)]
 
     @contextmanager
     def user_signal(self) -> Iterator[None]:
