@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,7 @@ def test_the_draft_of_a_real_cluster_loads_and_has_its_preemption_right(tmp_path
         "urgent": ("none", None, False),
     }
     assert {one.cpus_per_node for one in site.partitions.values()} == {8}
-    assert [f.path for f in validate(site) if f.level == "error"] == []
-    assert [f.path for f in validate(site)] == ["contact"]
+    assert [f.path for f in validate(site, today=date(2026, 2, 1))] == ["contact"]
 
 
 def test_gpus_limits_and_what_slurm_keeps_for_itself_are_read():
