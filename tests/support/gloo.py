@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
 import socket
 import tempfile
+import threading
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TIMEOUT_S = 120
+LEAVE_S = 10
+"""A rank that has failed keeps the others waiting so long."""
+PORTS = range(61_000, 65_500)
+"""Above Linux's ephemeral range, and above those of the test clusters."""
+SIDES = 4
+_COUNTER = itertools.count()
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -55,17 +64,16 @@ def launch(
         AssertionError: a rank failed or hung; with its traceback.
     """
     preload()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     context = multiprocessing.get_context("fork")
+    together = None if may_fail else context.Barrier(world_size)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         ranks = [
             context.Process(
                 target=_rank,
                 args=(fn, rank, world_size),
-                kwargs={"port": port, "out": out, "kwargs": kwargs},
+                kwargs={"port": port, "out": out, "together": together, "kwargs": kwargs},
             )
             for rank in range(world_size)
         ]
@@ -90,6 +98,19 @@ def launch(
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
 
 
+def _free_port() -> int:
+    """One that neither an outgoing connection nor the other side's tests can take meanwhile."""
+    side = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SIDES
+    size = len(PORTS) // SIDES
+    own = PORTS[side * size : (side + 1) * size]
+    for _ in own:
+        port = own[next(_COUNTER) % size]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port is free in {own}")
+
+
 def _rank(
     fn: Callable[..., Any],
     rank: int,
@@ -97,6 +118,7 @@ def _rank(
     *,
     port: int,
     out: Path,
+    together: Any,
     kwargs: dict[str, Any],
 ) -> None:
     os.environ.update(
@@ -110,6 +132,10 @@ def _rank(
     try:
         result = fn(**kwargs)
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+        if together is not None:
+            # Rank 0 would take the store with it, from those that still make or leave a group.
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(LEAVE_S)
     except SystemExit as leaving:
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(("exit", leaving.code)))
     except BaseException:  # noqa: BLE001 - the test shows it, whatever it is
