@@ -82,6 +82,29 @@ class RunDir:
         """Output of one rank in one attempt, stdout and stderr together."""
         return self.attempt(attempt) / f"rank-{rank:05d}.log"
 
+    def heartbeat(self, attempt: int) -> Path:
+        """How far an attempt is, rewritten every few seconds by rank 0."""
+        return self.attempt(attempt) / "heartbeat.json"
+
+    def rank_times(self, attempt: int) -> Path:
+        """What each rank's time and memory went to: one JSON object a line, by rank 0."""
+        return self.attempt(attempt) / "ranks.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Traces and verdicts, a folder for each attempt."""
+        return self.root / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """Written by `hpctrain profile --now`; rank 0 looks for it."""
+        return self.root / "profile-request.json"
+
+    @property
+    def report(self) -> Path:
+        """What `hpctrain report` writes."""
+        return self.root / "report.html"
+
     def script(self, token: str) -> Path:
         """The batch script of one submission; its name is how the job is found again."""
         return self.jobs / f"{token}.sh"

@@ -33,6 +33,8 @@ _AT_LEAST: dict[str, float] = {
     "run.log_every_s": 0,
     "preflight.timeout_s": 1.0,
     "preflight.bad_node_hours": 0.0,
+    "notify.timeout_s": 1.0,
+    "profile.nsys_rank": -1,
     "budget.preemptions": 0,
     "budget.time_limits": 0,
     "budget.nodes": 0,

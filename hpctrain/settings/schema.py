@@ -145,6 +145,42 @@ class CheckpointSettings:
 
 
 @dataclass
+class NotifySettings:
+    """[notify]: who hears of a run's end; never blocks or breaks training."""
+
+    command: str = setting(
+        "", "run with the news as JSON on its standard input; a command line, without a shell"
+    )
+    webhook_file: str = setting(
+        "",
+        "file that holds a URL to post the news to as JSON; a file, since such a URL is a secret",
+    )
+    on: list[str] = setting(
+        ["done", "failed", "stopped"],
+        "which news: done, failed, stopped (a budget, or no progress), attempt (the end of each)",
+    )
+    timeout_s: float = setting(30.0, "a notification that takes longer is given up")
+
+
+@dataclass
+class TrackSettings:
+    """[track]: experiment trackers beside TensorBoard."""
+
+    loggers: list[str] = setting([], "wandb, or module:name of your own (docs/tracking.md)")
+    project: str = setting("hpctrain", "the project that the tracker files the run under")
+
+
+@dataclass
+class ProfileSettings:
+    """[profile]: a look at some steps of some ranks, without touching the program."""
+
+    steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
+    ranks: str = setting("0", "ranks to profile: R, R,R or all")
+    memory: bool = setting(False, "also record what holds the GPU's memory")
+    nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none")
+
+
+@dataclass
 class EngineSettings:
     """[engine]: how the model is parallelised."""
 
@@ -248,6 +284,9 @@ class Settings:
     preflight: PreflightSettings = field(default_factory=PreflightSettings)
     budget: BudgetSettings = field(default_factory=BudgetSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    notify: NotifySettings = field(default_factory=NotifySettings)
+    track: TrackSettings = field(default_factory=TrackSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
 
