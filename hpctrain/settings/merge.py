@@ -255,8 +255,8 @@ def _unknown(name: str, section: str, top: Sequence[str]) -> str:
         return f"{section}.{name} is not a setting; {hint}"
     near = nearest(name, [*sections(), ENV_SECTION, *top])
     if elsewhere:
-        table, _, _ = elsewhere[0].partition(".")
-        return f"{name} stands outside its table; put it under [{table}]"
+        tables = " or ".join(f"[{path.partition('.')[0]}]" for path in elsewhere)
+        return f"{name} stands outside its table; put it under {tables}"
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections())}"
     return f"{name} is not a section; {hint}"
 
