@@ -44,8 +44,16 @@ slurm: $(STAMP)
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .slurm-install.log
 
+.PHONY: browser
+browser: $(STAMP)
+	@PYTHON=python tests/support/install_chromium.sh >.browser-install.log 2>&1 || \
+	  { tail -n 1 .browser-install.log >&2; \
+	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
+	@rm -f .browser-install.log
+
 .PHONY: test
-test: slurm ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+test: slurm browser ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
 	@$(PYTEST) $(BESIDE) $(TESTS)
 
 .PHONY: lint
@@ -55,7 +63,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 

@@ -97,6 +97,27 @@ class JobInfo:
 
 
 @dataclass(frozen=True)
+class JobStart:
+    """One start of a job, as the scheduler's accounting remembers it.
+
+    Attributes:
+        job_id: Whose.
+        index: 0, 1... in the order of the job's starts; a requeue begins another.
+        state: SLURM's state of that start in capitals: REQUEUED, PREEMPTED, RUNNING...
+        start: Seconds since the epoch; None while it is pending.
+        end: The same; None while it runs.
+        nodes: Host names with commas between them.
+    """
+
+    job_id: str
+    index: int
+    state: str
+    start: float | None = None
+    end: float | None = None
+    nodes: str = ""
+
+
+@dataclass(frozen=True)
 class JobRequest:
     """What a cluster needs to start a run's job."""
 
@@ -135,6 +156,13 @@ class Cluster(Protocol):
             ClusterUnreachable: the scheduler gave no answer.
         """
 
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs that accounting remembers; none where there is no accounting.
+
+        Raises:
+            ClusterUnreachable: accounting gave no answer in time.
+        """
+
     def cancel(self, job_id: str) -> None:
         """Cancel a pending or running job.
 
@@ -155,6 +183,9 @@ class JobControl(Protocol):
 
     def previous_end(self) -> EndReason:
         """Why this job's previous start ended; UNKNOWN where the scheduler does not remember."""
+
+    def previous_stop(self) -> float | None:
+        """When this job's previous start ended, seconds since the epoch; None where unknown."""
 
     def exclude(self, nodes: Sequence[str]) -> None:
         """Keep nodes out of the job's next start, after a requeue; without effect elsewhere.
@@ -190,6 +221,8 @@ class JobContext:
     """When the scheduler will end the job, seconds since the epoch."""
     kill_wait_s: float = 30.0
     """Seconds from SIGTERM to SIGKILL."""
+    start_time: float | None = None
+    """When the scheduler began this start of the job, seconds since the epoch; None if unknown."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_name(device: torch.device) -> str:
+    """What the ledger calls a device: "cpu", or the GPU's name as its driver has it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def broadcast(world: World, value: Any) -> Any:
     """Rank 0's value on every rank. Collective; values must be plain data."""
     if world.control is None:

@@ -5,7 +5,8 @@ mostly wait for it; each side has a cluster of its own. What needs none gets wha
 CPUs (`nice`), so that no time limit of a real job is missed because of a unit test.
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
-there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
+there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
+`browser`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import browser
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 REQUIRE = "HPCTRAIN_REQUIRE"
 BESIDE_NICENESS = 15
 SLURM_TESTS = "tests/slurm/"
-INSTALL = "run tests/support/install_slurm.sh"
+NEEDS = {
+    "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
+    "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
+}
+"""Marker to: what of it is missing here, what to say then, how to come by it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,12 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(SLURM_TESTS):
         os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
-    if item.get_closest_marker("slurm") is None:
-        return
-    if lacking := missing():
-        reason = f"no SLURM cluster here, missing: {', '.join(lacking)}; {INSTALL}"
-        required = "slurm" in os.environ.get(REQUIRE, "").replace(",", " ").split()
-        (pytest.fail if required else pytest.skip)(reason)
+    for name, (missing_of, none, install) in NEEDS.items():
+        if item.get_closest_marker(name) is not None and (lacking := missing_of()):
+            reason = f"{none}, missing: {', '.join(lacking)}; {install}"
+            required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
+            (pytest.fail if required else pytest.skip)(reason)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.failure import is_echo
+from hpctrain.agent.notify import notify
 from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
@@ -18,6 +19,7 @@ from hpctrain.plan.budget import allow
 from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
 from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence
+from hpctrain.rundir.heartbeat import read_heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,19 +90,23 @@ class Aftermath:
         if any(e.kind == "attempt_ended" and e.attempt == fence.number for e in events):
             return
         same_job = fence.job_id == self._context.job_id
-        reason = EndReason.UNKNOWN
+        reason, ended_at = EndReason.UNKNOWN, None
         if same_job and self._context.restarts > fence.restarts:
             reason = self._control.previous_end()
+        if reason is not EndReason.UNKNOWN:  # a scheduler that tells nothing is asked once only
+            ended_at = self._control.previous_stop()
         ledger.append(
             self._run,
             "attempt_ended",
             attempt=fence.number,
             reason=reason.value,
             next=Next.LEAVE.value if same_job else Next.STOP.value,
-            step=last_step(events, fence.number),
+            **last_seen(self._run, events, fence.number),
+            ended_at=ended_at,
             detail="written by the next attempt: this one was killed without a word",
             by="successor",
         )
+        notify(self._run, self._spec.settings.notify, fence.number)
 
     def after_crash(self, attempt: int, failure: FailureReport | None) -> bool:
         """Write down a failed round; whether the ranks may start again in this allocation."""
@@ -128,6 +134,8 @@ class Aftermath:
             self._record_end(
                 attempt, reason, Next.RESTART, None, failure.summary if failure else ""
             )
+            # Of all other ends the batch side tells: what we started would die with us.
+            notify(self._run, self._spec.settings.notify, attempt)
         return may
 
     def _is_left_behind(self, attempt: int) -> bool:
@@ -199,9 +207,7 @@ class Aftermath:
         """A program's error before its first step is its user's: it would come at every start."""
         if failure is None or failure.kind == "signal" or is_echo(failure):
             return "crashed"
-        moved = any(
-            e.kind in {"steps", "saved"} and e.attempt == attempt for e in ledger.read(self._run)
-        )
+        moved = any(_is_of_a_step(e) and e.attempt == attempt for e in ledger.read(self._run))
         return "crashed" if moved else "user_error"
 
     def _facts_now(self, outcome: Outcome) -> JobFacts | None:
@@ -301,11 +307,17 @@ class Aftermath:
             attempt=attempt,
             reason=reason.value,
             next=following.value,
-            step=last_step(ledger.read(self._run), attempt),
+            **last_seen(self._run, ledger.read(self._run), attempt),
             detail=why,
             facts={} if facts is None else facts.__dict__,
             by="agent",
         )
+
+
+def _is_of_a_step(event: ledger.Event) -> bool:
+    """Whether a step was done; the first step mark comes up to a minute after it."""
+    first = event.kind == "phase" and event.data.get("name") == "first_step"
+    return first or event.kind in {"steps", "saved"}
 
 
 def last_step(events: list[ledger.Event], attempt: int) -> int | None:
@@ -318,3 +330,17 @@ def last_step(events: list[ledger.Event], attempt: int) -> int | None:
         and e.data.get("last" if e.kind == "steps" else "step") is not None
     ]
     return max(steps, default=None)
+
+
+def last_seen(run: RunDir, events: list[ledger.Event], attempt: int) -> dict[str, Any]:
+    """How far an attempt came and when it was last heard of, as fields of its end.
+
+    By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
+    """
+    beat = read_heartbeat(run, attempt)
+    step = last_step(events, attempt)
+    own = [e.t for e in events if e.attempt == attempt and e.kind != "attempt_ended"]
+    if beat is not None:
+        step = max(beat.step, step or 0)
+        own.append(beat.t)
+    return {"step": step, "heard": max(own, default=None)}

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.aftermath import last_step, read_outcome
+from hpctrain.agent.aftermath import last_seen, last_step, read_outcome
+from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.budget import allow
@@ -20,6 +21,8 @@ from hpctrain.rundir.fence import read_fence, take_attempt
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
+    import subprocess
+
     from hpctrain.plan.decide import Outcome
     from hpctrain.records import JobControl, JobFacts
     from hpctrain.rundir.layout import RunDir
@@ -40,6 +43,8 @@ class Start:
     """srun's exit code."""
     term: bool
     """Whether SIGTERM came to the batch shell."""
+    start_time: float | None = None
+    """When the scheduler began it, seconds since the epoch; None where unknown."""
 
 
 class BatchSide:
@@ -50,9 +55,36 @@ class BatchSide:
         self._start = start
         self._control = control
         self._events = ledger.read(run)
+        self._telling: subprocess.Popen[bytes] | None = None
+        self._tell_s = 0.0
 
     def finish(self) -> int:
-        """Do what is still to be done; returns the job's exit code."""
+        """Do what is still to be done, and begin to tell of it; returns the job's exit code."""
+        code = self._finish()
+        try:
+            self._tell()
+        except Exception as error:  # noqa: BLE001 - news are worth less than the job's exit code
+            print(f"hpctrain: nobody is notified: {error}", flush=True)
+        return code
+
+    def wait_told(self) -> None:
+        """Let those hear who are to be notified, where what we have started dies with us.
+
+        As long as [notify] allows where the run is over, else for moments: the job's next start
+        waits for us.
+        """
+        wait_for(self._telling, self._tell_s)
+
+    def _tell(self) -> None:
+        attempt = self._attempt()
+        if attempt is not None:
+            settings = load_spec(self._run.spec).settings.notify
+            self._telling = notify(self._run, settings, attempt)
+            end = self._last("attempt_ended", attempt)
+            over = end is not None and end["next"] == Next.STOP
+            self._tell_s = (2 * settings.timeout_s if over else 0.0) + SPARE_S
+
+    def _finish(self) -> int:
         attempt = self._attempt()
         if self._is_superseded(attempt):
             return 0
@@ -158,6 +190,7 @@ class BatchSide:
             world_size=0,
             ranks_per_node=0,
             token=taken.token,
+            job_started=self._start.start_time,
             by="batch",
         )
         return taken.number
@@ -170,7 +203,7 @@ class BatchSide:
             attempt,
             reason=reason.value,
             next=following.value,
-            step=last_step(self._events, attempt),
+            **last_seen(self._run, self._events, attempt),
             detail=self._detail(),
             facts=dict(vars(facts)),
             by="batch",

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.ports import PORTS
 from hpctrain.ledger import events as ledger
 from hpctrain.preflight import attempt as preflight
+from hpctrain.preflight import proven
 from hpctrain.preflight.bad_nodes import note, of_run
 from hpctrain.preflight.expect import Order, expected_of
+from hpctrain.preflight.report import OK
 from hpctrain.preflight.tour import Place
 from hpctrain.rundir.fence import take_attempt
 
 if TYPE_CHECKING:
     from hpctrain.agent.aftermath import Aftermath
     from hpctrain.preflight.bounded import Child
+    from hpctrain.preflight.expect import Expected
     from hpctrain.records import JobContext
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -48,7 +51,12 @@ class Fitness:
         bad, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
         leave = preflight.to_leave(bad, self._context.nodes)
         if self._context.node_rank == 0:
-            ledger.append(self._run, "preflight", bad=bad, leave=leave, no_answer=silence)
+            tried = preflight.collective(self._place().folder)
+            if tried == OK:
+                proven.note(proven.of_run(self._run), self._context.nodes)
+            ledger.append(
+                self._run, "preflight", bad=bad, leave=leave, no_answer=silence, collective=tried
+            )
         return bad if leave else {}
 
     def leave(self, bad: dict[str, str], aftermath: Aftermath) -> int:
@@ -69,6 +77,7 @@ class Fitness:
             world_size=0,
             ranks_per_node=self._spec.settings.slurm.ranks(),
             token=taken.token,
+            job_started=context.start_time,
             by="start",
         )
         return aftermath.unfit(taken.number, bad)
@@ -94,4 +103,20 @@ class Fitness:
         nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         expected = expected_of(site, gpus=self._spec.settings.slurm.gpus_per_node, env=nccl)
         half = self._spec.settings.preflight.timeout_s / 2
-        return Order(expected, bandwidth=False, meet_s=half)
+        return Order(
+            expected,
+            bandwidth=self._tries_collective(expected),
+            ranks=self._spec.settings.slurm.ranks(),
+            timeout_s=half,
+            meet_s=half,
+        )
+
+    def _tries_collective(self, expected: Expected) -> bool:
+        """Only with a yardstick by itself: without one all pairs must be tried to name anybody."""
+        asked = self._spec.settings.preflight
+        if asked.bandwidth == "no" or len(self._context.nodes) == 1:
+            return False
+        if asked.bandwidth == "auto" and not expected.baseline:
+            return False
+        known = proven.of_run(self._run)
+        return not proven.are_proven(known, self._context.nodes, asked.bandwidth_hours)

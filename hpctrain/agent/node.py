@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.agent.failure import collect, first_causal
+from hpctrain.agent.log_clock import LogClock
 from hpctrain.agent.orphans import Orphans
 from hpctrain.records import FailureReport
 
@@ -161,8 +162,9 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         self._initialize_workers(group)
         while True:
-            end = self._watch_round()
-            self._stop_workers(group)
+            with LogClock(self._logs()):
+                end = self._watch_round()
+                self._stop_workers(group)
             orphans.end()
             self.end = end
             if end.restart:
@@ -187,6 +189,11 @@ class NodeAgent(LocalElasticAgent):
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill
         return pids
+
+    def _logs(self) -> list[Path]:
+        """The logs of this node's ranks."""
+        directory, workers = self._attempt_dir(self.attempt_number), self._worker_group.workers
+        return [directory / f"rank-{one.global_rank:05d}.log" for one in workers]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         del death_sig

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import signals
+from hpctrain.agent import nsys, signals
 from hpctrain.process import die_with_parent, print_to
 from hpctrain.records import FailureReport
 
@@ -39,6 +39,10 @@ class RankTask:
     args: list[str] = field(default_factory=list)
     cwd: str = ""
     python_path: list[str] = field(default_factory=list)
+    nsys_rank: int = -1
+    """The rank that runs under nsys, where there is one on its node."""
+    nsys_in_range: bool = False
+    """nsys records the steps of [profile] only."""
 
 
 def failure_path(attempt_dir: Path, rank: int) -> Path:
@@ -54,10 +58,12 @@ def run_rank(task: RankTask) -> None:
     attempt_dir = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
     print_to(attempt_dir / f"rank-{rank:05d}.log")
     try:
-        _run_program(task)
+        if not nsys.run_below(task, rank, attempt_dir):
+            _run_program(task)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            _report(attempt_dir, rank, leaving)
+            if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
+                _report(attempt_dir, rank, leaving)
             raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, the agent must hear of it
         _report(attempt_dir, rank, error)

@@ -25,6 +25,7 @@ from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.spread import my_part
 from hpctrain.errors import CheckpointError, HpctrainError, TornCheckpoint
 from hpctrain.ledger import events as ledger
+from hpctrain.ledger.meter import Meter
 from hpctrain.world import gather, on_rank_0, one_line
 
 if TYPE_CHECKING:
@@ -246,9 +247,11 @@ class _Filling:
             else:
                 through.append((view, piece))
         targets = [self._stage(view, piece) for view, piece in later]
-        count = source.read(straight + targets)
+        total = sum(piece.nbytes for _, piece in jobs)
+        on_bytes = None if self._world.rank else _teller(source.path.name, total)
+        count = source.read(straight + targets, on_bytes=on_bytes)
         for batch in _batches(through):
-            count += _read_through(source, batch)
+            count += _read_through(source, batch, on_bytes)
         return count
 
     def finish(self) -> None:
@@ -280,6 +283,19 @@ class _Filling:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+def _teller(name: str, total: int) -> Callable[[int], None]:
+    """Says in the log how far a long reading is; one rank stands for all, whose parts are alike."""
+    meter = Meter(f"restoring {name}: this rank has read", total, time.monotonic())
+
+    def tell(count: int) -> None:
+        meter.done += count
+        now = time.monotonic()
+        if meter.due(now):
+            print(f"hpctrain: {meter.text(now)}", flush=True)
+
+    return tell
+
+
 def _is_plain(box: Held) -> bool:
     """Whether the box is the tensor itself, on every rank in the same order."""
     return box.piece.extent == box.piece.shape
@@ -307,12 +323,16 @@ def _batches(
         yield batch
 
 
-def _read_through(source: Source, batch: Sequence[tuple[torch.Tensor, Piece]]) -> int:
+def _read_through(
+    source: Source,
+    batch: Sequence[tuple[torch.Tensor, Piece]],
+    on_bytes: Callable[[int], None] | None,
+) -> int:
     """Read into host memory first: a device's memory cannot be read into."""
     hosts = [torch.empty(view.shape, dtype=view.dtype) for view, _ in batch]
     pieces = [piece for _, piece in batch]
     targets = [Target(piece, bytes_of(host)) for piece, host in zip(pieces, hosts, strict=True)]
-    count = source.read(targets)
+    count = source.read(targets, on_bytes=on_bytes)
     for (view, _), host in zip(batch, hosts, strict=True):
         view.copy_(host)
     return count

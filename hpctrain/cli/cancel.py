@@ -127,6 +127,7 @@ def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:
+    from hpctrain.cli.job import listens
     from hpctrain.ledger.derive import progress
 
     step = progress(events).saved_step
@@ -135,18 +136,9 @@ def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, sav
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"
     lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
-    if not _listens(events):
+    if not listens(events):
         lines.append(
             "its program has not called hpctrain.init() so far; one that never does cannot hear "
             f"this: `hpctrain cancel {name}` ends it at once"
         )
     return "\n".join(lines)
-
-
-def _listens(events: Sequence[Event]) -> bool:
-    """Whether the newest attempt's program is known to use hpctrain, and so sees the request."""
-    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
-    told = [e for e in events if e.attempt == newest]
-    return any(
-        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"} for e in told
-    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import math
 import os
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,9 +13,9 @@ from hpctrain.cli.checkpoints_diff import diff_command
 from hpctrain.cli.checkpoints_exchange import export_command, import_command
 from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
 from hpctrain.cli.options import json_option, run_argument, runs_option
+from hpctrain.cli.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hpctrain.checkpoint.find import Found
@@ -177,7 +174,8 @@ def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> l
     from hpctrain.checkpoint import verify
 
     verdicts: list[dict[str, Any]] = []
-    with _progress(sum(_size(found) or 0 for found in wanted) if deep else 0) as on_bytes:
+    total = sum(_size(found) or 0 for found in wanted) if deep else 0
+    with progress("reading", total) as on_bytes:
         for found in wanted:
             problems = verify.verify(found, threads=threads, on_bytes=on_bytes, deep=deep)
             verdicts.append({"step": found.step, "name": found.name, "problems": problems})
@@ -186,22 +184,6 @@ def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> l
             for problem in verdict["problems"] or ["ok"]:
                 click.echo(f"{verdict['name']}: {problem}")
     return verdicts
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr where that is a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty() or not total:
-        yield None
-        return
-    lock = threading.Lock()
-    with click.progressbar(length=total, label="reading", file=sys.stderr) as bar:
-
-        def advance(count: int) -> None:
-            with lock:
-                bar.update(count)
-
-        yield advance
 
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import json_option
+from hpctrain.cli.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from hpctrain.exchange.diff import Difference
 
@@ -53,16 +52,6 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
         _tell_difference(found)
     if not found.same:
         ctx.exit(EXIT_DIFFERS)
-
-
-@contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty() or not total:
-        yield lambda _: None
-        return
-    with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
-        yield bar.update
 
 
 def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.checkpoints_diff import progress
 from hpctrain.cli.options import json_option
+from hpctrain.cli.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def export_command(
     )
     state = export.state_of(manifest) if everything else None
     place = Path.cwd() / dest.expanduser()
-    with progress("writing", 2 * _bytes(tensors)) as on_bytes:
+    with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
         if kind == "torch":
             written = _to_torch(place, tensors, step, state, on_bytes)
         else:
@@ -190,7 +190,7 @@ def import_command(
     contents = open_source.read(Path.cwd() / source.expanduser(), kind)
     tensors, notes = naming.name_all(contents, request)
     tensors = naming.in_dtype(tensors, TARGETS.get(dtype))
-    with progress("importing", 2 * _bytes(tensors)) as on_bytes:
+    with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
         made = into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
     notes = [*contents.notes, *notes, *_notes(contents, request, step, tensors)]
     _tell_imported(made, directory, contents, notes, as_json=as_json)

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.events import Event
+    from hpctrain.records import JobStart
 
 TERMINAL_JOB = "pid-"
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
+_NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
 
 
 def ask(cluster: str, events: Sequence[Event]) -> Answer:
@@ -40,6 +42,25 @@ def ask(cluster: str, events: Sequence[Event]) -> Answer:
     except (ClusterError, UsageError) as error:
         return Answer(None, asked=False, problem=str(error))
     return Answer(found)
+
+
+def job_starts(cluster: str, events: Sequence[Event]) -> list[JobStart]:
+    """Every start of the run's jobs that accounting remembers; none where it gives no answer.
+
+    Args:
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+    """
+    from hpctrain.clusters import get_cluster
+
+    told = (str(e.data.get("job_id") or "") for e in events if e.kind in _NAME_JOBS)
+    job_ids = [one for one in dict.fromkeys(told) if one and not one.startswith(TERMINAL_JOB)]
+    if not job_ids:
+        return []
+    try:
+        return get_cluster(cluster).starts(job_ids)
+    except (ClusterError, UsageError):  # the ledger's own times do without
+        return []
 
 
 def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
@@ -67,3 +88,12 @@ def _process_start(pid: str) -> float | None:
     if fields[0] == "Z":
         return None
     return int(boot) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def listens(events: Sequence[Event]) -> bool:
+    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
+    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
+    told = [e for e in events if e.attempt == newest]
+    return any(
+        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"} for e in told
+    )

@@ -2,79 +2,162 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import runs_option
+from hpctrain.cli.since import since_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from hpctrain.cli.log_print import Choice
     from hpctrain.ledger.events import Event
     from hpctrain.rundir.layout import RunDir
+
+_MANY = 5
 
 
 @click.command(
     name="logs",
     epilog="""\b
 Examples:
-  hpctrain logs lm-3 -f               follow rank 0 until the run ends, across requeues
+  hpctrain logs lm-3 -f               follow rank 0 until the run ends
   hpctrain logs lm-3 --rank all --tail 20
   hpctrain logs lm-3 --attempt 2 --rank 5
-  hpctrain logs lm-3 --rank batch     the batch script's own output, where a start failed
+  hpctrain logs lm-3 --since 10m --rank 0,7
+  hpctrain logs lm-3 --grep 'loss (nan|inf)' -C 2
+  hpctrain logs lm-3 --err            tracebacks, NCCL, CUDA, SLURM: what went wrong
+  hpctrain logs lm-3 --rank batch     what the batch script printed
+
+A rank's stdout and stderr share one file, in the order in which they were printed; --err
+therefore goes by what lines say.
 """,
 )
 @click.argument("run", metavar="RUN")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option(
-    "--rank", "ranks", default="0", show_default=True, metavar="R|R,R|all|batch", help="Whose."
-)
-@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Of this attempt only.")
+@click.option("--rank", "ranks", metavar="R|R,R|all|batch", help="Whose.  [default: 0]")
+@click.option("--attempt", metavar="N|all", help="Of this attempt only.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin N lines from the end.")
+@since_option
+@click.option("--grep", metavar="RE", help="Only lines that match this regular expression.")
+@click.option(
+    "-C", "--context", type=click.IntRange(min=0), default=0, metavar="N",
+    help="With --grep or --err: N lines before and after as well.",
+)  # fmt: skip
+@click.option(
+    "--err", is_flag=True, help="Only lines that tell of trouble, of all ranks and the batch side."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
 @runs_option
 def command(
-    *, run: str, follow: bool, ranks: str, attempt: int | None, tail: int | None, runs: Path
+    *,
+    run: str,
+    follow: bool,
+    ranks: str | None,
+    attempt: str | None,
+    tail: int | None,
+    since: float | None,
+    grep: str | None,
+    context: int,
+    err: bool,
+    as_json: bool,
+    runs: Path,
 ) -> None:
     """Print a run's output, attempt by attempt.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.cli.log_follow import Follower, Printer
-    from hpctrain.errors import NotFound
-    from hpctrain.ledger.events import Tail
+    from hpctrain.cli.log_filter import both
+    from hpctrain.cli.log_print import Choice
+    from hpctrain.errors import UsageError
     from hpctrain.rundir.find import find_run
 
-    found = find_run(run, runs=runs)
-    wanted = _wanted(ranks)
-    ledger = Tail(found.events)
-    events = ledger.new()
-    begun = {event.attempt for event in events if event.attempt is not None}
-    if attempt is not None and attempt not in begun and not follow:
-        raise NotFound(f"{found.name} has no attempt {attempt}; it has {len(begun)}")
-    printer = Printer(found, sys.stdout.buffer, wanted, attempt)
+    if context and not err and grep is None:
+        raise UsageError("-C shows lines around those of --grep or --err; neither is given")
+    choice = Choice(
+        ranks=_wanted(ranks, err=err),
+        attempt=wanted_attempt(attempt),
+        since=since,
+        lines=both(_pattern(grep), err=err) if err or grep is not None else None,
+        context=context,
+        as_json=as_json,
+        color=colored(),
+    )
+    _print(find_run(run, runs=runs), choice, follow=follow, tail=tail, ranks=ranks or "0")
+
+
+def _print(run: RunDir, choice: Choice, *, follow: bool, tail: int | None, ranks: str) -> None:
+    from hpctrain.cli.log_follow import EndWatch, Follower, Turns, told_by
+    from hpctrain.cli.log_print import Printer
+
+    ledger = Turns(run)
+    printer = Printer(run, sys.stdout.buffer, choice, live=follow)
+    watch = EndWatch(run, choice.attempt, told_by(printer))
+    watch.add(ledger.new())
+    if choice.attempt is not None and not follow:
+        check_attempt(run, watch.events, choice.attempt)
     if tail is not None:
-        printer.begin_at_tail(events, tail)
+        printer.begin_at_tail(watch.events, tail)
     if follow:
-        Follower(found, printer, ledger, events).follow()
+        Follower(printer, ledger, watch).follow()
         return
-    printer.show(events, over=True)
+    printer.show(watch.events, over=True)
     if not printer.lines:
-        click.echo(_why_nothing(found, events, ranks), err=True)
+        click.echo(_why_nothing(run, watch.events, choice, ranks), err=True)
 
 
-def _wanted(text: str) -> frozenset[int] | str:
-    """The ranks that were asked for, or "all" or "batch".
+def colored() -> bool:
+    """Whether stdout takes colour."""
+    import os
+
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def wanted_attempt(text: str | None) -> int | None:
+    """The attempt that was asked for; None for all.
+
+    Raises:
+        UsageError: neither a number from 1 on nor "all".
+    """
+    from hpctrain.errors import UsageError
+
+    if text is None or text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--attempt {text!r} is neither the number of one (1, 2, ...) nor all")
+    return int(text)
+
+
+def check_attempt(run: RunDir, events: Sequence[Event], attempt: int) -> None:
+    """See that the run has this attempt.
+
+    Raises:
+        NotFound: it has not.
+    """
+    from hpctrain.errors import NotFound
+
+    begun = {event.attempt for event in events if event.attempt is not None}
+    if attempt not in begun:
+        raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(begun)}")
+
+
+def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
+    """The ranks that were asked for, or ALL, BATCH, TROUBLE.
 
     Raises:
         UsageError: neither of these.
     """
-    from hpctrain.cli.log_sections import BATCH
+    from hpctrain.cli.log_sections import ALL, BATCH, TROUBLE
     from hpctrain.errors import UsageError
 
-    if text in {"all", BATCH}:
+    if text is None:
+        return TROUBLE if err else frozenset({0})
+    if text in {ALL, BATCH}:
         return text
     numbers = text.split(",")
     if not all(number.strip().isdecimal() for number in numbers):
@@ -82,7 +165,27 @@ def _wanted(text: str) -> frozenset[int] | str:
     return frozenset(int(number) for number in numbers)
 
 
-def _why_nothing(run: RunDir, events: Sequence[Event], ranks: str) -> str:
-    if not events or not any(event.kind == "attempt_started" for event in events):
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    """The expression that lines must match.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from hpctrain.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--grep {text!r} is no regular expression: {error}") from None
+
+
+def _why_nothing(run: RunDir, events: Sequence[Event], choice: Choice, ranks: str) -> str:
+    if choice.lines is not None:
+        return f"{run.name}: no line of that kind is on record"
+    if choice.since is not None:
+        return f"{run.name}: nothing was printed since then"
+    if not any(event.kind == "attempt_started" for event in events):
         return f"{run.name} has not started yet; --rank batch shows what the job itself printed"
     return f"{run.name}: rank {ranks} has printed nothing that is on record in {run.root}"

@@ -74,6 +74,28 @@ def engine_options(function: _Function) -> _Function:
     )(with_mesh)
 
 
+def profile_options(function: _Function) -> _Function:
+    """`--profile steps=A:B,ranks=R,R` and `--nsys R`: a look at some steps of some ranks."""
+    with_nsys = click.option(
+        "--nsys", type=int, metavar="R", help="Start rank R under NVIDIA's nsys."
+    )(function)
+    return click.option(
+        "--profile",
+        metavar="STEPS[,RANKS]",
+        callback=_profile,
+        help="Trace some steps, e.g. steps=100:103,ranks=0,7; rank 0's by default, ranks=all for "
+        "all; with ,memory also what holds the GPU's memory.",
+    )(with_nsys)
+
+
+def _profile(
+    _ctx: click.Context, _param: click.Parameter, value: str | None
+) -> dict[str, object] | None:
+    from hpctrain.settings.check_profile import parse_profile
+
+    return None if value is None else parse_profile(value)
+
+
 def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, str] | None:
     from hpctrain.settings.mesh_flag import parse_mesh
 

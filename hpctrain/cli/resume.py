@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import engine_options, locked_option, runs_option
+from hpctrain.cli.options import engine_options, locked_option, profile_options, runs_option
+from hpctrain.cli.wait import conclude, wait_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +34,10 @@ Examples:
 @click.option("--account", help="Account from now on.")
 @click.option("--qos", help="Quality of service from now on.")
 @engine_options
+@profile_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
+@wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @locked_option
@@ -46,21 +49,25 @@ def command(
     from_step: int | None,
     engine: str | None,
     mesh: dict[str, str] | None,
+    profile: dict[str, object] | None,
+    nsys: int | None,
     dry_run: bool,
+    wait: bool,
     as_json: bool,
     allow_locked: bool,
     runs: Path,
     **flags: Any,
-) -> None:
+) -> int:
     """Go on with a run that is not running.
 
     RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest
     checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
     looked at and why one was not taken is shown, and which rank will be on which node.
     """
-    from hpctrain.cli.output import echo_json
+    from hpctrain.errors import UsageError
     from hpctrain.plan.resume import as_text
     from hpctrain.rundir.find import find_run
+    from hpctrain.settings.check_profile import profile_flags
     from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.accounting import of_slurm
@@ -68,12 +75,14 @@ def command(
     from hpctrain.submit.launch import launch
     from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
 
+    if wait and dry_run:
+        raise UsageError("--wait waits for a job, and --dry-run starts none")
     found = find_run(run, runs=runs)
     changes: dict[str, tuple[str, object]] = {
         f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()
     }
     request = ResumeRequest(
-        changes | engine_flags(engine, mesh),
+        changes | engine_flags(engine, mesh) | profile_flags(profile, nsys),
         sets,
         from_step,
         allow_locked=allow_locked,
@@ -93,7 +102,7 @@ def command(
         if dry_run
         else launch(found, spec, by="resume", from_step=from_step, exclude=list(bad))
     )
-    if as_json:
-        echo_json({"plan": plan.as_json(), "job_id": job_id, "run_dir": str(found.root)})
-    elif job_id is not None:
+    facts = {"plan": plan.as_json(), "job_id": job_id, "run_dir": str(found.root)}
+    if not as_json and job_id is not None:
         click.echo(f"job          {job_id}\nnext         hpctrain logs {found.name} -f")
+    return conclude(found, runs, facts if as_json else None, wait=wait)

@@ -13,10 +13,12 @@ from hpctrain.cli.options import (
     engine_options,
     json_option,
     locked_option,
+    profile_options,
     runs_flag,
     runs_option,
 )
 from hpctrain.cli.sites_names import complete_site
+from hpctrain.cli.wait import conclude, wait_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +35,8 @@ Examples:
   hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
   hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
+  hpctrain submit --nodes 4 --wait                      look on until the first step is done
+  hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
 """
 
@@ -57,6 +61,7 @@ class _Submit(click.Command):
 )
 @click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
 @engine_options
+@profile_options
 @click.option(
     "--site",
     metavar="S",
@@ -92,6 +97,7 @@ class _Submit(click.Command):
 )
 @locked_option
 @runs_option
+@wait_option
 @click.option("--no-submit", is_flag=True, help="Make the run directory only.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; make and submit nothing.")
 @json_option
@@ -102,18 +108,22 @@ def command(
     config: str | None,
     no_submit: bool,
     dry_run: bool,
+    wait: bool,
     as_json: bool,
     **flags: Any,
-) -> None:
+) -> int:
     """Start a run: check it, make its directory, submit its job.
 
     Trains SCRIPT under torchrun's environment, or the shipped recipe where there is none.
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site is the
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
+    from hpctrain.errors import UsageError
     from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
+    if wait and (no_submit or dry_run):
+        raise UsageError("--wait waits for a job, and --no-submit and --dry-run start none")
     request = SubmitRequest(
         cwd=Path.cwd(),
         environ=os.environ,
@@ -126,8 +136,8 @@ def command(
     prepared = prepare(request)
     if dry_run:
         _show(prepared, request, as_json=as_json)
-    else:
-        _start(prepared, submit=not no_submit, as_json=as_json)
+        return 0
+    return _start(prepared, submit=not no_submit, wait=wait, as_json=as_json)
 
 
 def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
@@ -178,7 +188,7 @@ def _local_command(prepared: Prepared) -> str:
     )
 
 
-def _start(prepared: Prepared, *, submit: bool, as_json: bool) -> None:
+def _start(prepared: Prepared, *, submit: bool, wait: bool, as_json: bool) -> int:
     """Make the run and submit its job; a run that SLURM refused is taken back."""
     from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
     from hpctrain.submit.prepare import discard_run, make_run
@@ -201,21 +211,28 @@ def _start(prepared: Prepared, *, submit: bool, as_json: bool) -> None:
         except (ClusterError, UsageError):
             discard_run(run, prepared.new_parent)
             raise
-    _report(prepared, run, job_id, notes, as_json=as_json)
+    return _report(prepared, run, job_id, notes, wait=wait, as_json=as_json)
 
 
 def _report(
-    prepared: Prepared, run: RunDir, job_id: str | None, notes: list[str], *, as_json: bool
-) -> None:
-    from hpctrain.cli.output import echo_json, echo_warning, table
+    prepared: Prepared,
+    run: RunDir,
+    job_id: str | None,
+    notes: list[str],
+    *,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Print what was made; with `wait` look on until its first step. Returns the exit code."""
+    from hpctrain.cli.output import echo_warning, table
 
     spec = prepared.spec
     runs = runs_flag(prepared.runs)
     verbs = ("status", "logs -f", "cancel --save") if job_id else ("resume", "status")
     following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
     if as_json:
-        echo_json(_facts(prepared, run, job_id, notes, following))
-        return
+        facts = _facts(prepared, run, job_id, notes, following)
+        return conclude(run, prepared.runs, facts, wait=wait)
     for note in notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
@@ -230,6 +247,7 @@ def _report(
     click.echo(table(rows))
     click.echo()
     click.echo("\n".join(f"  {line}" for line in following))
+    return conclude(run, prepared.runs, None, wait=wait)
 
 
 def _job_text(prepared: Prepared, job_id: str | None) -> str:

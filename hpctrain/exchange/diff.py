@@ -107,7 +107,7 @@ def compare(
         one: Where it lies, and its manifest.
         other: The same of the second.
         values: Read what has changed, to say by how much.
-        on_bytes: Told of the bytes that were read of both.
+        on_bytes: Told of the bytes that were compared of both, read or not.
 
     Raises:
         TornCheckpoint: bytes that had to be read are damaged.
@@ -119,15 +119,15 @@ def compare(
 
     def count(nbytes: int) -> None:
         found.bytes_read += nbytes
-        on_bytes(nbytes)
 
-    for name in before.tensors:
+    for name, tensor in before.tensors.items():
         if name in after.tensors:
             change = _changed(before, after, name, values=values, on_bytes=count)
             if change is None:
                 found.equal += 1
             else:
                 found.changed.append(change)
+        on_bytes(tensor.nbytes + (after.tensors[name].nbytes if name in after.tensors else 0))
     for key in STATE:
         found.state += _differing(key, getattr(before.manifest, key), getattr(after.manifest, key))
     return found

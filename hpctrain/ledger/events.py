@@ -22,9 +22,12 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from hpctrain.ledger.values import finite, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +37,16 @@ if TYPE_CHECKING:
 
 LOCK_WAIT_S = 1.0
 """Longest wait for another writer: one that hangs must not keep a fact from being written."""
+KEPT_EVERY = 256
+"""Of a row of step marks one in so many is read in any case."""
+NEWEST_BYTES = 64 * 1024
+"""The end of a ledger, which is read whole: how fast the run is now is in it."""
+BLOCK_BYTES = 1 << 20
+_MARK = re.compile(rb'\{"t": [0-9.]+(, "kind": "steps", "attempt": [0-9]+, )')
+"""How `append` begins a step mark. A mark in another form is read like every other line."""
+_HEAD = 80
+"""Bytes of a line in which that stands."""
+_AT_SAVE = b'"at_save": true'
 _LOCK_POLL_S = 0.01
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO})
 
@@ -80,9 +93,61 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
         os.close(descriptor)
 
 
-def read(run: RunDir) -> list[Event]:
-    """All facts in the order they were written; empty for a run without a ledger."""
-    return Tail(run.events).new()
+def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
+    """The facts in the order they were written; empty for a run without a ledger.
+
+    Args:
+        run: The run.
+        marks: "few" leaves out most step marks, unread, which is nearly all of a long ledger: of a
+            row of marks of one attempt the last is kept, those before a save, one in
+            `KEPT_EVERY`, and the newest of the whole ledger.
+    """
+    if marks == "all":
+        return Tail(run.events).new()
+    try:
+        with run.events.open("rb") as file:
+            lines = _thinned(file, os.fstat(file.fileno()).st_size - NEWEST_BYTES)
+            return [event for line in lines if (event := parse(line))]
+    except FileNotFoundError:
+        return []
+
+
+def _thinned(file: BinaryIO, until: int) -> Iterator[bytes]:
+    """The lines without most of the step marks before `until`; what is no whole mark comes through.
+
+    A line is looked at and not parsed: that would take longer than all that follows from it.
+    """
+    rest = before = last = b""
+    same, count = b"\n", 0
+    while until > 0 and (block := file.read(min(BLOCK_BYTES, until))):
+        until -= len(block)
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line.find(same, 0, _HEAD) > 0 and line[-1:] == b"}":
+                before, last = last, line
+                count += 1
+                if count % KEPT_EVERY and _AT_SAVE not in line:
+                    continue
+            else:
+                yield from _ends(before, last)
+                found = _MARK.match(line)
+                if found is not None and line[-1:] == b"}":
+                    same, count, before, last = found[1], 1, b"", line
+                    if _AT_SAVE not in line:
+                        continue
+                else:
+                    same = b"\n"
+            before = last = b""
+            yield line
+    yield from _ends(before, last)
+    yield from (rest + file.read()).split(b"\n")
+
+
+def _ends(before: bytes, last: bytes) -> list[bytes]:
+    """The last mark of a row; where it is not whole, the one before it too."""
+    if not last:
+        return []
+    return [before, last] if before and b"\0" in last else [last]
 
 
 class Tail:
@@ -120,12 +185,14 @@ def parse(line: bytes) -> Event | None:
         return None
     try:
         raw = json.loads(line)
-    except ValueError:  # torn, or not UTF-8
+    except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
         return None
     t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
-    if not isinstance(t, (int, float)) or not isinstance(kind, str):
+    if isinstance(t, int) and not isinstance(t, bool):
+        t = finite(t)
+    if not isinstance(t, float) or not math.isfinite(t) or not isinstance(kind, str):
         return None
-    return Event(float(t), kind, attempt if isinstance(attempt, int) else None, raw)
+    return Event(t, kind, whole(attempt), raw)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _GAP = 2
 _NARROWEST = 8
+LABEL = 12
+"""Columns that the label of a line takes, e.g. "checkpoint"."""
+_COLOUR = re.compile(r"(\033\[[0-9;]*m)")
 
 
 @dataclass
@@ -23,9 +26,11 @@ class Column:
     cells: list[str]
     right: bool = False
     drop: int = 0
-    """Left out when there is no room, the lowest number first; 0 never."""
+    """Left out when there is no room, the lowest number first; 0 never, 1 before all else."""
     shrink: bool = False
     """Cut where there is no room, before anything is left out for good."""
+    short: Column | None = None
+    """Takes this one's place where there is no room, before anything is cut."""
 
     @property
     def width(self) -> int:
@@ -33,17 +38,18 @@ class Column:
         return max([len(self.title), *map(len, self.cells)])
 
 
-_GAP = 2
-_NARROWEST = 8
-
-
 def fit(columns: list[Column], width: int) -> list[str]:
-    """Header and rows within the width: what can be missed is cut, then left out."""
+    """Header and rows within the width: what can be missed is shortened, cut, then left out."""
     columns = list(columns)
-    for _ in range(len(columns)):
-        excess = sum(column.width + _GAP for column in columns) - _GAP - width
-        if excess <= 0:
-            break
+    while (excess := sum(column.width + _GAP for column in columns) - _GAP - width) > 0:
+        idle = next((c for c in columns if c.drop == 1), None)
+        if idle is not None:
+            columns.remove(idle)
+            continue
+        long = next((place for place, c in enumerate(columns) if c.short is not None), None)
+        if long is not None:
+            columns[long] = columns[long].short or columns[long]
+            continue
         flexible = next((c for c in columns if c.shrink and c.width > _NARROWEST), None)
         droppable = min((c for c in columns if c.drop), key=lambda c: c.drop, default=None)
         if flexible is not None and flexible.width - excess >= _NARROWEST:
@@ -52,6 +58,8 @@ def fit(columns: list[Column], width: int) -> list[str]:
             columns.remove(droppable)
         elif flexible is not None:
             _cut(flexible, _NARROWEST)
+        else:
+            break
     rows = zip(*([c.title, *c.cells] for c in columns), strict=True)
     return [
         (" " * _GAP)
@@ -65,9 +73,45 @@ def fit(columns: list[Column], width: int) -> list[str]:
 
 
 def _cut(column: Column, width: int) -> None:
+    column.title = column.title[:width]
     column.cells = [
         cell if len(cell) <= width else f"{cell[: width - 2]}.." for cell in column.cells
     ]
+
+
+def pack(items: Sequence[str], width: int, *, label: str = "", gap: str = ", ") -> list[str]:
+    """Items beside each other, in as many lines as it takes; an item is never cut in two.
+
+    Args:
+        items: Each without colour.
+        width: Of the screen; only an item that is longer by itself goes beyond it.
+        label: Before the first line; the others begin below the items.
+        gap: Between two items of a line.
+    """
+    head = f"{label:<{LABEL}}" if label else ""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(gap) + len(item) <= width - len(gap.rstrip()):
+            lines[-1] += gap + item
+            continue
+        if lines:
+            lines[-1] += gap.rstrip()
+        lines.append((" " * len(head) if lines else head) + item)
+    return lines
+
+
+def crop(line: str, width: int) -> str:
+    """A line cut to so many columns; its colours take none, and end with it."""
+    if len(_COLOUR.sub("", line)) <= width:
+        return line
+    left, kept = width - 2, ""
+    for part in _COLOUR.split(line):
+        if _COLOUR.fullmatch(part):
+            kept += part
+        else:
+            kept += part[: max(0, left)]
+            left -= len(part)
+    return f"{kept}.."
 
 
 def fold_nodes(nodes: Sequence[str]) -> str:
@@ -135,6 +179,19 @@ def size(size_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as one says it: "92 %", "91.9 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def amount(value: float) -> str:
+    """A number of three digits or so: "850", "43.7k", "1.25M"."""
+    for unit, size_of in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size_of * 0.9995:
+            return f"{value / size_of:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 def paint(text: str, code: str, *, on: bool) -> str:

@@ -5,12 +5,11 @@ tests/unit/test_status_cli.py holds the promises.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.ledger.standing import live
-from hpctrain.ledger.values import number, text, whole
+from hpctrain.ledger.values import finite, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,16 +95,16 @@ def saving(events: Iterable[Event]) -> Saving:
 def _interval(event: Event) -> SaveInterval:
     data = event.data
     return SaveInterval(
-        seconds=_finite(data.get("seconds")) or None,
+        seconds=finite(data.get("seconds")) or None,
         steps=whole(data.get("steps")) or None,
         why=text(data.get("why")),
-        cost_s=_finite(data.get("cost_s")),
-        mtbf_s=_finite(data.get("mtbf_s")),
+        cost_s=finite(data.get("cost_s")),
+        mtbf_s=finite(data.get("mtbf_s")),
     )
 
 
 def _saved(now: Saving, event: Event) -> Saving:
-    seconds, stall_s = _finite(event.data.get("seconds")), _finite(event.data.get("stall_s"))
+    seconds, stall_s = finite(event.data.get("seconds")), finite(event.data.get("stall_s"))
     # Training had gone on long before a save in the background was committed.
     behind = max(0.0, seconds - stall_s) if seconds is not None and stall_s is not None else 0.0
     return replace(
@@ -118,12 +117,6 @@ def _saved(now: Saving, event: Event) -> Saving:
         seconds=seconds,
         stall_s=stall_s,
     )
-
-
-def _finite(value: object) -> float | None:
-    """A number that a screen can show and JSON can hold, else None."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
 
 
 def _missed(event: Event) -> Missed:

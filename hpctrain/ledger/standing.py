@@ -85,6 +85,19 @@ def live(events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
+def condensed(events: Iterable[Event]) -> Iterator[Event]:
+    """The events that count; of step marks in a row the last, which is most of a long ledger."""
+    mark: Event | None = None
+    for event in live(events):
+        if mark is not None and not (event.kind == "steps" and event.attempt == mark.attempt):
+            yield mark
+        mark = event if event.kind == "steps" else None
+        if mark is None:
+            yield event
+    if mark is not None:
+        yield mark
+
+
 def standing(events: Iterable[Event]) -> Standing:
     """Where the run stands by the ledger alone."""
     now = Standing()

@@ -18,6 +18,8 @@ from hpctrain.ledger.derive import (
     run_state,
     standing,
 )
+from hpctrain.ledger.goodput import Goodput, goodput, window
+from hpctrain.ledger.milestones import history
 from hpctrain.ledger.saving import Saving, saving
 from hpctrain.ledger.values import text, whole
 from hpctrain.mesh import Mesh
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 
     from hpctrain.ledger.derive import Failure
     from hpctrain.ledger.events import Event
+    from hpctrain.ledger.speed import Speed
+    from hpctrain.records import JobStart
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED})
+DAY_S = 86_400.0
 UNDER_WAY = 75
 """Exit status of `status --exit-status` while nothing is decided."""
 
@@ -94,6 +99,13 @@ class RunStatus:
     flags: str
     """What the next command needs behind it, e.g. " --runs DIR"."""
     now: float = field(default_factory=time.time)
+    goodput: Goodput = field(default_factory=Goodput)
+    day: Goodput = field(default_factory=Goodput)
+    """The same for the last 24 hours."""
+    speed: Speed | None = None
+    """None where no step was told lately."""
+    disk_free_bytes: int | None = None
+    """Room left where the checkpoints go."""
 
 
 def status_of(
@@ -107,6 +119,9 @@ def status_of(
     checkpoint: Checkpoint | None = None,
     skipped: Sequence[Skipped] = (),
     attempt_log: Callable[[int, int], Path] | None = None,
+    starts: Sequence[JobStart] = (),
+    speed: Speed | None = None,
+    disk_free_bytes: int | None = None,
     label: str = "",
     flags: str = "",
     now: float | None = None,
@@ -123,11 +138,20 @@ def status_of(
         checkpoint: The newest one that could be loaded.
         skipped: Newer ones that could not; those that an attempt passed over are added.
         attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
+        starts: What accounting knows of the starts of the run's jobs.
+        speed: How fast the newest attempt trains.
+        disk_free_bytes: Room left where the checkpoints go.
         label: How the user names the run; its name by default.
         flags: What the next command needs behind it.
         now: Seconds since the epoch.
     """
-    done = attempts(events)
+    state = run_state(events, answer.job, asked=answer.asked)
+    moment = time.time() if now is None else now
+    past = history(events)
+    past.gone = state is not RunState.RUNNING
+    done = attempts(events, starts, past=past)
+    until = _counted_until(events, starts, state, moment)
+    spent = goodput(events, starts=starts, now=until, past=past)
     far = progress(events)
     if far.total is None and total is not None:
         far = Progress(**{**asdict(far), "total": total})
@@ -138,7 +162,7 @@ def status_of(
     return RunStatus(
         name=name,
         root=root,
-        state=run_state(events, answer.job, asked=answer.asked),
+        state=state,
         standing=standing(events),
         progress=far,
         answer=answer,
@@ -152,8 +176,22 @@ def status_of(
         failure_log=log,
         label=label or shlex.quote(name),
         flags=flags,
-        now=time.time() if now is None else now,
+        now=moment,
+        goodput=spent,
+        day=window(spent, moment - DAY_S),
+        speed=speed,
+        disk_free_bytes=disk_free_bytes,
     )
+
+
+def _counted_until(
+    events: Sequence[Event], starts: Sequence[JobStart], state: RunState, now: float
+) -> float:
+    """How far time counts: of a run that nobody runs any more, to the last that is known of it."""
+    if not events or state in ALIVE or state is RunState.SUBMITTING:
+        return now
+    known = [t for one in starts for t in (one.start, one.end) if t is not None]
+    return min(now, max([events[-1].t, *known]))
 
 
 def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> AttemptMesh | None:
@@ -181,7 +219,8 @@ def passed_over(
     for event in events:
         if event.kind == "checkpoint_set_aside":
             name = str(event.data.get("name"))
-            one = Skipped(int(event.data.get("step") or 0), name, str(event.data.get("reason")))
+            step = whole(event.data.get("step")) or 0
+            one = Skipped(step, name, str(event.data.get("reason")))
             found.setdefault(name, one)
     for one in on_disk:
         found.setdefault(one.name, one)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from enum import StrEnum
@@ -19,8 +20,19 @@ def number(value: object) -> float | None:
     """A number, also one that JSON has no word for ("nan"), else None."""
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
+
+
+def finite(value: object) -> float | None:
+    """A number that a screen can show and JSON can hold, else None."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def listed(value: object) -> list[Any]:
+    """A list; an empty one for everything else."""
+    return value if isinstance(value, list) else []
 
 
 def text(value: object) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hpctrain.ledger.derive import RunState
 from hpctrain.ledger.format import clock, duration, fold_nodes
 from hpctrain.ledger.status import ALIVE
+from hpctrain.ledger.waiting import explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,10 +91,12 @@ def _waiting(status: RunStatus) -> str:
     job = status.answer.job
     if job is None:
         return ""
-    reason = f" ({job.reason})" if job.reason else ""
-    if job.start_time is None or job.start_time <= status.now:
-        return reason
-    return f"{reason}, expected to start {clock(job.start_time, status.now)}"
+    text = f" ({job.reason})" if job.reason else ""
+    if job.start_time is not None and job.start_time > status.now:
+        when = clock(job.start_time, status.now)
+        text += f", expected to start {when} (in {duration(job.start_time - status.now)})"
+    words = explained(job.reason or "")
+    return f"{text}: {words}" if words else text
 
 
 def _asked_to_end(now: Standing) -> str:

@@ -7,11 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from hpctrain.local import jobs
-from hpctrain.records import JobInfo
+from hpctrain.records import JobInfo, JobStart
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.records import JobRequest
 
 
@@ -58,9 +60,30 @@ class LocalCluster:
         record = jobs.read(job_id)
         return None if record is None else _info(record)
 
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs, as their controllers wrote them down."""
+        records = (jobs.read(job_id) for job_id in job_ids)
+        return [one for record in records if record is not None for one in _starts(record)]
+
     def cancel(self, job_id: str) -> None:
         """Ask the controller to end the job."""
         jobs.request(job_id, "cancel")
+
+
+def _starts(record: jobs.LocalJobRecord) -> list[JobStart]:
+    """A start whose controller died has no end: the ledger knows when it was last heard of."""
+    return [
+        JobStart(
+            record.job_id,
+            index,
+            record.state if position == len(record.starts) - 1 else "REQUEUED",
+            start,
+            end,
+            ",".join(f"local{node}" for node in range(nodes)),
+        )
+        for position, (index, start, end, nodes) in enumerate(record.starts)
+        if end is not None or jobs.is_controlled(record)
+    ]
 
 
 def _info(record: jobs.LocalJobRecord) -> JobInfo:

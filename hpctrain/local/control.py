@@ -34,6 +34,10 @@ class LocalControl:
         """Why the previous start ended."""
         return EndReason(self._record().previous_end)
 
+    def previous_stop(self) -> float | None:
+        """When the previous start ended."""
+        return self._record().previous_stop
+
     def exclude(self, nodes: Sequence[str]) -> None:
         """Without effect: all nodes are this machine."""
 

@@ -49,12 +49,18 @@ class Controller:
         while True:
             self._start()
             code = self._supervise()
+            self._let_go()
             if self.record.state == "COMPLETING" and self.record.reason == "cancelled":
                 return self._over("CANCELLED", code)
             code = self._conclude(code)
             self._take_requests()
             if not self._requeue:
                 return self._over("COMPLETED" if code == 0 else "FAILED", code)
+
+    def _let_go(self) -> None:
+        """The nodes are free: what follows is the scheduler's own time."""
+        index, start, _, nodes = self.record.starts[-1]
+        self.record.starts[-1] = index, start, self.record.previous_stop, nodes
 
     def _conclude(self, code: int) -> int:
         """What the batch script does under SLURM; returns the job's exit code."""
@@ -77,6 +83,7 @@ class Controller:
         record.end_time = record.start_time + record.time_s
         record.preempt_time = None
         self._own_restarts = record.restarts
+        record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
         jobs.write(record)
         port = free_port(record.job_id, record.restarts)
@@ -109,6 +116,7 @@ class Controller:
                 self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
             time.sleep(TICK_S)
         self._signal(signal.SIGKILL)  # what a dead agent left behind
+        self.record.previous_stop = time.time()  # for the start that may follow
         return max((abs(node.returncode) for node in self._nodes), default=0)
 
     def _take_requests(self) -> None:

@@ -50,6 +50,10 @@ class LocalJobRecord:
     end_time: float | None = None
     preempt_time: float | None = None
     previous_end: str = "unknown"
+    previous_stop: float | None = None
+    """When the start before this one ended, seconds since the epoch."""
+    starts: list[tuple[int, float, float | None, int]] = field(default_factory=list)
+    """Restarts, beginning, end and nodes of every start so far."""
 
 
 def job_dir(job_id: str) -> Path:

@@ -1,11 +1,12 @@
 """The nodes are looked at before an attempt's ranks start, while its agents import torch.
 
-Only what a look at each node and between them tells; no collective, which the attempt itself is
-soon enough. Nothing here may keep a run from going on: without an answer the attempt goes on.
+Each node, what lies between them, and where the order says so the collective. Nothing here may keep
+a run from going on: without an answer the attempt goes on.
 """
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.preflight.bounded import Unanswered, start
@@ -14,6 +15,7 @@ from hpctrain.preflight.tour import tour
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hpctrain.preflight.bounded import Child
     from hpctrain.preflight.expect import Order
@@ -49,6 +51,15 @@ def outcome(child: Child, timeout_s: float) -> tuple[dict[str, str], str]:
     except Unanswered as error:
         return {}, str(error)
     return bad, ""
+
+
+def collective(folder: Path) -> str:
+    """How the collective of this look went, "" where it was not tried or there is no report."""
+    try:
+        results = json.loads((folder / REPORT).read_text())["results"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    return next((str(one["status"]) for one in results if one["check"] == "bandwidth"), "")
 
 
 def to_leave(bad: Mapping[str, str], nodes: Sequence[str]) -> bool:

@@ -19,41 +19,69 @@ _LONGEST = 1 << 16
 
 
 class LogFile:
-    """Reads a log line by line as it grows; one that is not there yet has no lines."""
+    """Reads a log line by line as it grows; one that is not there yet has no lines.
+
+    Attributes:
+        path: The file.
+        at: Where the line that was given last ends.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
+        self.at = offset
         self._offset = offset
         self._partial = b""
 
-    def lines(self) -> Iterator[bytes]:
+    def lines(self, at_once: int = _AT_ONCE) -> Iterator[bytes]:
         """The lines that were completed since the last call, without their newlines.
 
         A file that has become shorter was begun anew and is read from its start.
+
+        Args:
+            at_once: Bytes to read at once; less where many files are read side by side.
         """
-        while content := self._more():
-            *whole, self._partial = (self._partial + content).split(b"\n")
-            yield from whole
+        while content := self._more(at_once):
+            *whole, partial = (self._partial + content).split(b"\n")
+            self._partial = partial
+            for line in whole:
+                self.at += len(line) + 1
+                yield line
             if len(self._partial) > _LONGEST:  # a progress bar that never ends its line
+                self.at += len(self._partial)
                 yield self._partial
                 self._partial = b""
 
     def rest(self) -> list[bytes]:
         """The last line where it has no newline; for a log that nobody writes any more."""
         partial, self._partial = self._partial, b""
+        self.at += len(partial)
         return [partial] if partial else []
 
-    def _more(self) -> bytes:
+    def _more(self, at_once: int) -> bytes:
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset, self._partial = 0, b""
+                    self._offset, self._partial, self.at = 0, b"", 0
                 file.seek(self._offset)
-                content = file.read(_AT_ONCE)
+                content = file.read(at_once)
         except FileNotFoundError:
             return b""
         self._offset += len(content)
         return content
+
+
+def line_start(path: Path, offset: int) -> int:
+    """Where the line begins that has the byte before `offset`; only a block before it is read."""
+    start = max(0, offset - _BLOCK)
+    try:
+        with path.open("rb") as file:
+            block = os.pread(file.fileno(), offset - start, start)
+    except FileNotFoundError:
+        return offset
+    if block.endswith(b"\n") or not block:
+        return offset  # it ends there: the next one begins
+    found = block.rfind(b"\n")
+    return start + found + 1 if found >= 0 else offset
 
 
 def tail_offset(path: Path, count: int) -> tuple[int, int]:

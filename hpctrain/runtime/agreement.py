@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,10 +44,14 @@ class Wish:
     Attributes:
         stop: One of the codes above; 0 for none.
         save: A periodic save is due (rank 0's clock decides).
+        tell: Rank 0 wants to know what all ranks' time went to.
+        profile: The number of a request to profile that rank 0 has seen; 0 for none.
     """
 
     stop: int = 0
     save: bool = False
+    tell: bool = False
+    profile: int = 0
 
     @property
     def cause(self) -> StopCause | None:
@@ -75,7 +79,8 @@ class Agreement:
         if self._ticks_left > 0:
             return Wish()
         agreed = self._land()
-        self._launch(wish)
+        # What is agreed is done now; wished for once more, it would be done twice.
+        self._launch(_without(wish, agreed))
         if self._gap == 1:
             agreed = _both(agreed, self._land())
         self._ticks_left = self._gap
@@ -83,7 +88,8 @@ class Agreement:
 
     def _launch(self, wish: Wish) -> None:
         gap = self._wanted_gap() if self._world.rank == 0 else 0
-        values = torch.tensor([wish.stop, int(wish.save), gap], dtype=torch.int32)
+        wished = [wish.stop, int(wish.save), int(wish.tell), wish.profile, gap]
+        values = torch.tensor(wished, dtype=torch.int32)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, self._world.control, async_op=True)
         self._flight = (work, values)
 
@@ -93,9 +99,9 @@ class Agreement:
         work, values = self._flight
         self._flight = None
         work.wait()
-        stop, save, gap = values.tolist()
+        stop, save, tell, profile, gap = values.tolist()
         self._gap = max(1, gap)
-        return Wish(stop, bool(save))
+        return Wish(stop, bool(save), bool(tell), profile)
 
     def _wanted_gap(self) -> int:
         if self._tick_s >= SYNC_ABOVE_S:
@@ -109,4 +115,19 @@ class Agreement:
 
 
 def _both(one: Wish, other: Wish) -> Wish:
-    return Wish(max(one.stop, other.stop), one.save or other.save)
+    return Wish(
+        max(one.stop, other.stop),
+        one.save or other.save,
+        one.tell or other.tell,
+        max(one.profile, other.profile),
+    )
+
+
+def _without(wish: Wish, done: Wish) -> Wish:
+    """A wish less what is done at this tick; a stop stays, since it ends the loop."""
+    return replace(
+        wish,
+        save=wish.save and not done.save,
+        tell=wish.tell and not done.tell,
+        profile=0 if wish.profile == done.profile else wish.profile,
+    )

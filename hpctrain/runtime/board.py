@@ -1,42 +1,95 @@
-"""TensorBoard's files, one curve over all attempts. Rank 0 only.
+"""TensorBoard's files: one curve over all attempts, the settings, the attempts. Rank 0 only.
 
-A resumed run passes its step as `purge_step`; without it TensorBoard shows the redone steps twice.
+Every attempt writes one file (`event_file.py`) into one folder. A file begins by saying from which
+step on it counts; without that TensorBoard shows redone steps twice.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger import events as ledger
+from hpctrain.runtime.board_pages import attempts_page, hparams, settings_page
+from hpctrain.runtime.event_file import EventFile, file_name
+from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
 
-QUEUE = 1000
+_OF_ATTEMPTS = (b'"attempt_', b'"restored"')
 
 
 class Board:
-    """Scalars by step; the writer is made with the first one, since importing it takes a second."""
+    """Implements `trackers.Tracker` for TensorBoard.
 
-    def __init__(self, folder: Path | None, resumed_step: int) -> None:
-        self._folder = folder
-        self._resumed_step = resumed_step
-        self._writer: Any = None
+    Raises:
+        OSError: from any method, where the folder cannot be written.
+    """
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars for a step; nothing without a folder."""
-        if self._folder is None:
-            return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
+        """Begin the attempt's file.
 
-            # A short queue makes the training loop wait for the writer's thread, scalar by scalar.
-            self._writer = SummaryWriter(
-                str(self._folder), purge_step=self._resumed_step, max_queue=QUEUE
-            )
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        Args:
+            run: The run.
+            attempt: This attempt.
+            resumed_step: Updates that the restored checkpoint has; what earlier attempts told of
+                later steps is not shown any more.
+            world_size: Ranks.
+        """
+        self._file = EventFile(
+            run.tensorboard / file_name(attempt),
+            purge_step=resumed_step + 1 if resumed_step else 0,
+        )
+        if run.spec.exists():
+            spec = load_spec(run.spec)
+            self._file.text(resumed_step, "hpctrain/settings", settings_page(spec))
+            self._write_hparams(spec, world_size)
+        self._file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
+        self._file.flush()
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Keep scalars of a step until the next flush."""
+        self._file.scalars(step, t, values)
 
     def flush(self) -> None:
-        """Put everything on disk: the process may be killed next."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Hand everything to the kernel: the process may be killed next."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def _write_hparams(self, spec: Spec, world_size: int) -> None:
+        """As one session for the whole run; TensorBoard shows what its first attempt wrote.
+
+        torch's add_hparams would begin another "run" beside it, one for each attempt.
+        """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        told = HParamsPluginData()
+        session = told.session_start_info
+        session.group_name = spec.run_id
+        session.start_time_secs = spec.created
+        for name, value in hparams(spec, world_size).items():
+            if isinstance(value, bool):
+                session.hparams[name].bool_value = value
+            elif isinstance(value, str):
+                session.hparams[name].string_value = value
+            else:
+                session.hparams[name].number_value = value
+        self._file.plugin_data(
+            0, "_hparams_/session_start_info", "hparams", told.SerializeToString()
+        )
+
+
+def _attempts(run: RunDir) -> list[ledger.Event]:
+    """The events that tell of attempts; the many step marks of a long run are not parsed."""
+    try:
+        lines = run.events.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    wanted = (line for line in lines if any(word in line for word in _OF_ATTEMPTS))
+    return [event for line in wanted if (event := ledger.parse(line))]

@@ -7,7 +7,6 @@ in a handler.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -23,9 +22,8 @@ from hpctrain.checkpoint.retention import sweep
 from hpctrain.checkpoint.save import Place
 from hpctrain.clusters import get_control
 from hpctrain.errors import UsageError
-from hpctrain.ledger import events as ledger
+from hpctrain.profile.names import folder_name
 from hpctrain.records import StopCause
-from hpctrain.rundir.fence import Attempt, take_attempt
 from hpctrain.rundir.layout import RunDir
 from hpctrain.runtime import tracked
 from hpctrain.runtime.agreement import (
@@ -36,19 +34,23 @@ from hpctrain.runtime.agreement import (
     Agreement,
     Wish,
 )
-from hpctrain.runtime.board import Board
+from hpctrain.runtime.attempt import join_attempt, write_outcome
 from hpctrain.runtime.clock import JobClock
 from hpctrain.runtime.listener import Listener
-from hpctrain.runtime.marks import StepMarks, note
+from hpctrain.runtime.marks import note
+from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.saves import Saves
+from hpctrain.runtime.telemetry import Telemetry
+from hpctrain.runtime.trackers import Trackers
 from hpctrain.runtime.watcher import Watcher
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
-from hpctrain.world import World, broadcast, join_world, on_rank_0
+from hpctrain.world import World, device_name, join_world, on_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.optim import Optimizer
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.boxes import State
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
+    from hpctrain.rundir.fence import Attempt
     from hpctrain.settings.spec import Spec
 
 
@@ -84,35 +87,10 @@ def init(settings: Settings | None = None) -> Run:
     listener = Listener()
     listener.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
     world = join_world()
-    attempt = _attempt(run_dir, world)
+    attempt = join_attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
     return Run(world, settings, run_dir=run_dir, attempt=attempt, listener=listener, spec=spec)
-
-
-def _attempt(run_dir: RunDir | None, world: World) -> Attempt | None:
-    """The attempt that the agent took; without an agent rank 0 takes one itself."""
-    if "HPCTRAIN_ATTEMPT" in os.environ:
-        return Attempt(**json.loads(os.environ["HPCTRAIN_ATTEMPT"]))
-    if run_dir is None:
-        return None
-    taken = None
-    if world.rank == 0:
-        taken = asdict(take_attempt(run_dir, job_id=f"pid-{os.getpid()}", restarts=0))
-        run_dir.attempt(taken["number"]).mkdir(parents=True, exist_ok=True)
-        ledger.append(
-            run_dir,
-            "attempt_started",
-            attempt=taken["number"],
-            job_id=taken["job_id"],
-            restarts=0,
-            nodes=[os.uname().nodename],
-            world_size=world.world_size,
-            ranks_per_node=world.world_size,
-            token=taken["token"],
-            by="start",
-        )
-    return Attempt(**broadcast(world, taken))
 
 
 class Run:
@@ -147,13 +125,14 @@ class Run:
         end = os.environ.get("HPCTRAIN_JOB_END")
         self._clock = JobClock(float(end) if end else None, settings.run.stop_margin_s)
         self._watcher = self._start_watcher()
-        self._marks: StepMarks | None = None
-        self._board: Board | None = None
+        self._telemetry = Telemetry(world)
+        self._profiler = self._make_profiler()
+        self._trackers: Trackers | None = None
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
-        self._first_step_at: float | None = None
-        self._event("phase", name="initialised")
+        self._has_stepped = False
+        self._event("phase", name="initialised", device=device_name(world.device))
 
     # ---- what a program calls
 
@@ -215,18 +194,21 @@ class Run:
         self._restore()
         while self.step < total:
             self._obey(self._exchange())
-            started = time.monotonic()
-            before = self._consumed()
+            self._telemetry.step_began(self._program.consumed)
+            if self.step >= self._profiler.due:
+                self._profiler.at(self.step)
             if self._program.engine is not None:
                 self._program.engine.at_step(self.step)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
+                self._telemetry.flush()
                 if self._saves is not None:
                     self._saves.settle()
+                self._profiler.close()
                 raise
             self.step += 1
-            self._count(time.monotonic() - started, before)
+            self._count()
         self._finish()
 
     def should_stop(self) -> bool:
@@ -240,15 +222,40 @@ class Run:
             self._cause = agreed.cause
         return self._cause is not None
 
+    def timed(self, what: str) -> AbstractContextManager[None]:
+        """Tell what a part of the loop waits for: ``with run.timed("data"): batch = next(it)``.
+
+        Its seconds become the share of data in `hpctrain status` and its class in the goodput, and
+        show the rank that is slow because of it. Costs about a microsecond; not collective, on
+        the thread of the loop.
+
+        Args:
+            what: "data", the one kind that only the program knows; saves are timed without it.
+
+        Raises:
+            UsageError: another kind.
+        """
+        return self._telemetry.timed(what)
+
     def log(self, **values: float) -> None:
-        """Scalars of the step in hand, for TensorBoard and the ledger (`loss`); rank 0's count."""
+        """Scalars of the step in hand, for TensorBoard and the ledger; rank 0's count.
+
+        Any name goes to TensorBoard. `hpctrain status` and `hpctrain report` also understand, each
+        of this step and over all ranks:
+
+        - ``loss`` and ``grad_norm``;
+        - ``tokens``: trained on in this step; tell them every step;
+        - ``flops``: floating-point operations that the model needs for it, forward and backward,
+          without recomputation; with the GPU's peak they give MFU;
+        - ``skipped``: 1 where the update was left out, as after an overflow of fp16.
+        """
         if self.world.rank != 0:
             return
-        self._metrics.update({name: float(value) for name, value in values.items()})
-        if self._marks is not None and "loss" in values:
-            self._marks.loss = float(values["loss"])
-        if self._board is not None:
-            self._board.log(self.step + 1, {k: float(v) for k, v in values.items()})
+        numbers = {name: float(value) for name, value in values.items()}
+        self._metrics.update(numbers)
+        self._telemetry.log(numbers)
+        if self._trackers is not None:
+            self._trackers.log(self.step + 1, numbers)
 
     def save(self) -> None:
         """Commit a checkpoint of the current step, unless there is one or no step was done.
@@ -260,8 +267,9 @@ class Run:
         """
         if self._saves is None:
             return
-        self._flush_marks()
-        self._saves.now(self.step, self._snapshot)
+        self._before_save()
+        with self._telemetry.saving:
+            self._saves.now(self.step, self._snapshot)
 
     # ---- the loop's parts
 
@@ -272,6 +280,11 @@ class Run:
             self._listener.warned = False
         if agreed.stop == WARNED and self._watcher is not None:
             self._watcher.warn()
+        if agreed.tell:
+            self._telemetry.tell()
+        if agreed.profile:
+            request = self._watcher.take_profile() if self._watcher is not None else None
+            self._profiler.asked(self.step, request)
         return agreed
 
     def _wish(self) -> Wish:
@@ -288,20 +301,23 @@ class Run:
         elif heard.warned:
             stop = WARNED
         wishes = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
-        return Wish(stop, wishes)
+        profile = self._watcher.profile if self._watcher is not None else 0
+        return Wish(stop, wishes, self._telemetry.wishes_to_tell(), profile)
 
     def _obey(self, agreed: Wish) -> None:
         cause = agreed.cause or self._cause
         if cause is not None:
             self._leave(cause)
         if self._saves is not None and (agreed.save or self._saves.is_due(self.step)):
-            self._flush_marks()
-            self._saves.periodic(self.step, self._snapshot)
+            self._before_save()
+            with self._telemetry.saving:
+                self._saves.periodic(self.step, self._snapshot)
 
-    def _flush_marks(self) -> None:
-        """Before a save, lest the ledger be behind a checkpoint."""
-        if self._marks is not None:
-            self._marks.flush()
+    def _before_save(self) -> None:
+        """Lest the ledger or the curves be behind a checkpoint."""
+        self._telemetry.flush(at_save=True)
+        if self._trackers is not None:
+            self._trackers.flush()
 
     def _left_s(self, cause: StopCause) -> float | None:
         """Seconds until the processes are killed; None where nobody says."""
@@ -318,34 +334,34 @@ class Run:
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event("stop_requested", cause=cause.value, rank=self.world.rank)
         if self._saves is not None:
-            self._flush_marks()
+            self._before_save()
             self._saves.final(self.step, self._snapshot, self._left_s(cause))
             self._saves.close()
         self._event("stopped", step=self.step)
         self._write_outcome("stopped", cause)
+        self._profiler.close(self._left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
             print(f"hpctrain: leaving at step {self.step} ({cause.value})", flush=True)
+        if self._trackers is not None:
+            self._trackers.close(self._left_s(cause))
         raise Stopped(0)
 
     def _finish(self) -> None:
+        self._telemetry.tell(at_end=True)
         self.save()
         if self._saves is not None:
             self._saves.close()
         self._event("done", step=self.step)
         self._write_outcome("done", None)
+        self._profiler.close()
 
-    def _count(self, seconds: float, before: int | None) -> None:
-        self._clock.stepped(seconds)
-        if self._first_step_at is None:
-            self._first_step_at = time.time()
-            self._event("phase", name="first_step")
+    def _count(self) -> None:
+        self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._event("phase", name="first_step", **self._telemetry.so_far())
             if self._saves is not None:
                 self._saves.warm_up(self._snapshot)
-        if self._marks is not None:
-            self._marks.add(self.step, (before, self._consumed()))
-
-    def _consumed(self) -> int | None:
-        return None if self._marks is None else self._program.consumed()
 
     # ---- state
 
@@ -378,8 +394,15 @@ class Run:
         if self.dir is not None and self._attempt is not None:
             restored = self._load(Place(self.dir, self._attempt, self.settings.checkpoint))
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
+        self._telemetry.open(
+            self.dir,
+            self._attempt,
+            log_every_s=self.settings.run.log_every_s,
+            model=self._program.model,
+        )
         if self._program.state_bytes:
             self._clock.state_bytes = self._program.state_bytes
+        self._profiler.begin(self.step)
 
     def _load(self, place: Place) -> Restored:
         started = time.monotonic()
@@ -404,9 +427,13 @@ class Run:
             skipped=restored.skipped,
         )
         if self.world.rank == 0:
-            every_s = self.settings.run.log_every_s
-            self._marks = StepMarks(place.run, place.attempt, every_s)
-            self._board = Board(place.run.tensorboard, self.step + 1 if self.step else 0)
+            self._trackers = Trackers(
+                place.run,
+                self._spec,
+                attempt=place.attempt.number,
+                resumed_step=self.step,
+                world_size=self.world.world_size,
+            )
         self._saves.start(self.step)
         return restored
 
@@ -419,6 +446,13 @@ class Run:
 
     # ---- small things
 
+    def _make_profiler(self) -> Profiler:
+        folder = None
+        if self.dir is not None and self._attempt is not None:
+            folder = self.dir.profile / folder_name(self._attempt.number)
+        watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
+        return Profiler(self.world, self.settings.profile, folder, self._event, watches)
+
     def _start_watcher(self) -> Watcher | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:
             return None
@@ -428,6 +462,7 @@ class Run:
             control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)
         watcher = Watcher(
             request=self.dir.stop_request,
+            profile_request=self.dir.profile_request,
             job_id=self._attempt.job_id,
             clock=self._clock,
             control=control,
@@ -440,13 +475,7 @@ class Run:
             note(self.dir, kind, self._attempt, **fields)
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
-        if self._board is not None:
-            self._board.flush()
-        if self.world.rank != 0 or self.dir is None or self._attempt is None:
-            return
-        path = self.dir.attempt(self._attempt.number) / "outcome.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_suffix(".new")
-        text = {"outcome": outcome, "step": self.step, "cause": cause.value if cause else None}
-        staged.write_text(json.dumps(text))
-        staged.replace(path)
+        if self._trackers is not None:
+            self._trackers.flush()
+        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
+            write_outcome(self.dir, self._attempt, outcome, step=self.step, cause=cause)

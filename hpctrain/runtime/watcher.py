@@ -1,4 +1,6 @@
-"""Rank 0's side thread: looks for `cancel --save`, and asks the scheduler what a warning means.
+"""Rank 0's side thread: looks for requests, and asks the scheduler what a warning means.
+
+Requests are files: of `cancel --save`, and of `profile --now`.
 
 A thread, because a silent slurmctld must not hold up training; only rank 0, because the answer
 must be one.
@@ -6,12 +8,14 @@ must be one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
+from hpctrain.profile.names import Request, read_request
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 
 if TYPE_CHECKING:
@@ -24,13 +28,28 @@ POLL_S = 0.5
 
 
 class Watcher:
-    """Sets `stop` to a code of `agreement.py` when a stop is needed."""
+    """Sets `stop` to a code of `agreement.py` when a stop is needed.
+
+    Attributes:
+        stop: That code, or 0.
+        profile: The number of a request to profile that waits to be taken, or 0.
+    """
 
     def __init__(
-        self, *, request: Path, job_id: str, clock: JobClock, control: JobControl | None
+        self,
+        *,
+        request: Path,
+        profile_request: Path,
+        job_id: str,
+        clock: JobClock,
+        control: JobControl | None,
     ) -> None:
         self.stop = 0
+        self.profile = 0
         self._request = request
+        self._profile_request = profile_request
+        self._to_profile: Request | None = None
+        self._profiled: list[str] = []
         self._job_id = job_id
         self._clock = clock
         self._control = control
@@ -44,6 +63,23 @@ class Watcher:
         """Somebody got SIGUSR2: find out whether the job is preempted or near its time limit."""
         self._warned.set()
 
+    def take_profile(self) -> Request | None:
+        """The request to profile, which is answered by this; None where it was taken already."""
+        request, self._to_profile = self._to_profile, None
+        self.profile = 0
+        if request is not None:
+            with contextlib.suppress(OSError):  # then its token says that it was taken
+                self._profile_request.unlink(missing_ok=True)
+        return request
+
+    def _look_for_profile(self) -> None:
+        request = read_request(self._profile_request, self._job_id)
+        if request is None or request.token in self._profiled:
+            return
+        self._profiled.append(request.token)
+        self._to_profile = request
+        self.profile = len(self._profiled)
+
     def _watch(self) -> None:
         self.stop = self._missed_stop()
         while not self.stop:
@@ -52,6 +88,7 @@ class Watcher:
                 self.stop = self._meaning_of_warning()
             if not self.stop and self._is_requested():
                 self.stop = STOP_USER
+            self._look_for_profile()
 
     def _is_requested(self) -> bool:
         try:

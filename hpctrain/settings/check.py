@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check_engine import check_engine
+from hpctrain.settings.check_hooks import check_hooks
+from hpctrain.settings.check_profile import check_profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +35,7 @@ _AT_LEAST: dict[str, float] = {
     "run.log_every_s": 0,
     "preflight.timeout_s": 1.0,
     "preflight.bad_node_hours": 0.0,
+    "preflight.bandwidth_hours": 0.0,
     "notify.timeout_s": 1.0,
     "profile.nsys_rank": -1,
     "budget.preemptions": 0,
@@ -184,7 +187,13 @@ def check(settings: Settings, origins: dict[str, str]) -> list[str]:
     _check_ranges(settings, origins)
     _check_header(settings, origins)
     _check_model(settings, origins)
-    return check_engine(settings, origins) + _fit_lead(settings, origins)
+    check_hooks(settings, origins)
+    most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
+    return [
+        *check_engine(settings, origins),
+        *check_profile(settings, origins, most_ranks),
+        *_fit_lead(settings, origins),
+    ]
 
 
 def _told(path: str, origins: Mapping[str, str]) -> str:

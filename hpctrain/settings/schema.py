@@ -88,6 +88,14 @@ class PreflightSettings:
         "whether nodes are looked at: auto means in SLURM jobs of several nodes",
         choices=("auto", "yes", "no"),
     )
+    bandwidth: str = setting(
+        "auto",
+        "whether their all-reduce is tried too: auto means where the site's preset has a [baseline]",
+        choices=("auto", "yes", "no"),
+    )
+    bandwidth_hours: float = setting(
+        12.0, "hours for which nodes that were fast together are not tried again"
+    )
     timeout_s: float = setting(120.0, "without an answer after so long the attempt goes on")
     bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
@@ -157,7 +165,8 @@ class NotifySettings:
     )
     on: list[str] = setting(
         ["done", "failed", "stopped"],
-        "which news: done, failed, stopped (a budget, or no progress), attempt (the end of each)",
+        "which news: done, failed (also a job that could not be requeued), stopped (a budget, "
+        "no progress, a cancel), attempt (the end of each)",
     )
     timeout_s: float = setting(30.0, "a notification that takes longer is given up")
 

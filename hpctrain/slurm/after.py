@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.rundir.layout import RunDir
 from hpctrain.slurm.control import SlurmControl
-from hpctrain.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts
+from hpctrain.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, own_start
 from hpctrain.slurm.parse import expand_nodes
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         nodes=expand_nodes(env.get("SLURM_JOB_NODELIST", "")),
         rc=rc,
         term=term,
+        start_time=own_start(env),
     )
     kill_wait_s = float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S)
     control = SlurmControl(
@@ -35,4 +36,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         nodes=start.nodes,
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
-    return BatchSide(RunDir(Path(root)), start, control).finish()
+    side = BatchSide(RunDir(Path(root)), start, control)
+    code = side.finish()
+    side.wait_told()
+    return code

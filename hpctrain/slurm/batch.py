@@ -91,11 +91,13 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
-    """What only slurmctld knows: the job's end, how long a kill takes, where the first node is."""
+    """What only slurmctld knows: the job's times, its KillWait, where the first node is."""
     found = {}
     job = parse_records(_scontrol("show", "job", job_id))
     if job and (end := job[0].get("EndTime", "")).isdigit():
         found["HPCTRAIN_JOB_END"] = end
+    if job and (start := job[0].get("StartTime", "")).isdigit():
+        found["HPCTRAIN_JOB_START"] = start
     kill_wait = parse_config_seconds(_scontrol("show", "config"), "KillWait")
     if kill_wait is not None:
         found["HPCTRAIN_KILL_WAIT_S"] = f"{kill_wait:g}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
-from hpctrain.slurm.jobs import accounted_job, is_alive, job_info
+from hpctrain.slurm.jobs import accounted_job, is_alive, job_info, job_starts
 from hpctrain.slurm.parse import (
     QUEUE_FORMAT,
     SACCT_COMMAND,
@@ -19,7 +19,9 @@ from hpctrain.slurm.parse import (
 )
 
 if TYPE_CHECKING:
-    from hpctrain.records import JobInfo, JobRequest
+    from collections.abc import Sequence
+
+    from hpctrain.records import JobInfo, JobRequest, JobStart
 
 SUBMIT_TIMEOUT_S = 60.0
 FORGOTTEN = "invalid job id"
@@ -85,6 +87,18 @@ class SlurmCluster:
                 raise
             records = []
         return job_info(records[0]) if records else self._accounted(job_id)
+
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs that accounting knows, by one question for all of them."""
+        if not job_ids:
+            return []
+        try:
+            text = self._run(*SACCT_COMMAND, "--jobs", ",".join(job_ids))
+        except ClusterUnreachable:
+            raise
+        except ClusterError:  # many sites have no accounting
+            return []
+        return job_starts(parse_sacct(text))
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""

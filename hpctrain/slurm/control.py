@@ -21,6 +21,8 @@ from hpctrain.slurm.parse import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpctrain.slurm.parse import AccountRow
+
 ALREADY_REQUEUED = "pending execution"
 """scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
 NODE_DOWN = "NodeDown"
@@ -99,13 +101,23 @@ class SlurmControl:
 
         After a node failure no code of the job has run, so only SLURM can say what it was.
         """
+        row = self._previous()
+        return PREVIOUS_END[row.state] if row is not None else EndReason.UNKNOWN
+
+    def previous_stop(self) -> float | None:
+        """When it ended, as far as accounting tells."""
+        row = self._previous()
+        return row.end if row is not None else None
+
+    def _previous(self) -> AccountRow | None:
+        """The incarnation before this one in accounting."""
         try:
             rows = parse_sacct(run([*SACCT_COMMAND, "--jobs", self.job_id]))
-        except ClusterError:  # no accounting here: the reason stays unknown, no more hangs on it
-            return EndReason.UNKNOWN
+        except ClusterError:  # no accounting here: nothing is known, and nothing more hangs on it
+            return None
         # Our own incarnation is RUNNING, or has no row yet; the ended ones come in order.
-        ends = [PREVIOUS_END[row.state] for row in rows if row.state in PREVIOUS_END]
-        return ends[-1] if ends else EndReason.UNKNOWN
+        ended = [row for row in rows if row.state in PREVIOUS_END]
+        return ended[-1] if ended else None
 
     def _facts(self, deadline: float) -> JobFacts:
         text = run_until(["scontrol", "show", "job", self.job_id], deadline=deadline)

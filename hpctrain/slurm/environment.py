@@ -44,6 +44,7 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         token=env.get("HPCTRAIN_TOKEN", ""),
         end_time=float(end) if end else None,
         kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
+        start_time=own_start(env),
     )
 
 
@@ -57,6 +58,12 @@ def own_job_id(env: Mapping[str, str]) -> str:
 def own_restarts(env: Mapping[str, str]) -> int:
     """How often SLURM has restarted this job; the variable is not there in the first run."""
     return int(env.get("SLURM_RESTART_COUNT") or 0)
+
+
+def own_start(env: Mapping[str, str]) -> float | None:
+    """When SLURM began this start of the job: what slurmctld said, else SLURM's own variable."""
+    begun = env.get("HPCTRAIN_JOB_START") or env.get("SLURM_JOB_START_TIME")
+    return float(begun) if begun else None
 
 
 def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.records import JobFacts, JobInfo
-from hpctrain.slurm.parse import NOTHING, AccountRow, parse_state, parse_time
+from hpctrain.records import JobFacts, JobInfo, JobStart
+from hpctrain.slurm.parse import NOTHING, AccountRow, expand_nodes, parse_state, parse_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,3 +88,22 @@ def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
         start_time=newest.start,
         end_time=newest.end,
     )
+
+
+def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
+    """Every start of every job in accounting, counted from 0 in each job."""
+    counted: dict[str, int] = {}
+    found = []
+    for row in rows:
+        index = counted.get(row.job_id, 0)
+        counted[row.job_id] = index + 1
+        found.append(JobStart(row.job_id, index, row.state, row.start, row.end, _names(row.nodes)))
+    return found
+
+
+def _names(nodes: str) -> str:
+    """A node list as host names; as it is where it cannot be read."""
+    try:
+        return ",".join(expand_nodes(nodes))
+    except ValueError:
+        return nodes

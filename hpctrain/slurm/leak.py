@@ -35,6 +35,7 @@ OF_ONE_JOB = frozenset(
         "HPCTRAIN_CLUSTER",
         "HPCTRAIN_JOB_END",
         "HPCTRAIN_JOB_ID",
+        "HPCTRAIN_JOB_START",
         "HPCTRAIN_KILL_WAIT_S",
         "HPCTRAIN_MASTER_ADDR",
         "HPCTRAIN_NODE",

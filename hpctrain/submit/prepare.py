@@ -19,6 +19,7 @@ from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, Usa
 from hpctrain.plan.nodes import meshes
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.check import check
+from hpctrain.settings.check_profile import profile_flags
 from hpctrain.settings.environ import from_flag, from_table
 from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
 from hpctrain.settings.mesh_flag import engine_flags
@@ -26,6 +27,8 @@ from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.slurm.leak import clean, kept_settings
 from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.hook_checks import check_hooks_here
+from hpctrain.submit.nsys import nsys_notes
 from hpctrain.submit.site_checks import check_site, shell_layer
 from hpctrain.submit.site_choice import choose
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
@@ -74,6 +77,10 @@ class SubmitRequest:
     engine: str | None = None
     mesh: Mapping[str, str] | None = None
     """Axis to its bounds, "N" or "MIN-MAX"."""
+    profile: Mapping[str, object] | None = None
+    """Keys of [profile] with their values."""
+    nsys: int | None = None
+    """The rank to start under nsys."""
     name: str | None = None
     config: Path | None = None
     sets: Sequence[str] = ()
@@ -132,6 +139,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     )
     entry = _entry(request)
     notes = [*chosen.notes, *check(settings, origins)]
+    notes += check_hooks_here(settings, origins, request.cwd)
     env, env_origins = _environment(request, config)
     unlocked: list[str] = []
     if site is not None:
@@ -146,6 +154,7 @@ def prepare(request: SubmitRequest) -> Prepared:
                 settings, origins, site, is_script=is_script, accounting=request.accounting
             )
     notes += _without_effect(origins, cluster, entry)
+    notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
     is_recipe = entry.kind == "recipe"
@@ -330,6 +339,7 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "slurm.account": ("--account", request.account),
         "slurm.qos": ("--qos", request.qos),
         **engine_flags(request.engine, request.mesh),
+        **profile_flags(request.profile, request.nsys),
         "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
     }
 

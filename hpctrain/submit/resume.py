@@ -15,6 +15,7 @@ from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.slurm.script import site_of
 from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.site_checks import check_site, forget_chosen
 from hpctrain.submit.site_locks import changed, take_locks
 
@@ -72,6 +73,9 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     settings, origins = resolve([layer], base=spec.settings, origins=spec.origins)
     forget_chosen(settings, origins)
     notes = check(settings, origins)
+    notes += check_hooks_here(
+        settings, origins, Path(spec.entry.cwd or Path.cwd()), python=spec.python
+    )
     unlocked = list(spec.unlocked)
     site = site_of(spec)
     if site is not None:

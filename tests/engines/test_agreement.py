@@ -71,3 +71,27 @@ def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step():
     assert ranks[0]
     assert all(saved == ranks[0] for saved in ranks)
     assert min(ranks[0]) >= 10
+
+
+def _wishes(name: str) -> list[int]:
+    """The ticks at which all agreed, where rank 0 wishes until then and never again."""
+    from hpctrain.runtime.agreement import Agreement, Wish
+    from hpctrain.world import join_world
+
+    world = join_world()
+    agreement = Agreement(world)
+    agreed: list[int] = []
+    for step in range(60):
+        time.sleep(0.001)
+        wishes = world.rank == 0 and step >= 10 and not agreed
+        if getattr(agreement.tick(Wish(**{name: wishes})), name):
+            agreed.append(step)
+    return agreed
+
+
+@pytest.mark.parametrize("name", ["save", "tell", "profile"])
+def test_what_was_agreed_is_done_once_although_short_steps_exchange_behind_them(name):
+    ranks = launch(_wishes, 2, name=name)
+
+    assert len(ranks[0]) == 1
+    assert ranks[0] == ranks[1]

@@ -1,7 +1,7 @@
 """Experts on several ranks train as those of one process do, whatever the tokens choose.
 
 Losses are about 5, gradient norms about 0.4; weights are compared where Adam has moved them by
-about 0.05. Whole tensors come from DTensor's own gathering.
+about 0.02. Whole tensors come from DTensor's own gathering.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hpctrain.errors import UsageError
 from tests.support import layouts
 from tests.support.gloo import launch
 
-EXPERTS, STEPS = 4, 20
-LOSS, NORM, WEIGHT = 2e-6, 1e-6, 2e-5
-"""Farthest that a run may be from one process: fp32 sums in another order, twenty steps long."""
+EXPERTS, STEPS = 4, 8
+LOSS, NORM, WEIGHT = 2e-6, 1e-6, 8e-6
+"""Farthest that a run may be from one process: fp32 sums in another order, eight steps long."""
 
 ON_2 = {
     "FSDP2, no ep": {},

@@ -21,7 +21,7 @@ from tests.support import layouts
 from tests.support.gloo import launch
 
 CONFIG = LMConfig(layers=4, dim=16, heads=4, seq_len=8)
-STEPS, GLOBAL_BATCH, MICRO_BATCH = 20, 13, 3
+STEPS, GLOBAL_BATCH, MICRO_BATCH = 8, 13, 3
 INTERLEAVED = {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}
 
 

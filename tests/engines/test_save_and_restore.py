@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -124,6 +125,35 @@ def test_what_one_engine_saved_another_loads(of_four):
 
     for ours in launch(load_rank, 3, cases=cases):
         assert [(got["step"], got["wrong"]) for got in ours] == [(10, [])] * len(pairs)
+
+
+def load_slowly_rank(root):
+    """What a rank says while it loads, with a clock that is 4 s on whenever it is looked at."""
+    import contextlib
+    import io
+    from types import SimpleNamespace
+
+    from hpctrain.checkpoint import restore
+    from hpctrain.world import join_world
+
+    world = join_world()
+    restore.time = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        got = _load(world, root, "ddp", read_once=False)
+    assert got["wrong"] == []
+    return said.getvalue().splitlines()
+
+
+def test_a_long_restore_is_told_by_one_rank_every_ten_seconds(of_four):
+    said, silent = launch(load_slowly_rank, 2, root=of_four / "ddp")
+
+    assert silent == []
+    line = (
+        r"hpctrain: restoring step-0000000010: this rank has read .* of .* \(.* %\), .*/s, .* left"
+    )
+    assert said
+    assert all(re.fullmatch(line, one) for one in said), said
+    assert len(said) <= len(list((of_four / "ddp").rglob("shard-*"))) * 4
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp"])

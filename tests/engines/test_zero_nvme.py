@@ -143,6 +143,8 @@ def _state_in_files(folder):
     inputs = torch.ones(1, 1024)
     engine.forward_backward([Microbatch(inputs, None)], lambda out, _: out.square().mean())
     engine.step()
+    files = folder.rglob(f"rank{world.rank}/*_gradient_*")
+    gradients = [torch.from_file(str(path), size=path.stat().st_size // 4) for path in files]
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would be used, unseen
     before = _memory_bytes()
     state = engine.state()
@@ -151,11 +153,22 @@ def _state_in_files(folder):
     for memory in parts:
         memory[:] = bytes(memory)  # as a save reads, and a restore writes
         used.append(_memory_bytes() - before)
-    return sum(map(len, parts)), max(used)
+    parts[0][:4] = bytes(4)
+    again = [
+        bytes_of(value.local) for value in engine.state().shared.values() if isinstance(value, Flat)
+    ]
+    return {
+        "bytes": sum(map(len, parts)),
+        "used": max(used),
+        "gradients": [sum(one.numel() for one in gradients), all(one.any() for one in gradients)],
+        "written": bytes(again[0][:4]) == bytes(4),
+    }
 
 
 def test_state_in_files_takes_no_memory_to_be_told_read_and_written(tmp_path):
     """Rows are as long as DeepSpeed itself puts into files, 1 MiB."""
-    for size, used in zero.launch(_state_in_files, 2, folder=tmp_path):
-        assert size == 8 * ROW // 2 * 12
-        assert used < size / 8
+    for found in zero.launch(_state_in_files, 2, folder=tmp_path):
+        assert found["bytes"] == 8 * ROW // 2 * 12
+        assert found["used"] < found["bytes"] / 8
+        assert found["gradients"] == [8 * ROW // 2, True]
+        assert found["written"]

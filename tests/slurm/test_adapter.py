@@ -85,6 +85,24 @@ def test_job_that_nobody_knows_is_forgotten(slurm):
     assert SlurmCluster().job("987654") is None
 
 
+def test_every_start_of_a_requeued_job_is_known_with_its_times(slurm):
+    job_id, begun = running(slurm, "--nodes=2"), time.time()
+    SlurmControl(job_id).requeue()
+    slurm.wait_job(job_id, restarted(1))
+
+    def both():
+        found = SlurmCluster().starts([job_id, "999999"])
+        return found if [one.state for one in found[1:]] == ["RUNNING"] else None
+
+    first, second = slurm.wait_for(both, 30, "both starts in accounting")
+
+    assert (first.job_id, first.index, second.index) == (job_id, 0, 1)
+    assert abs(first.start - begun) < 10
+    assert first.start <= first.end <= second.start
+    assert second.end is None
+    assert len(first.nodes.split(",")) == 2
+
+
 def test_unknown_partition_is_refused_in_one_line_with_those_that_there_are(
     slurm, request_of, token
 ):

@@ -63,9 +63,10 @@ def test_a_run_changes_engine_and_nodes_three_times_and_keeps_its_curve(
     run.wait_step(5, attempt=1)
     _preempt(slurm, run, "--engine=zero2", "--mesh=tp=1", "--nodes=3", one_rank)
     run.wait_step(12, attempt=2)
-    _preempt(slurm, run, "--engine=fsdp2", "--mesh=pp=2", "--nodes=4")
+    two_ranks = "--ranks-per-node=2"
+    _preempt(slurm, run, "--engine=fsdp2", "--mesh=pp=2", "--nodes=2", two_ranks)
     run.wait_step(19, attempt=3)
-    _preempt(slurm, run, "--engine=zero3", "--mesh=pp=1", "--nodes=2")
+    _preempt(slurm, run, "--engine=zero3", "--mesh=pp=1", "--nodes=2", one_rank)
     run.wait_done()
 
     views = attempts(run.events())
@@ -94,10 +95,10 @@ def test_an_exact_run_has_the_same_bits_whatever_nodes_it_had(slurm, tmp_path, t
     exact = {"engine.exact": True, "engine.precision": "bf16", "train.dropout": 0.1}
     changes = {key.replace(".", "__"): value for key, value in exact.items()}
     in_peace = _in_peace(tmp_path_factory.mktemp("exact"), **changes)
-    run = submit(slurm, tmp_path, "--nodes=4", sets={**SETTINGS, **exact})
-    for attempt, nodes in enumerate((2, 3, 4), start=1):
+    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", sets={**SETTINGS, **exact})
+    for attempt, (nodes, ranks) in enumerate(((1, 2), (3, 1), (2, 2)), start=1):
         run.wait_step(5 * attempt, attempt=attempt)
-        _preempt(slurm, run, f"--nodes={nodes}")
+        _preempt(slurm, run, f"--nodes={nodes}", f"--ranks-per-node={ranks}")
     run.wait_done()
 
     assert [view.world_size for view in attempts(run.events())] == [4, 2, 3, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.preflight import proven
 from hpctrain.preflight.bad_nodes import note, of_user
 from hpctrain.testing.node_faults import VARIABLE
 from tests.support.scenario import cli, submit
@@ -27,6 +28,24 @@ def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     started = run.events("attempt_started")[-1]
     assert started.data["nodes"] == ["n1", "n3"]
     assert [e.data["leave"] for e in run.events("preflight")] == [True, False]
+
+
+def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_baseline(
+    slurm, tmp_path
+):
+    (tmp_path / "site.toml").write_text("[baseline.allreduce_busbw_gbs]\n2 = 0.08\n4 = 0.08\n")
+    run = submit(slurm, tmp_path, "--nodes=3-4", "--ranks-per-node=1", "--site=site.toml",
+                 sets={"train.steps": 2}, env={VARIABLE: "slow:n3,seconds=0.3"})  # fmt: skip
+
+    end = run.wait_event("attempt_ended")
+    assert (end.data["reason"], end.data["next"]) == ("node_failed", "requeue")
+    assert "n3: bandwidth" in end.data["detail"]
+    slurm.start_now(run.job_id)
+    run.wait_done()
+
+    assert run.events("attempt_started")[-1].data["nodes"] == ["n1", "n2", "n4"]
+    assert [e.data["collective"] for e in run.events("preflight")] == ["fail", "ok"]
+    assert proven.are_proven(proven.of_run(run.dir), ["n1", "n2", "n4"], 1)
 
 
 def test_where_no_node_is_left_the_refusal_says_who_was_kept_out(slurm, tmp_path):

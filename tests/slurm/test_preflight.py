@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpctrain.preflight.checks_fabric import check_interfaces
+from hpctrain.preflight.expect import Expected
+from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.probe import Sources, read_interfaces
+from hpctrain.preflight.report import FAIL
 from hpctrain.testing.node_faults import VARIABLE
 from tests.support.scenario import cli
 
@@ -71,6 +77,36 @@ def test_all_that_is_wrong_is_named_with_its_node_and_nothing_else(slurm, tmp_pa
     assert failed(well) == {}
     assert well["bad_nodes"] == {}
     assert bad_list(tmp_path) == []
+
+
+PROBE = """
+import json, sys
+from hpctrain.preflight.probe import probe
+json.dump(probe(sys.argv[1]).plain(), sys.stdout)
+"""
+WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c"]
+"""A network of its own, in which there is nothing but a loopback; /sys has to be told."""
+
+
+def really_read(node, *, network):
+    """What a node's probe reads from the kernel."""
+    command = [sys.executable, "-c", PROBE, node]
+    if not network:
+        within = f"mount -t sysfs sysfs /sys && exec {shlex.join(command)}"
+        command = [*WITHOUT_NETWORK, within]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return NodeFacts.from_plain(json.loads(done.stdout))
+
+
+def test_an_interface_that_the_kernel_has_not_got_is_missed():
+    facts = [really_read("n1", network=True), really_read("n2", network=False)]
+    facts.append(replace(facts[0], node="n3"))  # most nodes have it
+
+    for named in ((), (IFNAME,)):
+        (found,) = check_interfaces(facts, Expected(socket_ifnames=named))
+        assert (found.status, found.nodes) == (FAIL, ["n2"])
+        assert IFNAME in found.message
 
 
 def test_a_throttled_node_is_found_by_bisection(slurm, tmp_path):

@@ -48,8 +48,10 @@ def preload() -> None:
     """Import once in the parent what its ranks need, as a node's agent does."""
     import torch
 
+    gc.disable()
     for name in PRELOAD:
         import_module(name)
+    gc.enable()
     torch.set_num_threads(1)
 
 

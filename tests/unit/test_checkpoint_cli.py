@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -237,32 +236,6 @@ def test_the_exit_code_of_damage_reaches_the_shell(run, attempt):
     (path / MANIFEST_NAME).unlink()
 
     assert main(["checkpoints", "--runs", str(run.root.parent), "verify", "gpt-a"]) == 7
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_bar_on_a_terminal_ends_at_all_bytes(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-
-    with checkpoints._progress(1000) as on_bytes:
-        on_bytes(400)
-        on_bytes(600)
-
-    assert "100%" in terminal.getvalue()
-
-
-def test_there_is_no_bar_where_nobody_looks(monkeypatch):
-    silent = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", silent)
-
-    with checkpoints._progress(1000) as on_bytes:
-        assert on_bytes is None
-
-    assert silent.getvalue() == ""
 
 
 @pytest.mark.parametrize(

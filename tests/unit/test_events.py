@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.ledger.events import Event, Tail, append, read
+from hpctrain.ledger import events
+from hpctrain.ledger.derive import progress
+from hpctrain.ledger.events import Event, Tail, append, parse, read
 from hpctrain.records import EndReason, Skipped
 from hpctrain.rundir.layout import RunDir
 
@@ -231,3 +233,108 @@ def test_importing_the_ledger_imports_nothing_heavy():
 
 def test_events_are_values():
     assert Event(1.0, "x", 2, {"a": 1}) == Event(1.0, "x", 2, {"a": 1})
+
+
+# ---- reading a long ledger ----------------------------------------------------------------------
+
+
+def write(run: RunDir, *lines: str | bytes) -> None:
+    run.events.write_bytes(
+        b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines)
+    )
+
+
+def marks(attempt: int, first: int, count: int, **more: object) -> list[str]:
+    """Step marks of ten steps each, as `append` writes them."""
+    return [
+        json.dumps(
+            {"t": 1e9 + last, "kind": "steps", "attempt": attempt}
+            | {"first": last - 9, "last": last, "loss": 2.5}
+            | more
+        )
+        for last in range(first + 9, first + 10 * count, 10)
+    ]
+
+
+def other(kind: str, attempt: int | None = 1) -> str:
+    return json.dumps({"t": 2e9, "kind": kind, "attempt": attempt})
+
+
+def last_steps(run: RunDir) -> list[int]:
+    return [e.data["last"] for e in read(run, marks="few") if e.kind == "steps"]
+
+
+TAIL = [other("saved")] * (events.NEWEST_BYTES // len(other("saved")))
+"""So that the marks before it are not the newest."""
+
+
+def test_of_a_row_of_marks_the_last_is_read_and_few_between(run):
+    rows = [*marks(1, 1, 600), other("saved"), *marks(1, 6001, 3), *marks(2, 6011, 2)]
+    write(run, other("created", None), *rows, *TAIL)
+
+    assert last_steps(run) == [2560, 5120, 6000, 6030, 6030]
+
+
+def test_a_mark_before_a_save_is_always_read(run):
+    row = marks(1, 1, 100)
+    row[40] = marks(1, 401, 1, at_save=True)[0]
+    write(run, *row, *TAIL)
+    assert last_steps(run) == [410, 1000]
+
+
+def test_the_newest_marks_are_all_read(run):
+    rows = marks(1, 1, 2000)
+    write(run, *rows)
+    whole = events.NEWEST_BYTES // (len(rows[-1]) + 1) - 1
+    assert last_steps(run)[-whole:] == list(range(20_010 - 10 * whole, 20_001, 10))
+
+
+def test_a_long_ledger_is_read_without_parsing_most_of_it(run, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(events, "parse", lambda line: parsed.append(line) or parse(line))
+    write(run, other("attempt_started"), *marks(1, 1, 20_000), other("done"))
+
+    assert read(run, marks="few")[-1].kind == "done"
+    newest = events.NEWEST_BYTES / len(marks(1, 1, 1)[0])
+    assert len(parsed) < 20_000 / events.KEPT_EVERY + newest + 10
+
+
+def test_few_marks_tell_the_same_as_all(run):
+    write(run, *[line for n in range(1, 30) for line in (*marks(1, 100 * n, 9), other("x"))])
+    few, full = read(run, marks="few"), read(run)
+    assert progress(few) == progress(full)
+    assert [e for e in few if e.kind != "steps"] == [e for e in full if e.kind != "steps"]
+
+
+def test_where_a_block_of_the_file_ends_makes_no_difference(run, monkeypatch):
+    write(run, *[line for n in range(1, 300) for line in (*marks(1, 100 * n, 9), other("x"))])
+    whole = read(run, marks="few")
+    for size in (997, 4096):
+        monkeypatch.setattr(events, "BLOCK_BYTES", size)
+        assert read(run, marks="few") == whole
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        b'{"t": 1.0, "kind": "steps", "attempt": 1, "first": 11, "la',
+        b'{"t": 1.0, "kind": "steps", "attempt": 1, "fi\0\0\0\0\0\0, "last": 20}',
+        b'{"kind": "steps", "t": 1.0, "attempt": 1, "first": 11, "last": 20, "loss": 1}',
+        b'{"t": 1.0, "kind": "steps", "attempt": 1, "first": 11, "last": 20} ',
+        b"",
+        b"\0\0\0",
+        b"\xff\xfe{",
+    ],
+)
+def test_torn_and_foreign_lines_among_marks_cost_no_whole_one_its_place(run, last):
+    row = marks(1, 1, 5)
+    write(run, *row, last, *TAIL)
+
+    assert 50 in last_steps(run)
+    assert read(run, marks="few")[-1] == read(run)[-1]
+
+
+@pytest.mark.parametrize("t", ["NaN", "Infinity", "1" + 400 * "0", "true", "[]", "null"])
+def test_a_fact_without_a_time_is_no_fact(run, t):
+    write(run, '{"t": ' + t + ', "kind": "done", "attempt": 1}')
+    assert read(run) == []

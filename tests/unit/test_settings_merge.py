@@ -73,7 +73,10 @@ def test_lists_of_two_settings_are_not_shared():
                 "[budget] has preemptions, time_limits, nodes, crashes, no_progress"
             ),
         ),
-        ("steps = 4\n", "hpctrain.toml:1: steps stands outside its table; put it under [profile] or [train]"),
+        (
+            "steps = 4\n",
+            "hpctrain.toml:1: steps stands outside its table; put it under [profile] or [train]",
+        ),
         ("sites = 'x'\n", "hpctrain.toml:1: sites is not a section; did you mean site?"),
         ("[[slurm]]\nnodes=1", "hpctrain.toml:1: slurm must be one table, begun by [slurm]"),
         ("site = 4\n", "hpctrain.toml:1: site is 4; it takes text in quotes"),

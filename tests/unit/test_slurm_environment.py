@@ -12,7 +12,9 @@ import pytest
 
 from hpctrain.agent.ports import PORTS, first_port, free_port
 from hpctrain.errors import ClusterError
+from hpctrain.records import EndReason
 from hpctrain.slurm.batch import exports
+from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import job_context, master_addr
 
 JOB = {
@@ -52,6 +54,48 @@ def test_context_without_exports_is_the_same_on_every_node():
 
 def test_end_time_comes_from_slurm_where_it_tells():
     assert job_context(JOB | {"SLURM_JOB_END_TIME": "1795240996"}).end_time == 1795240996
+
+
+def test_start_time_is_what_slurmctld_said_else_slurms_variable():
+    variable = {"SLURM_JOB_START_TIME": "1795240000"}
+
+    assert job_context(JOB).start_time is None
+    assert job_context(JOB | variable).start_time == 1795240000
+    asked = variable | {"HPCTRAIN_JOB_START": "1795240007"}
+    assert job_context(JOB | asked).start_time == 1795240007
+
+
+def command(folder, monkeypatch, name, output):
+    """A command of SLURM's that prints this."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_the_jobs_times_are_exported_as_slurmctld_knows_them(tmp_path, monkeypatch):
+    shown = "JobId=4711\n   StartTime=1795240007 EndTime=1795243607\n"
+    command(tmp_path, monkeypatch, "scontrol", shown)
+
+    found = exports(JOB)
+
+    assert (found["HPCTRAIN_JOB_START"], found["HPCTRAIN_JOB_END"]) == ("1795240007", "1795243607")
+
+
+def test_accounting_tells_when_the_previous_start_ended(tmp_path, monkeypatch):
+    rows = "7|REQUEUED|100|200|n1\n7|NODE_FAIL|300|400|n1\n7|RUNNING|500|Unknown|n2"
+    command(tmp_path, monkeypatch, "sacct", rows)
+
+    control = SlurmControl("7")
+
+    assert control.previous_end() is EndReason.NODE_FAILED
+    assert control.previous_stop() == 400
+
+
+def test_without_accounting_the_previous_start_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    assert SlurmControl("7").previous_stop() is None
 
 
 def test_the_steps_nodes_come_before_the_jobs():

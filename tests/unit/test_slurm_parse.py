@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.slurm.jobs import accounted_job, is_alive, job_facts, job_id_of, job_info
+from hpctrain.records import JobStart
+from hpctrain.slurm.jobs import (
+    accounted_job,
+    is_alive,
+    job_facts,
+    job_id_of,
+    job_info,
+    job_starts,
+)
 from hpctrain.slurm.parse import (
     expand_nodes,
     parse_config_seconds,
@@ -123,6 +131,24 @@ def test_sacct_duplicates_are_incarnations_oldest_first():
 
     assert [row.state for row in rows] == ["NODE_FAIL", "CANCELLED"]
     assert (info.state, info.restarts, info.nodes) == ("CANCELLED", 1, "n[1,3-4]")
+
+
+def test_starts_are_counted_in_each_job_and_their_nodes_are_named():
+    text = (
+        "16|NODE_FAIL|1795241194|1795241197|n[1-3]\n"
+        "16|REQUEUED|1795241211|1795241236|n[1,3-4]\n"
+        "16|PENDING|Unknown|Unknown|None assigned\n"
+        "17|CANCELLED by 1000|None|1795241300|None assigned\n"
+        "18_2|RUNNING|1795241400|Unknown|n[1\n"
+    )
+
+    assert job_starts(parse_sacct(text)) == [
+        JobStart("16", 0, "NODE_FAIL", 1795241194, 1795241197, "n1,n2,n3"),
+        JobStart("16", 1, "REQUEUED", 1795241211, 1795241236, "n1,n3,n4"),
+        JobStart("16", 2, "PENDING"),
+        JobStart("17", 0, "CANCELLED", None, 1795241300),
+        JobStart("18_2", 0, "RUNNING", 1795241400, None, "n[1"),
+    ]
 
 
 def test_running_job_that_only_accounting_knows_is_not_alive():

@@ -14,10 +14,16 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.cli.status_look import Looker
 from hpctrain.ledger.events import read
-from hpctrain.ledger.format import duration, fold_nodes
+from hpctrain.ledger.format import crop, duration, fold_nodes
+from hpctrain.ledger.goodput import Spent
+from hpctrain.ledger.pulse import with_heartbeat
+from hpctrain.ledger.speed import speed
 from hpctrain.ledger.status import Answer, Checkpoint, status_of
 from hpctrain.ledger.view import as_json, as_text, runs_as_text
+from hpctrain.ledger.view_numbers import apportioned
+from hpctrain.ledger.waiting import explained
 from hpctrain.records import JobInfo, Skipped
 from tests.support.ledger_runs import Story, local_job
 
@@ -56,9 +62,19 @@ def run(*argv: str, capsys) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def shown(story: Story, info: JobInfo | None = None, **more) -> str:
-    status = status_of(read(story.run), Answer(info), name=story.run.name, now=story.t + 5, **more)
-    return as_text(status)
+def shown(
+    story: Story,
+    info: JobInfo | None = None,
+    *,
+    width: int = 80,
+    all_attempts: bool = False,
+    later: float = 5,
+    **more,
+) -> str:
+    events, now = read(story.run), story.t + later
+    more = {"speed": speed(events), **more}
+    status = status_of(events, Answer(info), name=story.run.name, now=now, **more)
+    return as_text(status, width=width, all_attempts=all_attempts)
 
 
 def test_a_running_run_shows_its_step_its_attempts_and_the_next_commands(
@@ -72,7 +88,7 @@ def test_a_running_run_shows_its_step_its_attempts_and_the_next_commands(
     lines = out.splitlines()
     assert lines[0].startswith("lm-3  running  step 278/400 (69 %)  loss 2.5  500 ms/step, about")
     assert lines[1].startswith("job local-17 on n[1-2,4], last heard of ")
-    row = r"2 +local-17 +n\[1-2,4\] +.* +crashed +120-150 +30 +restart"
+    row = r"2 +local-17 +n\[1-2,4\] +.* +crashed +120-150 +30 +\d+ s"
     assert re.search(row, out)
     assert "3 attempts, 30 steps lost in all" in out
     assert "not taken   step-0000000130: shard a is missing" in out
@@ -90,8 +106,11 @@ def test_the_screen_fits_80_columns_with_long_names_of_nodes_and_big_numbers(run
     text = shown(story)
     table = [line for line in text.splitlines() if not line.startswith("  hpctrain")]
     assert max(len(line) for line in table[1:]) <= 80
-    assert "... 10 earlier attempts (--json shows all)" in text
+    assert "... 10 earlier attempts (--attempts shows all)" in text
     assert "1000000-2345678" in text
+    assert "  1,000,000-2,345,678  " in shown(story, width=160)
+    every = shown(story, all_attempts=True).splitlines()
+    assert sum("node_fail" in line for line in every) == 30
 
 
 def test_a_traceback_is_shown_once_and_short_with_its_log(runs, story):
@@ -108,7 +127,7 @@ def test_the_same_failure_again_is_counted_instead_of_repeated(runs, story):
     story.add("failure", 3, rank=3, node="n2", summary="E: x", traceback="Traceback\nE: x")
     story.ended(3, "crashed", "stop")
     text = shown(story)
-    assert "attempt 3 failed, as in 1 other attempt(s): rank 3 on n2: E: x" in text
+    assert "attempt 3 failed, as in 1 other attempt: rank 3 on n2: E: x" in text
     assert text.count("Traceback") == 1
 
 
@@ -140,6 +159,13 @@ def test_a_lost_run_says_from_which_step_resume_goes_on(runs, story):
     assert (
         "SLURM no longer knows job local-17; `hpctrain resume lm-3` goes on from step 120" in text
     )
+
+
+def test_an_attempt_of_a_lost_run_ran_until_it_was_last_heard_of(runs):
+    story = Story(runs / "lm").submitted("17").started(1).restored(1)
+    story.t += 62
+    text = shown(story.steps(1, 1, 5), None, later=7200)
+    assert re.search(r"1m04s +unknown +0-5", text)
 
 
 def test_a_job_that_is_over_without_an_end_on_record_is_named_with_its_state(runs, story):
@@ -207,7 +233,7 @@ def test_a_run_without_its_spec_is_still_shown_from_its_ledger(runs, story, caps
     story.run.spec.unlink()
     code, out, _ = run("lm-3", capsys=capsys)
     assert code == 0
-    assert "spec.json is not there" in out
+    assert "spec.json is not there" in " ".join(out.split())
     assert "120-150" in out
 
 
@@ -234,9 +260,11 @@ def test_all_runs_are_one_table_newest_first(runs, story, tmp_path, capsys):
     code, out, _ = run(capsys=capsys)
     assert code == 0
     header, first, second = out.splitlines()
-    assert header.split() == ["run", "state", "step", "nodes", "attempts", "job", "for"]
-    assert first.split()[:6] == ["lm-3", "running", "278/400", "3", "3", "local-17"]
-    assert second.split()[:3] == ["old", "done", "400/400"]
+    titles = ["run", "state", "step", "speed", "goodput", "nodes", "attempts", "for"]
+    assert header.split() == titles
+    assert first.split()[:5] == ["lm-3", "running", "278/400", "16", "samples/s"]
+    assert second.split()[:4] == ["old", "done", "400/400", "-"]
+    assert max(map(len, out.splitlines())) <= 80
     assert run("--json", capsys=capsys)[1].startswith("[")
 
 
@@ -277,7 +305,9 @@ def saves_of(story: Story, info: JobInfo | None = RUNNING) -> list[str]:
     """What the screen says of saves, one line each, beside the checkpoint itself."""
     part = next(part for part in shown(story, info).split("\n\n") if "checkpoint  " in part)
     assert max(map(len, part.splitlines())) <= 80
-    return part.replace("\n" + " " * 12, " ").splitlines()[1:]
+    lines = part.replace("\n" + " " * 12, " ").splitlines()
+    others = ("speed", "model", "checkpoint", "goodput")
+    return [line for line in lines if not line.startswith(others)]
 
 
 @pytest.fixture
@@ -443,6 +473,259 @@ def test_a_run_elsewhere_is_named_by_its_path_in_the_next_commands(runs, tmp_pat
     Story(tmp_path / "else" / "lm").submitted("local-1")
     _, out, _ = run("else/lm", capsys=capsys)
     assert f"hpctrain resume {tmp_path / 'else' / 'lm'}" in out
+
+
+def test_the_header_says_how_long_a_run_has_waited_and_why(runs):
+    story = Story(runs / "lm").submitted("17")
+    info = JobInfo("17", "PENDING", alive=True, reason="Priority")
+    lines = shown(story, info, later=723).splitlines()
+    assert lines[0] == "lm  pending for 12m03s"
+    assert " ".join(lines[1:3]).endswith(
+        "(Priority): other jobs come first; fewer nodes or a shorter time may slip in between"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Resources", "it is next"),
+        ("QOSMaxJobsPerUserLimit", "you run as many jobs as your QOS allows"),
+        ("QOSMaxGRESPerUser", "more than the QOS gives one user"),
+        ("DependencyNeverSatisfied", "it never starts; cancel it"),
+        ("JobHeldAdmin", "an administrator holds it"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-3]", "down, drained or reserved"),
+        ("Nodes required for job are DOWN, DRAINED or reserved", "down, drained or reserved"),
+        ("SomethingNew", ""),
+    ],
+)
+def test_a_scheduler_s_reason_is_put_into_words_where_it_is_known(reason, words):
+    found = explained(reason)
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+def test_the_heartbeat_counts_as_a_sign_of_life_and_as_progress(runs, story, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    beat = story.run.heartbeat(3)
+    beat.parent.mkdir(parents=True)
+    beat.write_text(json.dumps({"t": time.time() + 0.2, "step": 301}))
+    _, out, _ = run("lm-3", capsys=capsys)
+    assert out.splitlines()[0].startswith("lm-3  running  step 301/400 (75 %)")
+    assert ", last heard of 0 s ago" in out
+    assert "120-301" in out
+    beat.write_text('{"t": 17')
+    assert "step 278/400" in run("lm-3", capsys=capsys)[1]
+
+
+def test_a_heartbeat_of_an_attempt_that_ended_changes_nothing(runs, story):
+    story.ended(3, "crashed", "stop")
+    status = status_of(read(story.run), Answer(), name="lm-3")
+    assert with_heartbeat(status, time.time() + 1000, 399) == status
+
+
+def test_an_attempt_s_row_says_how_long_it_took_to_come_back(runs):
+    story = (
+        Story(runs / "lm")
+        .submitted("17")
+        .started(1, job_started=1_763_700_003.0)
+        .restored(1)
+        .steps(1, 1, 5)
+    )
+    story.ended(1, "preempted", "requeue").add("requeued", 1, by="agent")
+    story.t += 4440
+    story.started(2, restarts=1, job_started=story.t).restored(2)
+    story.t += 120
+    story.add("phase", 2, name="first_step").steps(2, 1, 9)
+    lines = shown(story, JobInfo("17", "RUNNING", alive=True), width=160).splitlines()
+    row = next(line for line in lines if "preempted" in line)
+    assert re.search(r"preempted +0-5 +5 +1h14m queue \+ 2m0\ds$", row)
+    narrow = shown(story, JobInfo("17", "RUNNING", alive=True), width=66).splitlines()
+    assert re.search(r"preempted +0-5 +5 +1h16m$", next(line for line in narrow if "pree" in line))
+
+
+def test_classes_of_goodput_add_up_to_a_hundred_as_they_are_shown(runs, story):
+    text = shown(story, width=160)
+    goodput = next(part for part in text.split("\n\n") if "goodput" in part).splitlines()
+    classes = re.findall(r"([a-z-]+) ([\d.]+) %", goodput[-1])
+    assert round(sum(float(share) for _, share in classes), 1) == 100.0
+    assert classes[:-1] == sorted(classes[:-1], key=lambda one: -float(one[1]))
+    assert " % since submit, " in goodput[-2]
+    assert dict(classes)["step"] in goodput[-2]
+    assert apportioned([1.0, 1.0, 1.0]) == [334, 333, 333]
+    assert apportioned([0.0]) == [0]
+
+
+def test_speed_model_and_disk_are_lines_of_their_own(runs, training):
+    training.add(
+        "steps",
+        1,
+        first=251,
+        last=270,
+        seconds=60.0,
+        loss=2.1,
+        grad_norm=0.91,
+        skipped=2,
+        slow_rank=9,
+        slow_by=0.041,
+    )
+    training.saved(1, 270)
+    newest = Checkpoint("step-0000000270", 270, training.t, 10 * 2**30)
+    text = shown(training, RUNNING, checkpoint=newest, disk_free_bytes=45 * 2**30, width=160)
+    assert "speed       " in text
+    assert "slowest rank 9 (+4 %)" in text
+    assert "model       loss 2.1, gradient norm 0.91, 2 updates skipped in the last " in text
+    assert "disk        45.0 GiB left, room for 4 more checkpoints" in text
+    full = shown(training, RUNNING, checkpoint=newest, disk_free_bytes=2**30)
+    assert "disk        1.0 GiB left, no room for another checkpoint" in full
+
+
+def test_a_checkpoint_counts_as_verified_only_once_an_attempt_has_read_it(runs, story):
+    def line(step: int) -> str:
+        text = shown(story, checkpoint=Checkpoint(f"step-{step:010d}", step, 1.0, 4096), width=200)
+        return next(line for line in text.splitlines() if line.startswith("checkpoint"))
+
+    assert line(120).endswith("verified by attempt 3, which read every byte")
+    assert line(240).endswith("not read back yet (last verified: step 120)")
+
+
+def test_clocks_ahead_of_ours_give_no_negative_age(runs):
+    story = Story(runs / "lm", t=time.time() + 500).submitted("17").started(1).restored(1)
+    story.steps(1, 1, 20).saved(1, 20).add("interval", 1, **CHOSEN).ended(1, "crashed", "restart")
+    status = status_of(read(story.run), Answer(RUNNING), name="lm")
+    text = re.sub(r"n\[1-2\]|0-20|step-\d+", "", as_text(status))
+    assert not re.search(r"-\d", text)
+    assert "next save   in about 10m00s" in text
+    assert json.dumps(as_json(status), allow_nan=False)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"t": 17, "kind": "ste', "\0\0\0\n", "[]\n{}\n"])
+def test_a_ledger_that_is_missing_empty_or_torn_is_shown_as_far_as_it_goes(runs, capsys, content):
+    story = Story(runs / "lm")
+    if content is not None:
+        story.run.events.write_text(content)
+    code, out, _ = run("lm", capsys=capsys)
+    assert code == 0
+    assert out.startswith("lm  created")
+    assert json.loads(run("lm", "--json", capsys=capsys)[1])["speed"] is None
+    assert run(capsys=capsys)[0] == 0
+
+
+def test_a_torn_spec_is_one_line(runs, story, capsys):
+    story.run.spec.write_text(story.run.spec.read_text()[:40])
+    code, out, _ = run("lm-3", capsys=capsys)
+    assert code == 0
+    assert "spec.json cannot be read" in " ".join(out.split())
+
+
+def test_json_has_speed_goodput_and_causes(runs, story, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    value = json.loads(run("lm-3", "--json", capsys=capsys)[1])
+    spent = value["goodput"]
+    assert set(spent["classes"]) == {kind.value for kind in Spent}
+    shares = [one["share"] for one in spent["classes"].values() if one["share"] is not None]
+    assert sum(shares) == pytest.approx(1)
+    assert spent["classes"]["queue"]["share"] is None
+    assert sum(one["seconds"] for one in spent["classes"].values()) == pytest.approx(
+        spent["submitted_s"]
+    )
+    assert set(value["last_24h"]) == set(spent)
+    assert value["speed"]["steps_per_s"] == pytest.approx(2)
+    assert value["disk_free_bytes"] > 0
+    assert [one["cause"] for one in value["attempts"]] == ["preempted", "crashed", None]
+    assert {"allocated", "queued_s", "ready_s", "heard"} <= set(value["attempts"][0])
+    assert "ranks" not in value
+
+
+def test_ranks_are_a_table_of_the_newest_sample(runs, story, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    assert "has told no times of its ranks" in run("lm-3", "--ranks", capsys=capsys)[1]
+    sample = {"t": time.time() - 9, "step": 278, "steps": 10, "wall_s": [5.0] * 6}
+    sample |= {"data_s": [0.1] * 6, "own_s": [3.0] * 5 + [3.6], "mem_peak_bytes": [2**30] * 6}
+    path = story.run.rank_times(3)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"t": 1, "steps": 1}\n' + json.dumps(sample) + '\n{"t": 17, "st')
+
+    _, out, _ = run("lm-3", "--ranks", capsys=capsys)
+
+    table = next(part for part in out.split("\n\n") if part.startswith("ranks of attempt 3"))
+    assert table.splitlines()[0] == "ranks of attempt 3, 10 steps up to step 278, 9 s ago"
+    slow = [" 5", "n4", "500 ms", "2.0 %", "360 ms", "+20.0 %", "1.0 GiB"]
+    assert table.splitlines()[-1].split() == " ".join(slow).split()
+    value = json.loads(run("lm-3", "--ranks", "--json", capsys=capsys)[1])
+    assert value["ranks"]["own_s"][5] == 3.6
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--ranks"], "--ranks is about one run"),
+        (["--attempts"], "--attempts is about one run"),
+        (["lm-3", "-i", "3"], "--interval 3 is for --watch"),
+        (["lm-3", "--watch", "-i", "0"], "0 is not in the range"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(runs, story, capsys, argv, words):
+    code, _, err = run(*argv, capsys=capsys)
+    assert code == 2
+    assert words in err
+
+
+def test_watching_a_run_that_is_over_shows_it_once_and_ends(runs, story, capsys):
+    story.add("done", 3, step=400).ended(3, "completed", "stop")
+    code, out, _ = run("lm-3", "--watch", "--exit-status", capsys=capsys)
+    assert code == 0
+    assert out.count("lm-3  done") == 1
+    assert json.loads(run("lm-3", "--watch", "--json", capsys=capsys)[1])["state"] == "done"
+
+
+def test_watched_elsewhere_than_on_a_terminal_a_screen_is_printed_for_news_only(
+    runs, story, tmp_path, monkeypatch, capsys
+):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    happens = [
+        lambda: None,
+        lambda: story.steps(3, 279, 280),
+        lambda: None,
+        lambda: story.steps(3, 281, 400).add("done", 3, step=400),
+    ]
+    monkeypatch.setattr(time, "sleep", lambda _: happens.pop(0)())
+    code, out, _ = run("lm-3", "--watch", capsys=capsys)
+    assert code == 0
+    headers = [line for line in out.splitlines() if line.startswith("lm-3  ")]
+    assert [line.split()[1:4] for line in headers] == [
+        ["running", "step", "278/400"],
+        ["running", "step", "280/400"],
+        ["done", "step", "400/400"],
+    ]
+    assert "\033" not in out
+
+
+def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
+    runs, story, monkeypatch, capsys
+):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    code, out, _ = run("lm-3", "--watch", "-i", "7", "--exit-status", capsys=capsys)
+    assert (code, slept) == (1, [7.0])
+    assert out.count("lm-3  lost") == 1
+
+
+def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, story, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hpctrain.cli.job.job_starts", lambda *_: asked.append("starts") or [])
+    monkeypatch.setattr("hpctrain.cli.job.ask", lambda *_: asked.append("job") or Answer())
+    looker = Looker(runs, ask_every_s=1000, account_every_s=1000)
+    looker.look(story.run)
+    looker.look(story.run)
+    assert sorted(asked) == ["job", "starts"]
+    story.ended(3, "crashed", "restart").started(4)
+    looker.look(story.run)
+    assert sorted(asked) == ["job", "job", "starts", "starts"]
+
+
+def test_a_line_is_cropped_by_what_is_seen_of_it():
+    assert crop("\033[1mabcdef\033[0m", 6) == "\033[1mabcdef\033[0m"
+    assert crop("\033[1mabcdefg\033[0m", 6) == "\033[1mabcd\033[0m.."
 
 
 def test_colour_is_for_terminals_only_and_not_with_no_color(story, tmp_path):

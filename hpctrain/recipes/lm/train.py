@@ -6,6 +6,7 @@ in the engine, in `data`, and in the step.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from hpctrain.engines.engine import Microbatch
 from hpctrain.engines.parallelize import ModelPlan
 from hpctrain.plan.shape import shape_of
 from hpctrain.recipes.lm import corpus
-from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
+from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
 from hpctrain.recipes.lm.schedule import lr_at
 from hpctrain.world import broadcast
 
@@ -47,15 +48,17 @@ def main() -> None:
     engine = run.parallelize(model, optimizer, plan=ModelPlan(shape=shape_of(train)))
     data = make_batches(tokens, train, engine)
     run.track(data=data)
-    share = share_of_loss(train.global_batch * train.seq_len)
+    step_tokens = train.global_batch * train.seq_len
+    step_flops = step_tokens * flops_per_token(model.config)
+    share = share_of_loss(step_tokens)
     for step in run.steps(total=train.steps):
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
-        batch = data.next_step()
-        loss = engine.forward_backward(
-            microbatches(run.settings.train, run.world.device, tokens, batch), share
-        )
+        with run.timed("data"):
+            batch = data.next_step()
+            own = microbatches(train, run.world.device, tokens, batch)
+        loss = engine.forward_backward(own, share)
         norm = engine.step()
         if train.audit and engine.is_first_reader:
             _audit(step, batch)
@@ -65,6 +68,9 @@ def main() -> None:
             loss=loss,
             grad_norm=norm,
             lr=optimizer.param_groups[0]["lr"],
+            tokens=step_tokens,
+            flops=step_flops,
+            skipped=engine.precision is torch.float16 and not math.isfinite(norm),
             step_s=time.monotonic() - began,
         )
         if _is_validation(step + 1, train.val_every, train.steps):

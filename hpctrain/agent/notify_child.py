@@ -1,0 +1,203 @@
+"""Tells of an attempt's end: ``python -m hpctrain.agent.notify_child RUN_DIR ATTEMPT``.
+
+Started by `notify.py` and left alone. It ends within `notify.timeout_s` for each way of telling,
+whatever the command or the server does, and writes into the ledger how that went. The webhook's URL
+is a secret: it appears in no message. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from hpctrain.agent import signals
+from hpctrain.agent.news import news_of
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.agent.news import News
+    from hpctrain.settings.schema import NotifySettings
+
+TAIL = 500
+"""Characters that are kept of what a failed command said."""
+_LOCK_POLL_S = 0.05
+
+
+def main(argv: list[str]) -> int:
+    """Tell it, unless nobody wants to hear it or it was told."""
+    signals.ignore_all()  # the requeue that is the news sends SIGTERM to every process of the job
+    run, attempt = RunDir(Path(argv[0])), int(argv[1])
+    spec = load_spec(run.spec)
+    settings = spec.settings.notify
+    with _alone(run, attempt, settings.timeout_s):
+        events = ledger.read(run)
+        news = news_of(run, events, attempt)
+        told = any(e.kind == "notified" and e.attempt == attempt for e in events)
+        if news is None or told or not {news.what, "attempt"} & set(settings.on):
+            return 0
+        folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
+        problems = deliver(news, settings, folder)
+        ledger.append(
+            run,
+            "notified",
+            attempt=attempt,
+            what=news.what,
+            ok=not problems,
+            why="; ".join(problems),
+        )
+    return 0
+
+
+def deliver(news: News, settings: NotifySettings, folder: Path) -> list[str]:
+    """Tell it in every way that is set; what went wrong, in plain words."""
+    found = []
+    if settings.command:
+        found.append(run_command(news, settings.command, folder, settings.timeout_s))
+    if settings.webhook_file:
+        found.append(post(news, folder / Path(settings.webhook_file).expanduser(), settings))
+    return [problem for problem in found if problem]
+
+
+def run_command(news: News, command: str, folder: Path, timeout_s: float) -> str:
+    """Run the command with the news on its standard input; what went wrong, or ""."""
+    facts = news.as_json()
+    named = {f"HPCTRAIN_NOTIFY_{name.upper()}": _plain(value) for name, value in facts.items()}
+    words = shlex.split(command)
+    try:
+        child = subprocess.Popen(
+            words,
+            cwd=folder,
+            env={**os.environ, **named},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{words[0]}: {error.strerror}"
+    tail = _Tail(child.stderr)
+    writer = threading.Thread(target=_feed, args=(child, json.dumps(facts)), daemon=True)
+    writer.start()
+    try:
+        code = child.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"{words[0]}: killed after {timeout_s:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what it left behind goes with it
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        writer.join(1.0)
+        said = tail.text()
+    return "" if code == 0 else f"{words[0]}: exit code {code}{': ' if said else ''}{said}"
+
+
+def post(news: News, path: Path, settings: NotifySettings) -> str:
+    """Post the news to the URL that the file holds; what went wrong, or ""."""
+    try:
+        url = path.read_text().strip()
+    except OSError as error:
+        return f"webhook_file {path}: {error.strerror}"
+    if not url.startswith(("http://", "https://")):
+        return f"webhook_file {path}: it holds no http or https URL"
+    result = ["webhook: no answer in time"]
+
+    def send() -> None:
+        result[0] = _send(url, json.dumps(news.as_json()).encode(), settings.timeout_s)
+
+    # In a thread: neither a name server nor a server that sends a byte a second can be timed out.
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(settings.timeout_s)
+    return result[0]
+
+
+def _send(url: str, content: bytes, timeout_s: float) -> str:
+    headers = {"Content-Type": "application/json", "User-Agent": "hpctrain"}
+    request = urllib.request.Request(url, content, headers)  # noqa: S310 - http or https
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s):  # noqa: S310 - the same
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"webhook: the server answered {error.code}"
+    except urllib.error.URLError as error:
+        told = error.reason.strerror if isinstance(error.reason, OSError) else None
+        return f"webhook: {told or type(error.reason).__name__}"
+    except Exception as error:  # noqa: BLE001 - its text may hold the URL, so only its kind is told
+        return f"webhook: {type(error).__name__}"
+
+
+def _feed(child: subprocess.Popen[bytes], text: str) -> None:
+    if child.stdin is not None:
+        with contextlib.suppress(OSError), child.stdin as stdin:  # a command need not read it
+            stdin.write(text.encode())
+
+
+class _Tail:
+    """The end of what a stream says, however much that is."""
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        self._stream = stream
+        self._end = b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        if self._stream is not None:
+            with self._stream as stream:
+                while chunk := os.read(stream.fileno(), 65536):
+                    self._end = (self._end + chunk)[-4 * TAIL :]
+
+    def text(self) -> str:
+        """Its last characters on one line, once it has ended."""
+        self._thread.join(1.0)
+        return " ".join(self._end.decode(errors="replace").split())[-TAIL:]
+
+
+@contextlib.contextmanager
+def _alone(run: RunDir, attempt: int, wait_s: float) -> Iterator[None]:
+    """Wait for another that tells the same news, so that nobody hears it twice."""
+    folder = run.attempt(attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "notify.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                held = isinstance(error, BlockingIOError)
+                if not held or time.monotonic() > deadline:  # no locks there: tell it all the same
+                    break
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _plain(value: object) -> str:
+    """A value of the environment: a zero byte in it would keep the command from starting."""
+    return "" if value is None else str(value).replace("\0", "")
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a thread that hangs in a name server does not keep us

@@ -1,0 +1,91 @@
+"""One rank under NVIDIA's nsys: rank -> nsys -> the same rank again, as a program of its own.
+
+The agent's own child stays and waits: torch's elastic agent awaits a value from it, and a rank that
+had replaced itself by nsys would never be seen to end. What runs below nsys is the rank in every
+other way: its signals, its log, its failure report, its share in the agent's death.
+
+Without an nsys on the node the rank trains without it and says so in its log.
+tests/unit/test_nsys.py and tests/engines/test_nsys_run.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.process import die_with_parent
+from hpctrain.profile.names import folder_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.agent.ranks import RankTask
+
+BELOW = "HPCTRAIN_NSYS"
+"""Set for what runs below nsys, so that it does not start another."""
+
+
+def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:
+    """What to run.
+
+    Args:
+        nsys: The executable.
+        output: The report, without its suffix.
+        program: What runs below nsys.
+        in_range: Record from cudaProfilerStart to cudaProfilerStop only (`runtime/profiler.py`).
+    """
+    window = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if in_range else []
+    return [
+        nsys,
+        "profile",
+        f"--output={output}",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,osrt",
+        "--sample=none",
+        "--kill=none",  # training goes on when recording has ended
+        "--wait=primary",  # a DataLoader worker that lingers must not hold up the rank's end
+        *window,
+        *program,
+    ]
+
+
+def run_below(task: RankTask, rank: int, attempt_dir: Path) -> bool:
+    """Run this rank below nsys and wait for it; False where it is to run here.
+
+    Raises:
+        SystemExit: it ended with another code than 0.
+    """
+    if rank != task.nsys_rank or BELOW in os.environ:
+        return False
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        print(f"hpctrain: there is no nsys on PATH: rank {rank} trains without it", flush=True)
+        return False
+    folder = attempt_dir.parent.parent / "profile" / folder_name(int(attempt_dir.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-m", "hpctrain.agent.rank_exec", json.dumps(asdict(task))]
+    words = command(nsys, folder / f"rank-{rank:05d}", program, in_range=task.nsys_in_range)
+    print(f"hpctrain: rank {rank} runs under {nsys}; its report goes to {folder}", flush=True)
+    parent = os.getpid()
+    with subprocess.Popen(
+        words,
+        env=environment(os.environ),
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - nothing else runs here yet
+    ) as child:
+        code = child.wait()
+    if code != 0:
+        raise SystemExit(code if code > 0 else 128 - code)
+    return True
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the rank below nsys needs beside what it inherits."""
+    here = str(Path(__file__).resolve().parents[2])
+    paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**environ, BELOW: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

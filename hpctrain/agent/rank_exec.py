@@ -1,0 +1,11 @@
+"""`python -m hpctrain.agent.rank_exec TASK`: one rank as a program of its own, below nsys."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from hpctrain.agent.ranks import RankTask, run_rank
+
+if __name__ == "__main__":
+    run_rank(RankTask(**json.loads(sys.argv[1])))

@@ -1,0 +1,278 @@
+"""`hpctrain events`: what happened to a run, one line each, as its ledger has it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import runs_option
+from hpctrain.cli.since import since_option
+from hpctrain.ledger.format import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from hpctrain.ledger.events import Event
+    from hpctrain.rundir.layout import RunDir
+
+CALM_S = 10.0
+"""So long are step marks gathered while one follows."""
+_MARK = re.compile(rb'\{"t": [\d.]+, "kind": "steps", "attempt": (\d+|null),')
+"""A step mark as `ledger.events.append` writes it; of a row only the ends are parsed."""
+
+
+@click.command(
+    name="events",
+    epilog="""\b
+Examples:
+  hpctrain events lm-3                what happened, step marks in a row folded
+  hpctrain events lm-3 -f             go on until the run ends
+  hpctrain events lm-3 --kind attempt_ended,failure
+  hpctrain events lm-3 --since 1d --json
+""",
+)
+@click.argument("run", metavar="RUN")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("--kind", "kinds", metavar="K,K", help="Of these kinds only, as --json names them.")
+@click.option("--attempt", metavar="N|all", help="Of this attempt only.")
+@since_option
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin N lines from the end.")
+@click.option("--all", "every", is_flag=True, help="Each step mark on a line of its own.")
+@click.option("--json", "as_json", is_flag=True, help="The ledger's own lines, one object each.")
+@runs_option
+def command(
+    *,
+    run: str,
+    follow: bool,
+    kinds: str | None,
+    attempt: str | None,
+    since: float | None,
+    tail: int | None,
+    every: bool,
+    as_json: bool,
+    runs: Path,
+) -> None:
+    """Print what happened to a run, from its ledger.
+
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
+    """
+    from hpctrain.cli.logs import check_attempt, wanted_attempt
+    from hpctrain.errors import NotFound
+    from hpctrain.rundir.find import find_run
+
+    found = find_run(run, runs=runs)
+    if not found.events.is_file():
+        raise NotFound(f"{found.name} has no ledger: {found.events} is not there")
+    number = wanted_attempt(attempt)
+    lines = Lines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
+    reading = Reading(found, lines)
+    first = reading.new(last=not follow)
+    for text in first if tail is None else deque(first, maxlen=tail):
+        click.echo(text)
+    if number is not None and not follow:
+        check_attempt(found, reading.turns, number)
+    for problem in [*reading.left_out, *([] if follow else reading.nothing(kinds))]:
+        click.echo(f"{found.name}: {problem}", err=True)
+    if follow:
+        _follow(found, reading, number)
+
+
+def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
+    from hpctrain.cli import log_follow
+    from hpctrain.cli.output import echo_note
+
+    watch = log_follow.EndWatch(run, attempt, echo_note)
+    watch.add(reading.turns)
+    waiting = ""
+    over = False
+    while not over:
+        over = watch.is_over()
+        if watch.waiting and watch.waiting != waiting:
+            echo_note(watch.waiting)
+        waiting = watch.waiting
+        time.sleep(log_follow.POLL_S)
+        known = len(reading.turns)
+        for text in reading.new(last=over):
+            click.echo(text)
+        watch.add(reading.turns[known:])
+
+
+def _kinds(text: str | None) -> frozenset[str] | None:
+    return None if text is None else frozenset(one.strip() for one in text.split(","))
+
+
+class Reading:
+    """A ledger that is read as it grows.
+
+    Attributes:
+        turns: Its events so far, but for step marks.
+        printed: Lines so far.
+    """
+
+    def __init__(self, run: RunDir, lines: Lines) -> None:
+        from hpctrain.rundir.logs import LogFile
+
+        self.turns: list[Event] = []
+        self.printed = 0
+        self._file = LogFile(run.events)
+        self._lines = lines
+        self._left_out = 0
+        self._torn_end = False
+
+    def new(self, *, last: bool) -> Iterator[str]:
+        """What is to be printed of the events since the last call.
+
+        Args:
+            last: Nobody writes any more: a last line without its end counts too.
+        """
+        for text in self._new(last=last):
+            self.printed += 1
+            yield text
+
+    def _new(self, *, last: bool) -> Iterator[str]:
+        for raw in self._file.lines():
+            yield from self._one(raw)
+        for raw in self._file.rest() if last else ():
+            before = self._left_out
+            yield from self._one(raw)
+            self._torn_end = self._left_out > before
+        yield from self._lines.end() if last else self._lines.pause()
+
+    @property
+    def left_out(self) -> list[str]:
+        """What was no event, in words."""
+        found = []
+        others = self._left_out - self._torn_end
+        if others:
+            found.append(f"{count(others, 'line')} of its ledger left out: no whole event")
+        if self._torn_end:
+            found.append("the last line of its ledger is torn; it is left out")
+        return found
+
+    def nothing(self, kinds: str | None) -> list[str]:
+        """Why nothing was printed, where nothing was."""
+        if self.printed:
+            return []
+        there = ", ".join(sorted({event.kind for event in self.turns}))
+        if kinds is not None:
+            return [f"no event of kind {kinds} that is wanted; beside steps there are {there}"]
+        return ["no event that is wanted is on record"]
+
+    def _one(self, raw: bytes) -> Iterator[str]:
+        from hpctrain.ledger.events import parse
+
+        if _MARK.match(raw) and raw.endswith(b"}"):
+            yield from self._lines.mark(raw)
+            return
+        event = parse(raw)
+        if event is None:
+            self._left_out += bool(raw.strip(b"\0\r\n\t "))
+            return
+        if event.kind != "steps":
+            self.turns.append(event)
+        yield from self._lines.event(raw, event)
+
+
+class Lines:
+    """Chooses events and makes lines of them; step marks in a row become one.
+
+    Args:
+        kinds: Of these only; None for all.
+        attempt: Of this attempt only; None for all.
+        since: Nothing older, seconds since the epoch.
+        fold: Fold step marks.
+        as_json: The ledger's own lines.
+    """
+
+    def __init__(
+        self,
+        kinds: frozenset[str] | None,
+        attempt: int | None,
+        since: float | None,
+        *,
+        fold: bool,
+        as_json: bool,
+    ) -> None:
+        self._kinds, self._attempt, self._since = kinds, attempt, since
+        self._fold, self._as_json = fold, as_json
+        self._row: list[bytes] = []
+        self._marks = 0
+        self._of = b""
+        self._since_when = 0.0
+
+    def mark(self, raw: bytes) -> Iterator[str]:
+        """A step mark, as a line of the ledger; it is parsed only where it is shown."""
+        if self._kinds is not None and "steps" not in self._kinds:
+            yield from self.end()
+            return
+        if not self._fold:
+            yield from self._parsed(raw)
+            return
+        found = _MARK.match(raw)
+        of = found[1] if found else b""
+        if self._row and (of != self._of or self._is_new_window(raw)):
+            yield from self.end()
+        if not self._row:
+            self._since_when = time.monotonic()
+        self._of, self._marks = of, self._marks + 1
+        self._row = [self._row[0], raw] if self._row else [raw]
+
+    def event(self, raw: bytes, event: Event) -> Iterator[str]:
+        """Any other event."""
+        yield from self.end()
+        if self._kinds is not None and event.kind not in self._kinds:
+            return
+        if self._is_wanted(event):
+            yield from self._as_text(raw, event)
+
+    def end(self) -> Iterator[str]:
+        """The row of step marks so far."""
+        row, marks, self._row, self._marks = self._row, self._marks, [], 0
+        if len(row) == 1:
+            yield from self._parsed(row[0])
+        elif row:
+            yield from self._folded(row[0], row[1], marks)
+
+    def pause(self) -> Iterator[str]:
+        """The row so far, where it has been held for a while: a line for each look is too much."""
+        if self._row and time.monotonic() - self._since_when >= CALM_S:
+            yield from self.end()
+
+    def _is_new_window(self, raw: bytes) -> bool:
+        """Whether the row so far is older than `since` and this mark is not."""
+        return self._since is not None and _time(self._row[-1]) < self._since <= _time(raw)
+
+    def _parsed(self, raw: bytes) -> Iterator[str]:
+        from hpctrain.ledger.events import parse
+
+        event = parse(raw)
+        if event is not None and self._is_wanted(event):
+            yield from self._as_text(raw, event)
+
+    def _folded(self, first: bytes, last: bytes, marks: int) -> Iterator[str]:
+        from hpctrain.ledger.event_lines import folded
+        from hpctrain.ledger.events import parse
+
+        begin, end = parse(first), parse(last)
+        if begin is not None and end is not None and self._is_wanted(end):
+            yield folded(begin, end, marks)
+
+    def _is_wanted(self, event: Event) -> bool:
+        """Whether it is of the attempt and of the time that were asked for."""
+        return (self._attempt is None or event.attempt == self._attempt) and (
+            self._since is None or event.t >= self._since
+        )
+
+    def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
+        from hpctrain.ledger.event_lines import line
+
+        return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
+
+
+def _time(raw: bytes) -> float:
+    return float(raw[6 : raw.index(b",")])

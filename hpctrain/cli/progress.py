@@ -1,0 +1,102 @@
+"""How far long work is, on stderr: drawn in place on a terminal, else a plain line now and then.
+
+Stdout is never written to: it belongs to the command's answer. Work that is over within seconds
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.meter import SPARSE_S, Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TextIO
+
+DRAW_S = 0.2
+"""Between two drawings on a terminal."""
+_ERASE = "\r\033[K"
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Around work on `total` bytes; what it gives is told, from any thread, of bytes done.
+
+    Args:
+        label: What is done, e.g. "reading".
+        total: Bytes to come; nothing is shown for 0.
+    """
+    meter = Meter(label, total, time.monotonic())
+    lock = threading.Lock()
+    with line() as one_line:
+        every_s = DRAW_S if one_line.in_place else SPARSE_S
+
+        def advance(count: int) -> None:
+            with lock:
+                meter.done += count
+                now = time.monotonic()
+                if total and meter.due(now, every_s):
+                    one_line.show(meter.text(now))
+
+        yield advance
+
+
+@contextlib.contextmanager
+def line(sparse_s: float = SPARSE_S) -> Iterator[Line]:
+    """A line on stderr that is gone at the end, where stderr is a terminal that can erase.
+
+    Args:
+        sparse_s: The least time between two lines where it is not, and each news is a new line.
+    """
+    one_line = Line(sys.stderr, sparse_s)
+    try:
+        yield one_line
+    finally:
+        one_line.erase()
+
+
+@dataclass
+class Line:
+    """One line that changes; where it cannot be drawn anew, new text becomes a new line."""
+
+    out: TextIO
+    sparse_s: float
+    _shown: str = ""
+    _told: float | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is drawn anew where it stands."""
+        return self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+    def show(self, text: str) -> None:
+        """Show this instead; in a log only what is new, and that seldom."""
+        if text == self._shown:
+            return
+        if self.in_place:
+            width = shutil.get_terminal_size((80, 24)).columns - 1
+            cut = text if len(text) <= width else f"{text[: width - 2]}.."
+            self.out.write(f"{_ERASE}{cut}")
+        else:
+            now = time.monotonic()
+            if self._told is not None and now - self._told < self.sparse_s:
+                return
+            self._told = now
+            self.out.write(f"hpctrain: {text}\n")
+        self._shown = text
+        self.out.flush()
+
+    def erase(self) -> None:
+        """Leave the terminal as it was; lines of a log stay."""
+        if self._shown and self.in_place:
+            self.out.write(_ERASE)
+            self.out.flush()
+        self._shown = ""

@@ -1,0 +1,179 @@
+"""`hpctrain report`: what runs did, as a page of their own or as text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option, runs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.report.gather import ReportData
+
+TOGETHER = "hpctrain-compare.html"
+
+
+@click.command(
+    name="report",
+    epilog="""\b
+Examples:
+  hpctrain report lm-3                    writes runs/lm-3/report.html
+  hpctrain report lm-3 -o /tmp/lm-3.html --open
+  hpctrain report lm-3 lm-4 --compare     both in hpctrain-compare.html
+  hpctrain report - --text                the newest run's numbers, here
+""",
+)
+@click.argument("runs_named", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help=f"Where the page goes.  [default: report.html in the run's directory, or {TOGETHER}]",
+)
+@click.option("--compare", is_flag=True, help="Lay the runs over each other, in one page.")
+@click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
+@click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
+@runs_option
+@json_option
+def command(
+    *,
+    runs_named: tuple[str, ...],
+    output: str | None,
+    compare: bool,
+    as_text: bool,
+    show: bool,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Write what runs did into one page that needs no network: charts, numbers, advice.
+
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
+    """
+    from hpctrain.cli.status_look import Looker
+    from hpctrain.report.gather import gather
+    from hpctrain.rundir.find import find_run
+
+    _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
+    found = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
+    looker = Looker(runs)
+    gathered = [gather(run, looker.look(run)) for run in found]
+    if as_text:
+        pages: list[Path] = []
+    elif compare:
+        pages = [_write_together(gathered, output)]
+    else:
+        pages = [_write(data, output) for data in gathered]
+    if as_json:
+        _tell_json(gathered, pages)
+    elif as_text:
+        _print(gathered, compare=compare)
+    else:
+        for page in pages:
+            click.echo(f"wrote {page} ({_size(page)})")
+    if show:
+        for page in pages:
+            _open(page)
+
+
+def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show: bool) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        UsageError: they do.
+    """
+    from hpctrain.errors import UsageError
+
+    if as_text and output is not None:
+        raise UsageError(f"--text prints and writes no page: leave out -o {output}, or --text")
+    if as_text and show:
+        raise UsageError("--text writes no page that --open could show: leave one of them out")
+    if output is not None and named > 1 and not compare:
+        raise UsageError(
+            f"-o {output} is one page for {named} runs: add --compare, or leave -o out"
+        )
+
+
+def _write(data: ReportData, output: str | None) -> Path:
+    from hpctrain.report.page import page
+    from hpctrain.rundir.layout import RunDir
+
+    target = Path(output) if output else RunDir(Path(data.status.root)).report
+    return _put(target, page(data))
+
+
+def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
+    from hpctrain.report.page import comparison_page
+
+    return _put(Path(output or TOGETHER), comparison_page(gathered))
+
+
+def _put(target: Path, text: str) -> Path:
+    """Write a page, whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    from hpctrain.errors import UsageError
+
+    staged = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        staged.write_bytes(text.encode(errors="replace"))
+        staged.replace(target)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise UsageError(
+            f"{target} cannot be written: {error.strerror}; -o FILE names another place"
+        ) from None
+    return target
+
+
+def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
+    """What `status --json` tells of each run, its advice, and where the pages are."""
+    from dataclasses import asdict
+
+    from hpctrain.cli.output import echo_json
+    from hpctrain.ledger import view
+    from hpctrain.report.advice import advice
+
+    told: list[dict[str, Any]] = []
+    for data in gathered:
+        more = {"advice": [asdict(one) for one in advice(data)], "problems": list(data.problems)}
+        told.append({**view.as_json(data.status), **more})
+    echo_json({"pages": [str(page) for page in pages], "runs": told})
+
+
+def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
+    from hpctrain.report.text import as_text, comparison
+
+    width = shutil.get_terminal_size((80, 24)).columns
+    if compare:
+        click.echo(comparison(gathered, width=width))
+        return
+    click.echo("\n\n".join(as_text(data, width=width) for data in gathered))
+
+
+def _size(page: Path) -> str:
+    from hpctrain.ledger.format import size
+
+    return size(page.stat().st_size)
+
+
+def _open(page: Path) -> None:
+    """Show a page in the browser of the user's screen, or say how to bring it there."""
+    import webbrowser
+
+    from hpctrain.cli.output import echo_note
+
+    screen = sys.platform == "darwin" or any(
+        os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    )
+    if not (screen and webbrowser.open(page.absolute().as_uri())):
+        host = os.uname().nodename
+        echo_note(f"there is no browser here; from your machine: scp {host}:{page.absolute()} .")

@@ -1,0 +1,214 @@
+"""Everything that `hpctrain status` looks at: ledger, heartbeat, checkpoints, disk, scheduler.
+
+tests/unit/test_status_cli.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from hpctrain.cli.options import runs_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from hpctrain.ledger.events import Event
+    from hpctrain.ledger.rank_samples import RankSample
+    from hpctrain.ledger.status import Answer, Checkpoint, RunStatus
+    from hpctrain.records import JobStart, Skipped
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+    _T = TypeVar("_T")
+
+ASKED_AT_ONCE = 8
+RANKS_TAIL_BYTES = 4 * 2**20
+"""More than a line of ranks.jsonl takes with 16,384 ranks."""
+
+
+@dataclass
+class Looker:
+    """Looks at runs, also again and again; a scheduler is then asked no more often than it must.
+
+    Attributes:
+        runs: The folder of all runs, for the commands that are shown.
+        ask_every_s: The least time between two questions about one run's job.
+        account_every_s: The same for accounting, which costs a cluster more.
+    """
+
+    runs: Path
+    ask_every_s: float = 0.0
+    account_every_s: float = 0.0
+    _answers: dict[Path, tuple[float, tuple[object, ...], Answer]] = field(default_factory=dict)
+    _starts: dict[Path, tuple[float, tuple[object, ...], list[JobStart]]] = field(
+        default_factory=dict
+    )
+
+    def look(self, run: RunDir, *, thorough: bool = True) -> RunStatus:
+        """All that is known of a run.
+
+        Args:
+            run: The run.
+            thorough: Also look at its checkpoints, each of which costs a few file operations, and
+                ask accounting.
+        """
+        from hpctrain.ledger import events as ledger
+        from hpctrain.ledger.pulse import with_heartbeat
+        from hpctrain.ledger.speed import speed
+        from hpctrain.ledger.status import status_of
+        from hpctrain.rundir.heartbeat import read_heartbeat
+
+        events = ledger.read(run, marks="few")
+        spec, problem = _spec(run)
+        answer, starts = self._scheduler(run, spec, problem, events, account=thorough)
+        newest, skipped = _checkpoints(run, events) if thorough else (None, [])
+        inside = run.root.parent == self.runs
+        recipe = spec is not None and spec.entry.kind == "recipe"
+        status = status_of(
+            events,
+            answer,
+            name=run.name,
+            root=str(run.root),
+            cluster=spec.cluster if spec else "",
+            total=spec.settings.train.steps if spec and recipe else None,
+            checkpoint=newest,
+            skipped=skipped,
+            attempt_log=run.rank_log,
+            starts=starts,
+            speed=speed(events),
+            disk_free_bytes=_disk_free(run),
+            label=run.name if inside else str(run.root),
+            flags=runs_flag(self.runs) if inside else "",
+        )
+        if not status.attempts:
+            return status
+        beat = read_heartbeat(run, status.attempts[-1].number)
+        return status if beat is None else with_heartbeat(status, beat.t, beat.step)
+
+    def look_at_all(self, *, thorough: bool) -> list[RunStatus]:
+        """All runs, the newest first; schedulers are asked side by side, since each takes its time.
+
+        Args:
+            thorough: See `look`.
+        """
+        from hpctrain.rundir.find import all_runs
+
+        def one(run: RunDir) -> RunStatus:
+            return self.look(run, thorough=thorough)
+
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            return list(pool.map(one, all_runs(self.runs)))
+
+    def _scheduler(
+        self,
+        run: RunDir,
+        spec: Spec | None,
+        problem: str,
+        events: Sequence[Event],
+        *,
+        account: bool,
+    ) -> tuple[Answer, list[JobStart]]:
+        """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
+        from hpctrain.cli.job import ask, job_starts
+        from hpctrain.ledger.status import Answer
+
+        if spec is None:  # a ledger alone still tells most
+            return Answer(None, asked=False, problem=problem), []
+        jobs = tuple(e.t for e in events if e.kind in {"submitted", "attempt_started", "requeued"})
+        cluster = spec.cluster
+
+        def starts() -> list[JobStart]:
+            if not account:
+                return []
+            every = self.account_every_s
+            return _lately(self._starts, run.root, jobs, every, lambda: job_starts(cluster, events))
+
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(starts)
+            every = self.ask_every_s
+            answer = _lately(self._answers, run.root, jobs, every, lambda: ask(cluster, events))
+            return answer, beside.result()
+
+
+def _lately(
+    known: dict[Path, tuple[float, tuple[object, ...], _T]],
+    key: Path,
+    about: tuple[object, ...],
+    every_s: float,
+    ask: Callable[[], _T],
+) -> _T:
+    """The last answer where it is young and about the same; else a new one."""
+    now = time.monotonic()
+    t, asked_about, answer = known.get(key, (0.0, None, None))
+    if answer is not None and asked_about == about and now - t < every_s:
+        return answer
+    fresh = ask()
+    known[key] = (now, about, fresh)
+    return fresh
+
+
+def _spec(run: RunDir) -> tuple[Spec | None, str]:
+    from hpctrain.errors import HpctrainError
+    from hpctrain.settings.spec import load_spec
+
+    try:
+        return load_spec(run.spec), ""
+    except HpctrainError as error:
+        return None, str(error)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # torn, or of a stranger's making
+        return None, f"{run.spec} cannot be read: {error}"
+
+
+def _checkpoints(
+    run: RunDir, events: Sequence[Event]
+) -> tuple[Checkpoint | None, Sequence[Skipped]]:
+    """The newest that could be loaded, and what was passed over for it."""
+    from hpctrain.checkpoint import find
+    from hpctrain.ledger.status import Checkpoint
+
+    choice = find.choose(run)
+    writing = _being_written(run, events)
+    newest = None
+    if choice.found is not None and choice.found.manifest is not None:
+        manifest = choice.found.manifest
+        newest = Checkpoint(choice.found.name, choice.found.step, manifest.created, manifest.size)
+    return newest, [one for one in choice.skipped if one.name not in writing]
+
+
+def _being_written(run: RunDir, events: Sequence[Event]) -> set[str]:
+    """Checkpoints that the newest attempt has begun, and may yet commit."""
+    from hpctrain.checkpoint import find
+    from hpctrain.ledger.derive import RunState, standing
+
+    begun = find.staged(run)
+    now = standing(events) if begun else None
+    if now is None or now.phase is not RunState.RUNNING:
+        return set()
+    return {one.path.name for one in begun if one.attempt == now.attempt}
+
+
+def _disk_free(run: RunDir) -> int | None:
+    """Bytes that this user may still write there; quotas are not seen."""
+    try:
+        found = os.statvfs(run.root)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
+    """The attempt's newest sample of its ranks; only the end of the file is read."""
+    from hpctrain.ledger.rank_samples import newest_sample
+
+    try:
+        with run.rank_times(attempt).open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - RANKS_TAIL_BYTES))
+            return newest_sample(file.read(), attempt)
+    except OSError:
+        return None

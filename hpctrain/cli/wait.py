@@ -1,0 +1,198 @@
+"""`--wait` of `submit` and `resume`: look on until the run has done a step, or never will."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import runs_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from hpctrain.cli.progress import Line
+    from hpctrain.ledger.events import Event
+    from hpctrain.ledger.status import RunStatus
+    from hpctrain.rundir.layout import RunDir
+
+POLL_S = 0.5
+ASK_S, ASK_SELDOM_S = 5.0, 30.0
+"""Between two questions to the scheduler: at first, and after ten minutes in the queue."""
+INTERRUPTED = 130
+LOG_S = 60.0
+"""Between two lines in a log: the time to the expected start is always news."""
+
+
+def wait_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--wait`: look on until the first step."""
+    return click.option(
+        "--wait",
+        is_flag=True,
+        help="Show why it waits and when it should start, until its first step is done. "
+        "Ctrl-C stops the looking only.",
+    )(function)
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What became of a job that was waited for.
+
+    Attributes:
+        first_step: Whether it did a step.
+        state: Of the run, where it did none: why the waiting is over.
+        attempt: Which attempt did the step.
+        queued_s: From the submission to the start of the job; None if it has not started.
+        seconds: From the submission to the end of the step, or to the end of the waiting.
+        interrupted: By Ctrl-C; the job was left alone.
+        exit_code: For the shell.
+    """
+
+    first_step: bool
+    state: str
+    attempt: int | None
+    queued_s: float | None
+    seconds: float
+    interrupted: bool = False
+    exit_code: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it but the exit code."""
+        facts = asdict(self)
+        del facts["exit_code"]
+        return facts
+
+
+def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
+    """Return when the job that was submitted last has done a step, or is over. Reads only.
+
+    A program that tells hpctrain of no steps is waited for until its job ends.
+
+    Args:
+        run: The run, with its submission on record.
+        runs: The folder of all runs.
+    """
+    from hpctrain.cli.output import echo_note
+    from hpctrain.cli.progress import line
+    from hpctrain.ledger import events as ledger
+
+    tail, events = ledger.Tail(run.events), list[ledger.Event]()
+    try:
+        with line(LOG_S) as one_line:
+            return _look_on(run, runs, tail, events, one_line)
+    except KeyboardInterrupt:
+        echo_note(
+            f"the job of {run.name} goes on; `hpctrain status {run.name}{runs_flag(runs)}` shows it"
+        )
+        return _waited(events, "waiting", INTERRUPTED, interrupted=True)
+
+
+def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: bool) -> int:
+    """End a command that has submitted a job; returns its exit code.
+
+    Args:
+        run: The run.
+        runs: The folder of all runs.
+        facts: What the command prints as JSON, with "waited" beside it; None where it has printed
+            text, to which a line is added.
+        wait: Look on until the first step.
+    """
+    from hpctrain.cli.output import echo_json
+
+    waited = wait_for_first_step(run, runs) if wait else None
+    if facts is not None:
+        echo_json(facts | ({"waited": waited.as_json()} if waited else {}))
+    elif waited is not None and not waited.interrupted:
+        click.echo(_told(waited, run.name + runs_flag(runs)))
+    return waited.exit_code if waited else 0
+
+
+def _told(waited: Waited, name: str) -> str:
+    from hpctrain.ledger.format import duration
+
+    if not waited.first_step:
+        return f"no step      the run is {waited.state}; `hpctrain status {name}` shows why"
+    queued = "" if waited.queued_s is None else f", {duration(waited.queued_s)} in the queue"
+    return (
+        f"first step   {duration(waited.seconds)} after the submission{queued} "
+        f"(attempt {waited.attempt})"
+    )
+
+
+def _look_on(run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: Line) -> Waited:
+    from hpctrain.cli.status_look import Looker
+    from hpctrain.ledger.derive import OVER, RunState
+    from hpctrain.ledger.status import exit_status
+
+    looker = Looker(runs)
+    began, ask_at, lost = time.monotonic(), 0.0, 0
+    while True:
+        events += tail.new()
+        if first_step(events) is not None:
+            return _waited(events, "running", 0)
+        now = time.monotonic()
+        if now >= ask_at:
+            ask_at = now + min(ASK_SELDOM_S, max(ASK_S, (now - began) / 20))
+            status = looker.look(run, thorough=False)
+            # Between two starts of a job a scheduler may not know it for a moment.
+            lost = lost + 1 if status.state is RunState.LOST else 0
+            if status.state in OVER or lost > 1:
+                events += tail.new()
+                return _waited(events, status.state.value, exit_status(status))
+        one_line.show(_words(status, now - began if one_line.in_place else None))
+        time.sleep(POLL_S)
+
+
+def _words(status: RunStatus, seconds: float | None) -> str:
+    """Why it waits; how long so far only where the line is drawn anew, else each would be news."""
+    from hpctrain.ledger.format import duration
+    from hpctrain.ledger.words import in_words
+
+    silent = (
+        f"; no answer from the cluster: {status.answer.problem}" if status.answer.problem else ""
+    )
+    waited = "" if seconds is None else f"{duration(seconds)}: "
+    return f"{waited}{in_words(status)}{silent}"
+
+
+def first_step(events: Sequence[Event]) -> Event | None:
+    """The end of the first step since the newest submission, None if there is none. Pure."""
+    return next(
+        (
+            event
+            for event in _since_submission(events)
+            if event.kind == "phase" and event.data.get("name") == "first_step"
+        ),
+        None,
+    )
+
+
+def _since_submission(events: Sequence[Event]) -> Sequence[Event]:
+    begins = [at for at, event in enumerate(events) if event.kind == "submit_intent"]
+    return events[begins[-1] :] if begins else events
+
+
+def _waited(events: Sequence[Event], state: str, code: int, *, interrupted: bool = False) -> Waited:
+    ours, step = _since_submission(events), first_step(events)
+    submitted = ours[0].t if ours else time.time()
+    started = next((_began(e) for e in ours if e.kind == "attempt_started"), None)
+    return Waited(
+        first_step=step is not None,
+        state="running" if step is not None else state,
+        attempt=None if step is None else step.attempt,
+        queued_s=None if started is None else max(0.0, started - submitted),
+        seconds=max(0.0, (time.time() if step is None else step.t) - submitted),
+        interrupted=interrupted,
+        exit_code=0 if step is not None else code,
+    )
+
+
+def _began(started: Event) -> float:
+    """When the job of an attempt began: its first one is written down after the imports."""
+    from hpctrain.ledger.values import number
+
+    known = (number(started.data.get(name)) for name in ("job_started", "batch_started"))
+    return next((t for t in known if t is not None), started.t)

@@ -1,0 +1,1 @@
+"""What profiles say: the ranks' traces read back, time divided, a verdict. No torch."""

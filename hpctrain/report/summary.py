@@ -1,0 +1,193 @@
+"""The numbers of a report, once: page, text and comparison show the same. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.derive import OVER
+from hpctrain.ledger.format import count, duration
+from hpctrain.ledger.goodput import Spent
+from hpctrain.report import curves
+from hpctrain.report.wording import (
+    NAMES,
+    NOTHING,
+    ended,
+    figure,
+    node_hours,
+    percent,
+    recovered,
+    step_seconds,
+    steps,
+    when,
+    where,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.ledger.goodput import Goodput
+    from hpctrain.report.gather import ReportData
+
+ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")
+NUMBERS = frozenset({"#", "ran", "lost"})
+"""Columns that stand to the right."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the summary: what it is, how much, and a word more."""
+
+    label: str
+    value: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class FailureGroup:
+    """Attempts that failed alike: the newest tells for all."""
+
+    summary: str
+    attempts: tuple[int, ...]
+    where: str
+    cause: str
+    traceback: str
+
+
+def facts(data: ReportData) -> list[Fact]:
+    """The first look at a run."""
+    status, spent = data.status, data.status.goodput
+    far = status.progress
+    total = "" if far.total is None else f"of {far.total:,}"
+    found = [
+        Fact("state", status.state.value, _since(data)),
+        Fact("step", NOTHING if far.step is None else f"{far.step:,}", total),
+        Fact("useful of allocated", percent(spent.useful_of_allocated), _why_no_rate(spent)),
+        Fact("useful since submit", percent(spent.useful_since_submit), _waited(spent)),
+        Fact("last 24 hours", percent(status.day.useful_of_allocated), "useful of allocated"),
+        Fact("steps lost", f"{data.steps_lost:,}", "done again, or in vain"),
+        Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
+        Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
+    ]
+    return [*found, *_speed(data)]
+
+
+def _why_no_rate(spent: Goodput) -> str:
+    if spent.useful_of_allocated is not None:
+        return ""
+    return "the program tells no steps" if spent.allocated_s else "nothing was allocated"
+
+
+def _waited(spent: Goodput) -> str:
+    queued = spent.seconds.get(Spent.QUEUE, 0.0)
+    return f"{duration(queued)} in the queue" if queued >= 1 else ""
+
+
+def _since(data: ReportData) -> str:
+    attempts = data.status.attempts
+    if not attempts:
+        return ""
+    last = attempts[-1].ended
+    until = "" if last is None else f" to {when(last)}"
+    return f"{when(attempts[0].started)}{until}"
+
+
+def _ends(data: ReportData) -> str:
+    seen: dict[str, int] = {}
+    for one in data.status.attempts:
+        if one.ended is not None:
+            seen[ended(one)] = seen.get(ended(one), 0) + 1
+    most = sorted(seen.items(), key=lambda one: -one[1])
+    return ", ".join(f"{times} {why}" for why, times in most[:4])
+
+
+def _speed(data: ReportData) -> list[Fact]:
+    marks = data.history.marks
+    unit = curves.unit_of(marks)
+    rate = curves.median([unit.rate(mark) for mark in marks])
+    found = []
+    if rate is not None:
+        step = step_seconds(curves.median([curves.step_p50(mark) for mark in marks]))
+        found.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
+    if data.status.progress.loss is not None:
+        found.append(Fact("loss", f"{data.status.progress.loss:.4g}", "of the last step told"))
+    return found
+
+
+def classes(spent: Goodput) -> list[tuple[str, float, float]]:
+    """Name, seconds and share of allocated time of each class; the queue has no share."""
+    return [
+        (
+            NAMES[kind],
+            spent.seconds[kind],
+            spent.node_seconds.get(kind, 0.0) / spent.allocated_s if spent.allocated_s else 0.0,
+        )
+        for kind in NAMES
+    ]
+
+
+def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
+    """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
+    attempts = list(data.status.attempts)
+    rows: list[tuple[str, ...]] = []
+    for one, following in zip_longest(attempts, attempts[1:]):
+        rows.append(
+            (
+                str(one.number),
+                one.job_id or NOTHING,
+                where(one),
+                when(one.started),
+                duration(_until(data, one) - one.started),
+                _end(data, one),
+                steps(one),
+                NOTHING if one.steps_lost is None else f"{one.steps_lost:,}",
+                recovered(following),
+            )
+        )
+    return rows
+
+
+def _is_done(data: ReportData, attempt: AttemptView) -> bool:
+    """Whether it is over though no end of it is on record: a run in a terminal has no agent."""
+    return attempt.ended is None and data.status.state in OVER
+
+
+def _until(data: ReportData, attempt: AttemptView) -> float:
+    seen = data.status.progress.seen
+    if _is_done(data, attempt) and seen is not None:
+        return seen
+    return data.status.now if attempt.ended is None else attempt.ended
+
+
+def _end(data: ReportData, attempt: AttemptView) -> str:
+    return data.status.state.value if _is_done(data, attempt) else ended(attempt)
+
+
+def failure_groups(data: ReportData) -> list[FailureGroup]:
+    """What attempts failed of, the newest kind first; the same failure counts once."""
+    found: dict[str, FailureGroup] = {}
+    for one in reversed(data.status.attempts):
+        failure = one.failure
+        if failure is None:
+            continue
+        known = found.get(failure.summary)
+        if known is not None:
+            numbers = (one.number, *known.attempts)
+            found[failure.summary] = FailureGroup(
+                known.summary, numbers, known.where, known.cause, known.traceback
+            )
+            continue
+        rank = "" if failure.rank is None else f"rank {failure.rank}"
+        on = f"{rank} on {failure.node}" if failure.node else rank
+        text = textwrap.dedent(failure.traceback).strip("\n")
+        found[failure.summary] = FailureGroup(failure.summary, (one.number,), on, ended(one), text)
+    return list(found.values())
+
+
+def failure_line(group: FailureGroup) -> str:
+    """Which attempts failed, and where the newest did."""
+    numbers = ", ".join(map(str, group.attempts[-8:]))
+    times = count(len(group.attempts), "attempt")
+    which = f"attempt {numbers}" if len(group.attempts) == 1 else f"{times} ({numbers})"
+    return f"{which}: {group.where or 'somewhere'}, {group.cause}"

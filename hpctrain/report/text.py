@@ -1,0 +1,138 @@
+"""A report without charts, for a terminal. Pure.
+
+tests/unit/test_report.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.format import Column, duration, fit
+from hpctrain.report.advice import advice
+from hpctrain.report.charts import charts
+from hpctrain.report.compare import comparison_rows
+from hpctrain.report.summary import (
+    ATTEMPT_TITLES,
+    NUMBERS,
+    attempt_rows,
+    classes,
+    facts,
+    failure_groups,
+    failure_line,
+)
+from hpctrain.report.wording import percent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.report.gather import ReportData
+
+ATTEMPTS_SHOWN = 60
+TRACEBACK_LINES = 30
+_DROPPED_FIRST = {"job": 1, "started": 2, "recovered in": 3}
+
+
+def as_text(data: ReportData, *, width: int = 80) -> str:
+    """One run, at most `width` columns wide but for names and tracebacks."""
+    parts = [
+        data.status.name,
+        _facts(data, width),
+        _goodput(data),
+        _words(data, width),
+        _attempts(data, width),
+        _failures(data, width),
+        _advice(data, width),
+        "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def comparison(runs: Sequence[ReportData], *, width: int = 80) -> str:
+    """Several runs side by side, a column each, or below each other where there is no room."""
+    titles, *rows = comparison_rows(runs)
+    columns = [Column(title, [row[at] for row in rows]) for at, title in enumerate(titles)]
+    if sum(column.width + 2 for column in columns) - 2 <= width:
+        return "\n".join(fit(columns, width))
+    blocks = []
+    for at, name in enumerate(titles[1:], start=1):
+        blocks.append("\n".join([name, *(f"  {row[0]:22}{row[at]}" for row in rows)]))
+    return "\n\n".join(blocks)
+
+
+def wrap(text: str, width: int, indent: str = "") -> str:
+    """Filled lines that break between words only."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _facts(data: ReportData, width: int) -> str:
+    return "\n".join(
+        wrap(f"{one.label:21}{one.value}{f'  ({one.more})' if one.more else ''}", width)
+        for one in facts(data)
+    )
+
+
+def _goodput(data: ReportData) -> str:
+    if data.status.goodput.submitted_s <= 0:
+        return ""
+    rows = [row for row in classes(data.status.goodput) if row[1] > 0]
+    lines = [
+        f"  {name:22}{duration(seconds):>9}  {percent(share) if share else '':>8}"
+        for name, seconds, share in rows
+    ]
+    return "\n".join(["where the time went (wall time, share of allocated)", *lines])
+
+
+def _words(data: ReportData, width: int) -> str:
+    """What each chart would say; the first two are the tables above."""
+    return "\n".join(
+        wrap(f"{chart.title.lower()}: {chart.words}", width) for chart in charts(data)[2:]
+    )
+
+
+def _attempts(data: ReportData, width: int) -> str:
+    rows = attempt_rows(data)
+    if not rows:
+        return ""
+    shown = rows[-ATTEMPTS_SHOWN:]
+    columns = [
+        Column(
+            title,
+            [row[at] for row in shown],
+            right=title in NUMBERS,
+            drop=_DROPPED_FIRST.get(title, 0),
+            shrink=title == "where",
+        )
+        for at, title in enumerate(ATTEMPT_TITLES)
+    ]
+    lines = fit(columns, width)
+    if len(rows) > len(shown):
+        lines.insert(1, f"... {len(rows) - len(shown)} earlier attempts (the page shows all)")
+    return "\n".join(lines)
+
+
+def _failures(data: ReportData, width: int) -> str:
+    blocks = []
+    for group in failure_groups(data):
+        lines = group.traceback.splitlines()[-TRACEBACK_LINES:]
+        head = [wrap(f"failed: {failure_line(group)}", width), f"  {group.summary}"]
+        blocks.append("\n".join([*head, *(f"    {one}".rstrip() for one in lines)]))
+    return "\n".join(blocks)
+
+
+def _advice(data: ReportData, width: int) -> str:
+    found = advice(data)
+    if not found:
+        return "advice: nothing to advise"
+    lines = ["advice"]
+    for number, one in enumerate(found, start=1):
+        lines.append(wrap(f"{number}. {one.title}: {one.evidence}", width))
+        lines.append(wrap(f"-> {one.do}", width, "   "))
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Words and colours that charts, page and text share. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.format import duration, fold_nodes
+from hpctrain.ledger.goodput import Spent
+from hpctrain.records import Next
+
+if TYPE_CHECKING:
+    from hpctrain.ledger.derive import AttemptView
+
+NAMES = {
+    Spent.STEP: "useful steps",
+    Spent.DATA: "waiting for data",
+    Spent.SAVE: "stopped for saves",
+    Spent.STARTUP: "start-up",
+    Spent.RESTORE: "restore",
+    Spent.WARM_UP: "first step (warm-up)",
+    Spent.REDONE: "steps done again",
+    Spent.STALL: "stall",
+    Spent.TEARDOWN: "teardown",
+    Spent.OTHER: "other",
+    Spent.QUEUE: "in the queue",
+}
+"""Every class in the order in which charts show it."""
+
+COLOURS = {
+    Spent.STEP: "#2f9e63",
+    Spent.DATA: "#e0a22e",
+    Spent.SAVE: "#2f7fc1",
+    Spent.STARTUP: "#8896ab",
+    Spent.RESTORE: "#6a62b7",
+    Spent.WARM_UP: "#b184cf",
+    Spent.REDONE: "#d64550",
+    Spent.STALL: "#8f2d38",
+    Spent.TEARDOWN: "#a8835a",
+    Spent.OTHER: "#59616d",
+    Spent.QUEUE: "#c3c9d2",
+}
+SERIES = ("#2f7fc1", "#d9822b", "#2f9e63", "#b1479a", "#8f6f3f", "#3fa7a7", "#d64550", "#6a62b7")
+"""Of curves that stand side by side."""
+
+NOTHING = "-"
+
+
+def percent(share: float | None) -> str:
+    """A share with as many digits as one can use: "91.9 %", "0.04 %"."""
+    if share is None or not math.isfinite(share):
+        return NOTHING
+    value = 100 * share
+    digits = 1 if value >= 1 or value == 0 else 2
+    return f"{value:.{digits}f} %"
+
+
+def figure(value: float | None, unit: str = "") -> str:
+    """A number in three digits: "43.7k tokens/s"."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    tail = f" {unit}" if unit else ""
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{letter}{tail}"
+    return f"{value:.3g}{tail}"
+
+
+def node_hours(seconds: float) -> str:
+    """Node-seconds as node-hours."""
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"  # noqa: PLR2004 - three digits
+
+
+def step_seconds(seconds: float | None) -> str:
+    """The time of a step, also of a very short one."""
+    if seconds is None:
+        return NOTHING
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def when(t: float) -> str:
+    """Local time to the minute, with its date."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
+
+
+def ended(attempt: AttemptView) -> str:
+    """Why an attempt ended, in a word."""
+    if attempt.cause is not None:
+        return attempt.cause.value.replace("_", " ")
+    if attempt.reason is not None:
+        return attempt.reason.value.replace("_", " ")
+    return "running" if attempt.ended is None else "unknown"
+
+
+def where(attempt: AttemptView) -> str:
+    """Its nodes, folded."""
+    return fold_nodes(attempt.nodes) or NOTHING
+
+
+def steps(attempt: AttemptView) -> str:
+    """From which step to which."""
+    if attempt.first_step is None and attempt.last_step is None:
+        return NOTHING
+    last = attempt.last_step if attempt.last_step is not None else attempt.first_step
+    return f"{attempt.first_step or 0:,} → {last or 0:,}"
+
+
+def recovered(following: AttemptView | None) -> str:
+    """How long until the next attempt trained: its wait in the queue, and its way to a step."""
+    if following is None or following.ready_s is None:
+        return NOTHING
+    queue = "" if following.queued_s is None else f"{duration(following.queued_s)} queue + "
+    return f"{queue}{duration(following.ready_s)}"
+
+
+def is_restart(attempt: AttemptView) -> bool:
+    """Whether the next attempt began inside the same allocation."""
+    return attempt.next is Next.RESTART

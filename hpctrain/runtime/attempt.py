@@ -1,0 +1,54 @@
+"""The attempt that these ranks are: how it begins without an agent, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.fence import Attempt, take_attempt
+from hpctrain.world import broadcast
+
+if TYPE_CHECKING:
+    from hpctrain.records import StopCause
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.world import World
+
+
+def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
+    """The attempt that the agent took; without an agent rank 0 takes one itself. Collective."""
+    if "HPCTRAIN_ATTEMPT" in os.environ:
+        return Attempt(**json.loads(os.environ["HPCTRAIN_ATTEMPT"]))
+    if run is None:
+        return None
+    taken = None
+    if world.rank == 0:
+        taken = asdict(take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0))
+        run.attempt(taken["number"]).mkdir(parents=True, exist_ok=True)
+        ledger.append(
+            run,
+            "attempt_started",
+            attempt=taken["number"],
+            job_id=taken["job_id"],
+            restarts=0,
+            nodes=[os.uname().nodename],
+            world_size=world.world_size,
+            ranks_per_node=world.world_size,
+            token=taken["token"],
+            by="start",
+        )
+    return Attempt(**broadcast(world, taken))
+
+
+def write_outcome(
+    run: RunDir, attempt: Attempt, outcome: str, *, step: int, cause: StopCause | None
+) -> None:
+    """Leave word for the agent: "done", or "stopped" because of something. Rank 0 calls it."""
+    path = run.attempt(attempt.number) / "outcome.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(".new")
+    text = {"outcome": outcome, "step": step, "cause": cause.value if cause else None}
+    staged.write_text(json.dumps(text))
+    staged.replace(path)

@@ -1,0 +1,147 @@
+"""A bad night on the real cluster, and the account of it: held against SLURM's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from hpctrain.ledger.goodput import Spent, goodput
+from hpctrain.slurm.parse import SACCT_COMMAND, parse_sacct
+from tests.support import processes
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+EVERY = 5
+STEPS = 70
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.step_delay_s": 0.25,
+    "checkpoint.interval_steps": EVERY,
+    "run.stop_margin_s": 20,
+}
+CLOSE_S = 2.0
+"""So near must our times of a start be to SLURM's."""
+
+
+@pytest.fixture
+def night(slurm, tmp_path):
+    """Two preemptions, a time limit, a dead node and a dead rank; then the run ends."""
+    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    for attempt in (1, 2):
+        _wait_steps(run, attempt)
+        urgent = slurm.submit_urgent(4)
+        slurm.start_now(run.job_id)
+        slurm.cancel(urgent)
+    _wait_steps(run, 3)
+    slurm.end_in(run.job_id, 25)
+    slurm.run("scancel", "-s", "USR2", run.job_id, check=True)
+    slurm.start_now(run.job_id)
+    _wait_steps(run, 4)
+    victim = run.events("attempt_started", attempt=4)[0].data["nodes"][-1]
+    slurm.kill_node(victim)
+    slurm.start_now(run.job_id)
+    _wait_steps(run, 5)
+    os.kill(run.wait("rank 3", lambda: _rank_pid(slurm, run, 3)), signal.SIGKILL)
+    run.wait_done(timeout_s=150)
+    return run
+
+
+def _wait_steps(run, attempt):
+    """Until the attempt has saved, and has done more steps since."""
+    run.wait_event("restored", attempt=attempt)
+    first = run.events("restored", attempt=attempt)[0].data["step"]
+    run.wait_step(first + EVERY + 2, attempt=attempt)
+
+
+def _rank_pid(slurm, run, rank):
+    log = f"/attempts/0005/rank-{rank:05d}.log"
+    for pid in slurm.pids_of_job(run.job_id):
+        if any(path.endswith(log) for path in processes.open_files(pid)):
+            return pid
+    return None
+
+
+def _stretches(account):
+    """The times in which nodes were held, as the account has them: (start, end) of each."""
+    found = []
+    for one in account.slices:
+        if one.kind is Spent.QUEUE or one.end <= one.start:
+            continue
+        if found and one.start - found[-1][1] < 1e-6:
+            found[-1][1] = one.end
+        else:
+            found.append([one.start, one.end])
+    return found
+
+
+def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, slurm):
+    run = night
+    rows = parse_sacct(slurm.run(*SACCT_COMMAND, f"--jobs={run.job_id}", check=True).stdout)
+    last = run.events()[-1].t
+
+    alone = goodput(run.events(), now=last)
+    told = run.status()
+
+    _assert_right_story(run, told)
+    _assert_sums(told["goodput"])
+    assert len(rows) == 5
+    for source, starts in (("events alone", _stretches(alone)), ("status", _told(told))):
+        assert len(starts) == len(rows), (source, starts, rows)
+        for (start, end), row in zip(starts, rows, strict=True):
+            where = (source, row, start, end)
+            assert start == pytest.approx(row.start, abs=CLOSE_S), where
+            assert end == pytest.approx(row.end, abs=CLOSE_S), where
+    held = sum(2 * (row.end - row.start) for row in rows)
+    assert told["goodput"]["allocated_s"] == pytest.approx(held, abs=2 * CLOSE_S * len(rows))
+    _assert_report_agrees(run, told)
+
+
+def _told(told):
+    """The starts that `status --json` tells of: attempts of one allocation together."""
+    found = {}
+    for one in told["attempts"]:
+        start = found.setdefault(one["allocated"], [one["allocated"], one["ended"]])
+        start[1] = one["released"] if one.get("released") else one["ended"]
+    return list(found.values())
+
+
+def _assert_right_story(run, told):
+    attempts = told["attempts"]
+    assert [one["cause"] for one in attempts] == [
+        "preempted",
+        "preempted",
+        "walltime",
+        "node_fail",
+        "crashed",
+        "completed",
+    ]
+    lost = [one["steps_lost"] for one in attempts]
+    assert lost[:3] == [0, 0, 0]
+    assert lost[3:5] == run.steps_lost()[3:5]
+    assert all(0 < steps <= EVERY for steps in lost[3:5]), lost
+    waited = [one["queued_s"] for one in attempts]
+    assert all(one is not None and one > 0 for one in waited[:5]), waited
+    assert waited[5] is None  # started again inside its allocation
+
+
+def _assert_sums(account):
+    classes = account["classes"]
+    inside = {name: one for name, one in classes.items() if name != "queue"}
+    total = sum(one["node_seconds"] for one in inside.values())
+    assert total == pytest.approx(account["allocated_s"], abs=0.01)
+    assert sum(one["share"] for one in inside.values()) == pytest.approx(1.0, abs=1e-3)
+    assert classes["other"]["share"] <= 0.01, classes
+    for name in ("queue", "startup", "restore", "warm_up", "step", "save", "redone", "teardown"):
+        assert classes[name]["seconds"] > 0, (name, classes)
+
+
+def _assert_report_agrees(run, told):
+    page = json.loads(run.cli("report", run.dir.name, "--json"))
+    said = page["runs"][0] if "runs" in page else page
+    for name in ("allocated_s", "submitted_s", "useful_of_allocated", "useful_since_submit"):
+        assert said["goodput"][name] == pytest.approx(told["goodput"][name], rel=1e-3), name
+    assert [one["cause"] for one in said["attempts"]] == [one["cause"] for one in told["attempts"]]

@@ -1,0 +1,128 @@
+"""What node 0's agent writes of the end of an attempt, its own or a dead one's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.agent.aftermath import Aftermath
+from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.ledger import events as ledger
+from hpctrain.records import EndReason, FailureReport, JobContext, JobFacts
+from hpctrain.rundir.fence import take_attempt
+from hpctrain.rundir.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.settings.spec import load_spec
+from tests.support.ledger_runs import Story
+
+ENDED_AT = 1_763_700_500.0
+
+
+class Scheduler:
+    """Remembers the previous start of the job, or does not, and counts how often it is asked."""
+
+    def __init__(self, reason=EndReason.NODE_FAILED):
+        self.reason = reason
+        self.asked = []
+
+    def facts(self):
+        return JobFacts("RUNNING", restarts=1)
+
+    def previous_end(self):
+        self.asked.append("end")
+        return self.reason
+
+    def previous_stop(self):
+        self.asked.append("stop")
+        return ENDED_AT
+
+
+@pytest.fixture
+def story(tmp_path):
+    """A run whose attempt 1 is in its tenth step."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=0).number
+    story.run.attempt(number).mkdir(parents=True)
+    return story.started(number, "7").restored(number).add("phase", number, name="first_step")
+
+
+def aftermath(story, scheduler, *, job_id="7", restarts=1):
+    context = JobContext(job_id, restarts, 0, ["n1", "n2"], "n1", 20000, "")
+    return Aftermath(story.run, load_spec(story.run.spec), context, scheduler)
+
+
+def last(story, kind):
+    return [event for event in ledger.read(story.run) if event.kind == kind][-1]
+
+
+def test_the_successor_tells_how_far_the_dead_came_by_its_heartbeat(story):
+    story.steps(1, 1, 4)
+    write_heartbeat(story.run, 1, Heartbeat(story.t + 40, 9))
+
+    aftermath(story, Scheduler()).bury_the_dead()
+
+    end = last(story, "attempt_ended").data
+    assert (end["reason"], end["step"], end["heard"]) == ("node_failed", 9, story.t + 40)
+    assert end["ended_at"] == ENDED_AT
+
+
+def test_an_older_heartbeat_takes_nothing_back(story):
+    write_heartbeat(story.run, 1, Heartbeat(story.t - 10, 2))
+    story.steps(1, 1, 4)
+
+    aftermath(story, Scheduler()).bury_the_dead()
+
+    end = last(story, "attempt_ended").data
+    assert (end["step"], end["heard"]) == (4, story.t)
+
+
+def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
+    scheduler = Scheduler()
+
+    aftermath(story, scheduler, job_id="8", restarts=0).bury_the_dead()
+
+    end = last(story, "attempt_ended").data
+    assert (end["reason"], end["ended_at"], scheduler.asked) == ("unknown", None, [])
+
+
+def test_a_scheduler_without_memory_is_asked_once(story):
+    scheduler = Scheduler(EndReason.UNKNOWN)
+
+    aftermath(story, scheduler).bury_the_dead()
+
+    assert scheduler.asked == ["end"]
+    assert last(story, "attempt_ended").data["ended_at"] is None
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_written(
+    tmp_path, stepped
+):
+    """An old run's marks come a minute apart; as the user's error it would never come back."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.started(number, "7", restarts=1).restored(number)
+    if stepped:
+        story.add("phase", number, name="first_step")
+    failure = FailureReport(0, "n1", "exception", "ValueError: x")
+
+    assert aftermath(story, Scheduler()).after_crash(number, failure) is stepped
+
+
+def test_the_batch_side_tells_the_same(story):
+    write_heartbeat(story.run, 1, Heartbeat(story.t + 3, 8))
+    control = SimpleNamespace(facts=lambda: JobFacts("COMPLETING", restarts=1))
+
+    BatchSide(story.run, Start("7", 0, "tok-1", ["n1"], 137, term=False), control).finish()
+
+    end = last(story, "attempt_ended").data
+    assert (end["by"], end["step"], end["heard"]) == ("batch", 8, story.t + 3)
+
+
+def test_a_start_without_an_agent_tells_when_the_scheduler_began_it(story):
+    control = SimpleNamespace(facts=lambda: JobFacts("RUNNING", restarts=0), requeue=lambda: None)
+    start = Start("9", 0, "tok-1", ["n1"], 1, term=True, start_time=1_763_700_400.0)
+
+    BatchSide(story.run, start, control).finish()
+
+    assert last(story, "attempt_started").data["job_started"] == 1_763_700_400.0

@@ -1,0 +1,164 @@
+"""TensorBoard's own readers show each step once, whatever the attempts went through."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+
+import grpc
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.context import RequestContext
+from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
+from tensorboard.data.server_ingester import get_server_binary
+
+from hpctrain.runtime.event_file import EventFile, _masked_crc, file_name
+
+PATIENCE_S = 60.0
+SAMPLES = {"scalars": 10_000, "tensors": 100}
+HOUR_S = 3600.0
+
+
+def write(folder, attempt, first, last, *, clock=0.0, name=""):
+    """What an attempt that does these steps leaves behind; its values are its number."""
+    path = folder / (name or file_name(attempt))
+    file = EventFile(path, purge_step=first if first > 1 else 0)
+    file.text(first - 1, "hpctrain/attempts", f"attempt {attempt}")
+    for step in range(first, last + 1):
+        t = 1_763_700_000.0 + clock + step
+        file.scalars(step, t, {"loss": float(attempt), "lr": 0.5})
+    file.close()
+    return path
+
+
+def killed_twice(folder):
+    write(folder, 1, 1, 20)
+    write(folder, 2, 11, 25)
+    write(folder, 3, 6, 30)
+    return {1: range(1, 6), 3: range(6, 31)}
+
+
+def from_the_start_again(folder):
+    write(folder, 1, 1, 20)
+    write(folder, 2, 1, 30)
+    return {2: range(1, 31)}
+
+
+def on_a_node_whose_clock_is_behind(folder):
+    write(folder, 1, 1, 20)
+    write(folder, 2, 11, 30, clock=-HOUR_S)
+    return {1: range(1, 11), 2: range(11, 31)}
+
+
+def after_a_torn_file(folder):
+    path = write(folder, 1, 1, 20)
+    path.write_bytes(path.read_bytes()[:-7])
+    write(folder, 2, 11, 30)
+    return {1: range(1, 11), 2: range(11, 31)}
+
+
+def after_files_of_an_older_hpctrain(folder):
+    write(folder, 1, 1, 20, name="events.out.tfevents.1999999999.n1.17.0")
+    write(folder, 2, 11, 30)
+    return {1: range(1, 11), 2: range(11, 31)}
+
+
+def of_twelve_attempts(folder):
+    for attempt in range(1, 13):
+        write(folder, attempt, 5 * attempt - 4, 5 * attempt + 3)
+    attempts = {n: range(5 * n - 4, 5 * n + 1) for n in range(1, 12)}
+    return attempts | {12: range(56, 64)}
+
+
+STORIES = [
+    killed_twice,
+    from_the_start_again,
+    on_a_node_whose_clock_is_behind,
+    after_a_torn_file,
+    after_files_of_an_older_hpctrain,
+    of_twelve_attempts,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All stories side by side, each a run of its own."""
+    top = tmp_path_factory.mktemp("logdir")
+    for story in STORIES:
+        story(top / story.__name__)
+    return top
+
+
+@pytest.fixture(scope="module", params=["python", "data server"])
+def provider(request, folder):
+    """TensorBoard's two ways of reading; on Linux it takes the second where it can."""
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    if request.param == "python":
+        multiplexer = EventMultiplexer(size_guidance=SAMPLES)
+        multiplexer.AddRunsFromDirectory(str(folder))
+        multiplexer.Reload()
+        yield MultiplexerDataProvider(multiplexer, str(folder))
+        return
+    port_file = folder.parent / "port"
+    options = ["--reload=once", "--samples-per-plugin=scalars=all", "--port=0"]
+    words = [get_server_binary().path, f"--logdir={folder}", f"--port-file={port_file}", *options]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as server:
+        try:
+            port = _await(lambda: port_file.exists() and port_file.read_text().strip())
+            with grpc.insecure_channel(f"localhost:{port}") as channel:
+                provider = GrpcDataProvider(f"localhost:{port}", make_stub(channel))
+                _await(lambda: len(_scalars(provider, "loss")) == len(STORIES))
+                yield provider
+        finally:
+            server.kill()
+
+
+def _await(reached):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := reached()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def _scalars(provider, tag):
+    runs = provider.read_scalars(
+        RequestContext(), experiment_id="", plugin_name="scalars", downsample=10_000
+    )
+    return {run: [(p.step, p.value) for p in tags[tag]] for run, tags in runs.items() if tags}
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_each_step_is_shown_once(story, provider, tmp_path):
+    expected = [(step, n) for n, steps in sorted(story(tmp_path).items()) for step in steps]
+
+    assert _scalars(provider, "loss")[story.__name__] == expected
+    assert [step for step, _ in _scalars(provider, "lr")[story.__name__]] == [
+        step for step, _ in expected
+    ]
+
+
+def test_names_sort_by_attempt_and_after_those_that_begin_with_a_time():
+    names = ["events.out.tfevents.9999999999.n1.1.0", *map(file_name, (1, 2, 9, 10, 100))]
+
+    assert sorted(names) == names
+
+
+def test_checksums_are_tensorboards():
+    for content in (b"", b"a", bytes(range(256)) * 3):
+        assert _masked_crc(content) == masked_crc32c(content).to_bytes(4, "little")
+
+
+def test_nothing_waits_in_a_buffer_that_a_forked_child_would_write_again(tmp_path):
+    file = EventFile(tmp_path / file_name(1), purge_step=0)
+    file.scalars(1, 0.0, {"loss": 1.0})
+    before = (tmp_path / file_name(1)).stat().st_size
+
+    file.flush()
+
+    assert before == 0
+    assert (tmp_path / file_name(1)).stat().st_size > 0
+    file.close()

@@ -1,0 +1,176 @@
+"""When lines of a rank's log were written is noted beside it, cheaply, and read back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpctrain.agent import log_clock
+from hpctrain.agent.log_clock import LogClock
+from hpctrain.rundir.log_times import Guess, LogTimes, Mark, first_offset, times_path
+
+
+class Rank:
+    """A log that grows, and a clock that looks at it at moments of the test's own."""
+
+    def __init__(self, folder):
+        self.log = folder / "rank-00000.log"
+        self.t = 1000.0
+        self.clock = LogClock([self.log], now=lambda: self.t)
+
+    def prints(self, size):
+        with self.log.open("ab") as file:
+            file.write(b"x" * (size - 1) + b"\n")
+
+    def looked_at(self, t, *, last=False):
+        self.t = t
+        self.clock.look(last=last)
+
+    @property
+    def marks(self):
+        return [(mark.t, mark.size) for mark in LogTimes(self.log).read()]
+
+
+@pytest.fixture
+def rank(tmp_path):
+    return Rank(tmp_path)
+
+
+def test_a_log_that_grows_steadily_is_marked_once_a_minute(rank):
+    for t in range(1000, 1300, 2):
+        rank.prints(10)
+        rank.looked_at(t)
+    assert [t for t, _ in rank.marks] == [1000, 1060, 1120, 1180, 1240]
+    assert [size for _, size in rank.marks] == [10, 310, 610, 910, 1210]
+
+
+def test_a_log_that_grows_fast_is_marked_every_few_seconds(rank):
+    for t in range(1000, 1020, 2):
+        rank.prints(40_000)
+        rank.looked_at(t)
+    assert [t for t, _ in rank.marks] == [1000, 1006, 1012, 1018]
+
+
+def test_a_month_of_lines_takes_little_room(rank):
+    """A rank that prints each ten seconds; counted over ten hours, since each look is alike."""
+    for t in range(0, 36_000, 2):
+        if t % 10 == 0:
+            rank.prints(50)
+        rank.looked_at(1_800_000_000 + t)
+    month = times_path(rank.log).stat().st_size * 24 * 30 / 10
+    assert month < 1_100_000
+
+
+def test_what_comes_after_a_silence_is_not_of_the_time_of_the_silence(rank):
+    rank.prints(10)
+    for t in (1000, 1002, 4000):
+        rank.looked_at(t)
+    rank.prints(5)
+    rank.looked_at(4002)
+    assert rank.marks == [(1000, 10), (4000, 10), (4002, 15)]
+    assert first_offset(LogTimes(rank.log).read(), 4001) == 10
+
+
+def test_the_last_words_are_marked_at_once(rank):
+    rank.prints(10)
+    rank.looked_at(1000)
+    rank.prints(10)
+    rank.looked_at(1004)
+    rank.looked_at(1005, last=True)
+    rank.looked_at(1006, last=True)
+    assert rank.marks == [(1000, 10), (1005, 20)]
+
+
+def test_a_rank_without_output_and_a_disk_without_room_disturb_nobody(rank, monkeypatch):
+    rank.looked_at(1000)
+    assert not times_path(rank.log).exists()
+    rank.prints(10)
+    times_path(rank.log).mkdir()
+    rank.looked_at(1002)
+    times_path(rank.log).rmdir()
+    rank.looked_at(1004)
+    assert rank.marks == [(1004, 10)]
+
+
+def test_a_clock_that_was_put_back_does_not_stop_the_marks(rank):
+    rank.prints(10)
+    rank.looked_at(5000)
+    rank.prints(10)
+    rank.looked_at(1000)
+    rank.prints(10)
+    rank.looked_at(5100)
+    assert rank.marks == [(5000, 10), (5100, 30)]  # a mark that goes back is not read
+
+
+def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank, monkeypatch):
+    monkeypatch.setattr(log_clock, "LOOK_S", 0.001)
+    seen = threading.Event()
+    rank.clock._clocks[0]._write, write = (
+        lambda marks: (write(marks), seen.set()),
+        rank.clock._clocks[0]._write,
+    )
+    with rank.clock:
+        rank.prints(10)
+        assert seen.wait(20)
+        rank.prints(10)
+    assert rank.marks[-2:] == [(1000, 10), (1000, 20)]
+
+
+def test_a_file_system_that_hangs_keeps_nobody_waiting(rank, monkeypatch):
+    monkeypatch.setattr(log_clock, "PATIENCE_S", 0.01)
+    hangs, freed = threading.Event(), threading.Event()
+
+    def look(*, last=False):
+        hangs.set()
+        freed.wait(60)
+
+    monkeypatch.setattr(rank.clock, "look", look)
+    with rank.clock:
+        pass
+    assert hangs.wait(20)
+    assert rank.clock._thread.is_alive()
+    freed.set()
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def test_marks_that_are_torn_or_go_back_are_left_out(rank):
+    times_path(rank.log).write_bytes(b"10 5\n\0\0\nx y\n9 8\n12 4\n20 9\n30 1")
+    assert rank.marks == [(10, 5), (20, 9)]
+
+
+def test_marks_are_read_as_they_grow(rank):
+    times = LogTimes(rank.log)
+    assert list(times.read()) == []
+    times_path(rank.log).write_bytes(b"10 5\n2")
+    assert list(times.read()) == [Mark(10, 5)]
+    with times_path(rank.log).open("ab") as file:
+        file.write(b"0 9\n")
+    assert list(times.read()) == [Mark(10, 5), Mark(20, 9)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "t"),
+    [(0, 0), (5, 5), (10, 10), (15, 60), (20, 110), (25, 115), (30, 120), (99, 120)],
+)
+def test_between_two_marks_a_lines_place_tells_its_time(offset, t):
+    guess = Guess([Mark(10, 10), Mark(110, 20)], begin=0, end=Mark(120, 30))
+    assert guess.at(offset) == pytest.approx(t)
+
+
+def test_without_marks_a_lines_place_in_the_file_tells_its_time():
+    guess = Guess([], begin=100, end=Mark(200, 10))
+    assert [guess.at(offset) for offset in (0, 5, 10)] == [100, 150, 200]
+
+
+def test_times_never_go_back_where_clocks_differ():
+    guess = Guess([Mark(10, 10), Mark(110, 20)], begin=50, end=Mark(90, 30))
+    found = [guess.at(offset) for offset in range(31)]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(("since", "offset"), [(9, 0), (10, 0), (11, 10), (110, 10), (111, 20)])
+def test_what_was_written_before_is_known_by_the_last_mark_before(since, offset):
+    assert first_offset([Mark(10, 10), Mark(110, 20)], since) == offset

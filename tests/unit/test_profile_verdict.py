@@ -1,0 +1,80 @@
+"""What training is bound by, who is waited for, and when memory is in pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.profile.memory import EXPANDABLE, Memory, advice
+from hpctrain.profile.trace import Kind, RankShares
+from hpctrain.profile.verdict import Bound, advice_on, bound_of, judge
+
+GIB = 1 << 30
+
+
+def rank(number, **shares):
+    given = {Kind(name): share for name, share in shares.items()}
+    whole = {kind: given.get(kind, 0.0) for kind in Kind}
+    whole[Kind.HOST] += 1 - sum(whole.values())
+    return RankShares(number, "gpu", {1: 1.0}, 1.0, whole, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "bound"),
+    [
+        ({"compute": 0.8}, Bound.COMPUTE),
+        ({"communication": 0.55, "compute": 0.4}, Bound.COMMUNICATION),
+        ({"data": 0.6}, Bound.DATA),
+        ({"memory": 0.51, "compute": 0.49}, Bound.MEMORY),
+        ({"compute": 0.2, "data": 0.2}, Bound.HOST),
+        ({"compute": 0.35, "communication": 0.3, "data": 0.2}, Bound.NONE),
+        ({"compute": 0.4, "communication": 0.2, "data": 0.2}, Bound.COMPUTE),
+        # A save of a second in a profile of two says nothing of the steps.
+        ({"save": 0.6, "data": 0.3}, Bound.DATA),
+        ({"save": 1.0}, Bound.NONE),
+    ],
+)
+def test_a_rank_is_bound_by_what_clearly_takes_most(shares, bound):
+    assert bound_of(rank(0, **shares).shares) is bound
+
+
+def test_ranks_alike_are_judged_by_their_mean():
+    verdict = judge([rank(0, communication=0.6), rank(7, communication=0.55)])
+    assert (verdict.waited_for, verdict.bound) == (None, Bound.COMMUNICATION)
+    assert verdict.shares[Kind.COMMUNICATION] == pytest.approx(0.575)
+
+
+def test_the_rank_that_the_others_wait_for_decides():
+    verdict = judge(
+        [rank(0, compute=0.3, communication=0.65), rank(5, compute=0.3, data=0.6)],
+    )
+
+    assert (verdict.waited_for, verdict.bound) == (5, Bound.DATA)
+    assert verdict.bounds == {0: Bound.COMMUNICATION, 5: Bound.DATA}
+    assert verdict.waiting == pytest.approx(0.65)
+
+
+def test_a_rank_that_merely_computes_longer_is_asked_why():
+    late = judge([rank(0, compute=0.3, communication=0.65), rank(5, compute=0.9)])
+    alike = judge([rank(0, compute=0.9), rank(5, compute=0.9)])
+
+    assert advice_on(late) == "why is rank 5 slower than the others: more work, or a slower node?"
+    assert "the device is busy" in advice_on(alike)
+    assert advice_on(judge([rank(0, compute=0.4, data=0.4)])) is None
+
+
+def gpu(allocated, peak, reserved, retries=0):
+    return Memory("cuda", allocated * GIB, peak * GIB, reserved * GIB, 0, retries, 0)
+
+
+def test_fragmentation_is_what_is_reserved_and_not_allocated():
+    assert gpu(40, 60, 70).fragmentation_bytes == 30 * GIB
+    assert Memory("cpu", allocated_peak_bytes=GIB).fragmentation_bytes is None
+
+
+def test_expandable_segments_are_advised_where_memory_is_in_pieces():
+    told = advice(gpu(40, 45, 70))
+    assert told == (f"25.0 of 70.0 GiB are reserved and were never in use: try --env {EXPANDABLE}")
+    assert "retried 3 times" in advice(gpu(40, 69, 70, retries=3))
+    # Between two steps activations are gone: that alone is no sign of anything.
+    assert advice(gpu(10, 69, 70)) is None
+    assert advice(Memory("cpu", allocated_peak_bytes=GIB)) is None

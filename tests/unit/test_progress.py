@@ -1,0 +1,135 @@
+"""Long work tells how far it is, on stderr alone, in place on a terminal and sparsely in a log."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.cli import progress as shown
+from hpctrain.ledger.meter import Meter
+
+GIB = 1 << 30
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time of the progress module, that only the test moves."""
+    now = SimpleNamespace(t=1000.0)
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now.t))
+    return now
+
+
+def stderr(monkeypatch, stream, term="xterm"):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "80")
+    return stream
+
+
+def work(clock, seconds, parts=10, total=10 * GIB):
+    with shown.progress("reading", total) as on_bytes:
+        for _ in range(parts):
+            clock.t += seconds / parts
+            on_bytes(total // parts)
+
+
+def test_a_line_says_done_of_total_the_rate_and_what_is_left():
+    meter = Meter("reading", 6 * GIB, 0.0)
+    assert meter.text(0.0) == "reading 0 B of 6.0 GiB (0 %)"
+    meter.done = 3 * GIB // 2
+    assert meter.text(5.0) == "reading 1.5 GiB of 6.0 GiB (25 %), 307.2 MiB/s, 15 s left"
+    meter.done = 7 * GIB  # a reader of whole blocks reads more than is wanted
+    assert meter.text(6.0).startswith("reading 6.0 GiB of 6.0 GiB (100 %)")
+    assert meter.text(6.0).endswith(", 0 s left")
+
+
+def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock, monkeypatch, capsys):
+    terminal = stderr(monkeypatch, Terminal())
+
+    work(clock, 60)
+
+    drawn = terminal.getvalue().split("\r\033[K")
+    assert drawn[0] == drawn[-1] == ""
+    assert drawn[5] == "reading 5.0 GiB of 10.0 GiB (50 %), 170.7 MiB/s, 30 s left"
+    assert len(drawn) == 12
+    assert "\n" not in terminal.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_line_is_cut_where_the_terminal_is_narrow(clock, monkeypatch):
+    terminal = stderr(monkeypatch, Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+
+    work(clock, 60)
+
+    assert {len(text) for text in terminal.getvalue().split("\r\033[K")} == {0, 29}
+
+
+def test_many_small_parts_are_not_drawn_one_by_one(clock, monkeypatch):
+    terminal = stderr(monkeypatch, Terminal())
+
+    work(clock, 2, parts=1000)
+
+    assert 5 <= terminal.getvalue().count("\r") <= 12
+
+
+@pytest.mark.parametrize(("stream", "term"), [(io.StringIO, "xterm"), (Terminal, "dumb")])
+def test_a_log_gets_a_plain_line_every_ten_seconds(clock, monkeypatch, stream, term):
+    log = stderr(monkeypatch, stream(), term)
+
+    work(clock, 60, parts=60, total=60 * GIB)
+
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 6
+    assert lines[0] == "hpctrain: reading 10.0 GiB of 60.0 GiB (16 %), 1.0 GiB/s, 50 s left"
+    assert "\033" not in log.getvalue()
+
+
+def test_short_work_and_no_work_leave_nothing_in_a_log(clock, monkeypatch):
+    log = stderr(monkeypatch, io.StringIO())
+
+    work(clock, 9)
+    work(clock, 60, total=0)
+
+    assert log.getvalue() == ""
+
+
+def test_threads_may_tell_at_once(clock, monkeypatch):
+    log = stderr(monkeypatch, io.StringIO())
+
+    with shown.progress("reading", 80_000) as on_bytes:
+        threads = [
+            threading.Thread(target=lambda: [on_bytes(1) for _ in range(10_000)]) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        clock.t += 10
+        on_bytes(0)
+
+    assert log.getvalue().startswith("hpctrain: reading 78.1 KiB of 78.1 KiB (100 %)")
+
+
+def test_a_line_in_a_log_is_written_when_it_is_news(clock, monkeypatch):
+    log = stderr(monkeypatch, io.StringIO())
+
+    with shown.line() as one_line:
+        for text in ("waits (Priority)", "waits (Priority)", "waits (Resources)"):
+            one_line.show(text)
+        assert log.getvalue() == "hpctrain: waits (Priority)\n"
+        clock.t += 10
+        one_line.show("waits (Resources)")
+        clock.t += 100
+        one_line.show("waits (Resources)")
+
+    assert log.getvalue().splitlines()[1:] == ["hpctrain: waits (Resources)"]

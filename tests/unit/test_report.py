@@ -1,0 +1,621 @@
+"""What a report holds: curves, timeline, waterfall, advice, page, text, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from html import unescape
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.ledger import events as ledger
+from hpctrain.ledger.causes import EndCause
+from hpctrain.ledger.goodput import Goodput, Slice, Spent, window
+from hpctrain.ledger.status import Answer, status_of
+from hpctrain.report import curves
+from hpctrain.report.advice import advice
+from hpctrain.report.charts import charts
+from hpctrain.report.compare import comparison_charts
+from hpctrain.report.gather import gather
+from hpctrain.report.page import comparison_page, in_script, page
+from hpctrain.report.summary import attempt_rows, facts, failure_groups
+from hpctrain.report.text import as_text, comparison
+from hpctrain.report.timeline import MOST_LINES, timeline
+from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
+
+if TYPE_CHECKING:
+    from hpctrain.rundir.layout import RunDir
+
+ALL_CHARTS = [
+    *("timeline", "goodput", "loss", "throughput", "steps", "heat", "memory", "saves", "waits")
+]
+
+
+def data_of(run: RunDir, **more):
+    """What is gathered of a run a minute after its last event."""
+    events = ledger.read(run)
+    now = max((event.t for event in events), default=BEGIN) + 60
+    return gather(
+        run, status_of(events, Answer(), name=run.name, root=str(run.root), now=now, **more)
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return data_of(eventful(tmp_path_factory.mktemp("runs") / "lm").write())
+
+
+def drawn(data):
+    """The figures of a run by their keys."""
+    return {chart.key: chart.figure for chart in charts(data)}
+
+
+# ---- curves
+
+
+def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_gaps():
+    noise = random.Random(3)
+    points = [(x, noise.random()) for x in range(60_000)]
+    points[31_117], points[52_003], points[17_171] = (31_117, 99.0), (52_003, -99.0), (17_171, None)
+
+    thin = curves.thin(points)
+
+    assert len(thin) <= curves.MOST_POINTS
+    assert {points[0], points[-1], (31_117, 99.0), (52_003, -99.0), (17_171, None)} <= set(thin)
+    assert thin == sorted(thin, key=lambda point: point[0])
+
+
+def test_steps_that_were_done_again_count_once_in_the_loss_and_twice_in_the_throughput(data):
+    kept = data.history.kept
+    again = [mark for mark in data.history.marks if mark not in kept]
+
+    assert [mark.last for mark in kept] == sorted({mark.last for mark in kept})
+    assert {mark.attempt for mark in again} == {2, 3}
+    assert sum(mark.steps for mark in again) == data.steps_lost == 160
+    rates = [y for _, y in curves.by_time(data.history.marks, curves.TOKENS.rate) if y is not None]
+    assert len(rates) == len(data.history.marks)
+
+
+def test_resumes_are_marked_on_the_loss_with_why_and_where(data):
+    _, resumed, _ = drawn(data)["loss"]["data"]
+
+    assert resumed["x"] == [one.step for one in data.history.resumes if one.step]
+    assert "attempt 2 went on from step" in resumed["hovertext"][0]
+    assert "on gpu[01-04] after preempted" in resumed["hovertext"][0]
+
+
+def test_a_loss_that_is_no_number_breaks_the_curve_and_is_counted(tmp_path):
+    tale = Tale(tmp_path / "run").submitted().attempt().train(5)
+    lost = json.loads(tale.lines[-1]) | {"loss": "nan"}
+    tale.lines[-1] = json.dumps(lost) + "\n"
+
+    chart = next(one for one in charts(data_of(tale.write())) if one.key == "loss")
+
+    assert chart.figure["data"][0]["y"][-1] is None
+    assert "1 mark without a number" in chart.words
+
+
+@pytest.mark.parametrize(
+    ("dropped", "unit"),
+    [((), "tokens/s"), (("tokens",), "samples/s"), (("tokens", "sample_first"), "steps/s")],
+)
+def test_throughput_is_in_the_best_unit_that_is_told(tmp_path, dropped, unit):
+    tale = Tale(tmp_path / "run").submitted().attempt().train(5)
+    raw = [json.loads(line) for line in tale.lines]
+    kept = [{k: v for k, v in fact.items() if k not in dropped} for fact in raw]
+    tale.lines = [json.dumps(fact) + "\n" for fact in kept]
+
+    chart = next(one for one in charts(data_of(tale.write())) if one.key == "throughput")
+
+    assert chart.figure["layout"]["yaxis"]["title"]["text"] == unit
+
+
+# ---- goodput
+
+
+def test_the_waterfall_falls_from_all_allocated_time_to_the_useful_steps(data):
+    (trace,) = drawn(data)["goodput"]["data"]
+    spent = data.status.goodput
+
+    assert trace["x"][0] == 100
+    assert 100 + sum(trace["x"][1:-1]) == pytest.approx(100 * spent.useful_of_allocated)
+    assert trace["y"][1] == "waiting for data"
+    assert len(trace["hovertext"]) == len(trace["y"]) == len(trace["text"])
+
+
+def test_each_attempt_has_a_line_and_no_second_is_missing_from_it(data):
+    found = timeline(data.status.goodput.slices)
+
+    assert found.lines == [(number, number) for number in range(1, 6)]
+    shown = sum(bar.end - bar.start for bar in found.bars)
+    assert shown == pytest.approx(sum(s.seconds for s in data.status.goodput.slices), abs=5)
+    assert {bar.kind for bar in found.bars}.isdisjoint({Spent.DATA, Spent.SAVE})
+    longest = max(found.bars, key=lambda bar: bar.end - bar.start)
+    assert longest.shares[Spent.DATA] > 0
+
+
+def test_a_thousand_attempts_share_few_lines_and_bars():
+    slices = []
+    for number in range(1, 1001):
+        begin = BEGIN + 100 * number
+        slices += [
+            Slice(begin, begin + 20, Spent.QUEUE, None, 0),
+            Slice(begin + 20, begin + 30, Spent.STARTUP, number, 2),
+            Slice(begin + 30, begin + 100, Spent.STEP, number, 2),
+        ]
+
+    found = timeline(slices)
+
+    assert len(found.lines) <= MOST_LINES
+    assert (found.lines[0][0], found.lines[-1][1]) == (1, 1000)
+    assert len(found.bars) <= 3000 / 2
+    assert sum(bar.end - bar.start for bar in found.bars) == pytest.approx(100_000)
+
+
+# ---- ranks
+
+
+def test_the_map_of_step_times_shows_the_slow_rank_and_leaves_waits_in_the_queue_empty(data):
+    found = curves.heat_map(data.ranks)
+
+    means = [curves.median(row) for row in found.cells]
+    assert max(range(16), key=means.__getitem__) == 9
+    assert means[9] == pytest.approx(0.7 * 3 * 1.12, rel=0.03)
+    assert any(cell is None for cell in found.cells[0])
+    assert found.is_own
+
+
+def test_many_ranks_share_rows_and_the_slowest_of_each_row_is_shown(tmp_path):
+    tale = Tale(tmp_path / "run", nodes=128, per_node=8).submitted().attempt()
+    run = tale.train(3).sample(slow=777, by=1.0).write()
+
+    found = curves.heat_map(data_of(run).ranks)
+
+    assert len(found.rows) <= curves.MOST_ROWS
+    means = [curves.median(row) for row in found.cells]
+    assert 777 in found.rows[max(range(len(means)), key=means.__getitem__)]
+
+
+def test_waits_say_who_was_waited_for(data):
+    found = curves.waits(data.ranks)
+    chart = next(one for one in charts(data) if one.key == "waits")
+
+    assert found.slowest == Counter({9: found.samples})
+    assert found.behind[9] == pytest.approx(0.12, abs=0.02)
+    shares = [sum(column) for column in zip(*(t["y"] for t in chart.figure["data"]), strict=True)]
+    assert shares == pytest.approx([100] * 16, abs=0.1)
+    assert "most often for rank 9" in chart.words
+
+
+def test_memory_is_that_of_the_newest_attempt_that_tells(data):
+    held = curves.memory(data.ranks)
+
+    assert held.attempt == 5
+    assert max(held.peak) == 37 * 2**30
+    assert held.retries == 24
+
+
+# ---- the page
+
+
+def test_plotly_takes_every_figure(data):
+    from plotly.graph_objects import Figure
+
+    for chart in [*charts(data), *comparison_charts([data, data])]:
+        assert Figure(chart.figure).to_dict()["data"], chart.key
+        assert chart.words.endswith((".", ")")), chart.words
+
+
+def test_what_a_run_says_stays_text(data):
+    text = page(data)
+    own = text.replace(_plotly(text), "")
+
+    assert NASTY not in text
+    assert unescape(own).count(NASTY) == 2
+    assert len(re.findall(r"<script", own)) == 3
+    assert len(re.findall(r"</script", own)) == 3
+    assert "<img" not in own
+    assert json.loads(_figures(own)).keys() == set(ALL_CHARTS)
+    assert "<" not in _figures(own)
+
+
+def _figures(text):
+    return re.search(r'id="figures">(.*?)</script>', text)[1]
+
+
+def _plotly(text):
+    return max(re.findall(r"<script>(.*?)</script>", text, re.DOTALL), key=len)
+
+
+def test_plotly_would_show_a_hostile_node_name_as_it_is(tmp_path):
+    tale = Tale(tmp_path / "run")
+    tale.nodes = ["<b>n1</b>", "n2&amp;"]
+    run = tale.submitted().attempt().train(3).write()
+
+    text = json.dumps(drawn(data_of(run)))
+
+    assert "<b>n1" not in text
+    assert "&lt;b&gt;n1" in text
+
+
+def test_json_in_a_script_cannot_end_it():
+    value = {"x": NASTY, "y": "<!--", "z": "&lt;"}
+
+    assert not set("<>&") & set(in_script(value))
+    assert json.loads(in_script(value)) == value
+
+
+def test_the_page_names_no_other_address(data):
+    own = page(data)
+    own = own.replace(_plotly(own), "")
+
+    named = re.findall(r'(?:src|href)="([^"]*)"', own)
+    assert {one[0] for one in named if one != "data:,"} == {"#"}
+    assert not re.search(r"https?:|url\(|@import", own)
+    assert "default-src 'none'" in own
+
+
+def test_page_and_text_show_the_same_numbers(data):
+    text, shown = as_text(data, width=200), unescape(page(data))
+
+    for one in facts(data):
+        assert one.value in text, one
+        assert one.value in shown, one
+    for row in attempt_rows(data):
+        assert all(cell in text and cell in shown for cell in row), row
+
+
+def test_attempts_that_failed_alike_are_told_once(tmp_path):
+    tale = Tale(tmp_path / "run").submitted()
+    for _ in range(3):
+        tale.attempt().train(1).failed("gpu01", "ValueError: x", "Traceback\n ValueError: x")
+        tale.ended("crashed", "restart")
+
+    (group,) = failure_groups(data_of(tale.write()))
+
+    assert group.attempts == (1, 2, 3)
+
+
+def test_a_run_in_a_terminal_has_no_end_on_record_and_is_done_all_the_same(tmp_path):
+    tale = Tale(tmp_path / "run").submitted().attempt().train(3)
+    row = attempt_rows(data_of(tale.add("done", step=tale.step).write()))[0]
+
+    assert row[5] == "done"
+
+
+# ---- damage
+
+
+def _nothing(tale):
+    tale.run.root.joinpath("spec.json").unlink()
+    tale.run.events.unlink()
+
+
+def _torn(tale):
+    content = tale.run.events.read_bytes()
+    tale.run.events.write_bytes(content[:-40])
+
+
+def _noise(tale):
+    strange = ['{"t": 1, "kind": "steps", "attempt": 1, "first": "x", "last": null}', "[]", "\0\0"]
+    strange += ['{"t": 1e9, "kind": "saved", "attempt": 1}', '{"kind": "steps"}', "{"]
+    strange += ['{"t": 2e9, "kind": "excluded", "attempt": 9, "nodes": 7}']
+    strange += ['{"t": 2e9, "kind": "restored", "attempt": 9, "step": "many"}']
+    strange += ['{"t": 2e9, "kind": "failure", "attempt": 9, "summary": "\\ud800"}']
+    tale.run.events.write_text("\n".join(strange))
+
+
+def _torn_samples(tale):
+    path = tale.run.rank_times(1)
+    path.parent.mkdir(parents=True)
+    good = {"t": BEGIN, "step": 1, "steps": 1, "wall_s": [1.0, 2.0]}
+    odd = {**good, "own_s": [1.0], "mem_peak_bytes": ["x", 1]}
+    lines = [json.dumps(good), json.dumps(odd), '{"t": 1, "wall', "7", json.dumps(good)[:30]]
+    path.write_text("\n".join(lines))
+
+
+def _bad_spec(tale):
+    tale.run.spec.write_text('{"format": 2')
+
+
+@pytest.mark.parametrize("damage", [_nothing, _torn, _noise, _torn_samples, _bad_spec])
+def test_a_damaged_run_has_a_page_that_says_what_is_missing(tmp_path, damage):
+    tale = Tale(tmp_path / "run").submitted().attempt().train(4)
+    tale.write()
+    damage(tale)
+
+    data = data_of(tale.run)
+    text = page(data)
+
+    assert as_text(data)
+    assert comparison([data, data])
+    assert comparison_page([data, data])
+    for chart in charts(data):
+        assert chart.figure is not None or re.search(r"\bno\b|Nothing", chart.words, re.IGNORECASE)
+    assert text.count("<section") == len(ALL_CHARTS) + 4
+    expected = {_nothing: 2, _torn_samples: 1, _bad_spec: 1}.get(damage, 0)
+    assert len(data.problems) == expected, data.problems
+
+
+def test_a_run_of_a_thousand_attempts_keeps_a_page_that_one_can_use(tmp_path):
+    tale = Tale(tmp_path / "run", nodes=2, per_node=2).submitted(total=1_300_000)
+    for _ in range(1000):
+        tale.attempt(queue_s=60).train(4, save_every=2).failed("gpu01", NASTY, NASTY * 40)
+        tale.ended("crashed", "requeue")
+    data = data_of(tale.write())
+
+    text = page(data)
+
+    assert len(data.history.marks) == 5_000
+    assert len(text) - len(_plotly(text)) < 1_500_000
+    for key, figure in drawn(data).items():
+        for trace in figure["data"] if figure else ():
+            assert len(trace.get("x", ())) <= curves.MOST_POINTS, key
+
+
+# ---- advice
+
+
+def spent(**shares):
+    """An hour of two nodes with these shares of it, the rest of it useful."""
+    t, slices = BEGIN, []
+    shares["step"] = 1 - sum(share for kind, share in shares.items() if kind != "queue")
+    for kind, share in shares.items():
+        queue = kind == "queue"
+        one = Slice(t, t + 3600 * share, Spent(kind), None if queue else 1, 0 if queue else 2)
+        slices.append(one)
+        t = one.end
+    return window(Goodput(tuple(slices), tells_steps=True), 0.0)
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """A run that nothing can be said against."""
+    tale = Tale(tmp_path / "quiet").submitted().attempt(queue_s=30).train(30)
+    data = data_of(tale.sample(slow=99).saved().write())
+    plain = tuple(
+        replace(one, retries=None, reserved_bytes=None, peak_bytes=None) for one in data.ranks
+    )
+    return replace(data, ranks=plain, status=replace(data.status, goodput=spent(save=0.001)))
+
+
+def keys(data):
+    return [one.key for one in advice(data)]
+
+
+def test_a_quiet_run_gets_no_advice(quiet):
+    assert keys(quiet) == []
+    assert "nothing to advise" in as_text(quiet)
+    assert "Nothing to advise" in page(quiet)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "key"),
+    [
+        ("save", 0.03, "blocking-saves"),
+        ("data", 0.08, "data-wait"),
+        ("startup", 0.09, "start-up"),
+        ("warm_up", 0.07, "warm-up"),
+        ("stall", 0.04, "stall"),
+        ("queue", 1.5, "queue-wait"),
+    ],
+)
+def test_a_large_share_of_a_class_is_named_with_its_number(quiet, kind, share, key):
+    attempts = [replace(quiet.status.attempts[0], queued_s=5400.0)]
+    status = replace(quiet.status, goodput=spent(**{kind: share}), attempts=attempts)
+
+    (found,) = advice(replace(quiet, status=status))
+
+    whole = share / (1 + share) if kind == "queue" else share
+    assert found.key == key
+    assert f"{100 * whole:.1f} %" in found.evidence
+    assert found.do
+
+
+def test_the_same_share_of_a_short_run_is_no_reason(quiet):
+    short = window(spent(startup=0.5), BEGIN + 3300)
+
+    assert keys(replace(quiet, status=replace(quiet.status, goodput=short))) == []
+
+
+def with_attempts(quiet, *attempts, goodput=None):
+    first = quiet.status.attempts[0]
+    views = [replace(first, number=n, **more) for n, more in enumerate(attempts, start=1)]
+    status = replace(quiet.status, attempts=views, goodput=goodput or quiet.status.goodput)
+    return replace(quiet, status=status)
+
+
+def failure(view, node, summary="killed by SIGKILL"):
+    from hpctrain.ledger.derive import Failure
+
+    return {"failure": Failure(view, 0, node, "signal", summary), "cause": EndCause.CRASHED}
+
+
+def test_a_node_that_ended_two_attempts_is_named_but_not_for_the_programs_own_error(quiet):
+    bad = with_attempts(quiet, failure(1, "gpu02"), {}, failure(3, "gpu02"))
+    own = with_attempts(
+        quiet, failure(1, "gpu02", "E"), failure(2, "gpu02", "E"), failure(3, "gpu01", "E")
+    )
+
+    (found,) = advice(bad)
+
+    assert found.key == "bad-node"
+    assert found.title.startswith("gpu02 ")
+    assert "slurm.exclude=gpu02" in found.do
+    assert keys(own) == ["same-failure"]
+
+
+def test_steps_done_again_are_laid_to_what_ended_the_attempts(quiet):
+    redone = spent(redone=0.06)
+    killed = with_attempts(
+        quiet, {"steps_lost": 70, "cause": EndCause.NODE_FAIL, "ended": BEGIN}, {}, goodput=redone
+    )
+    warned = with_attempts(
+        quiet, {"steps_lost": 70, "cause": EndCause.WALLTIME, "ended": BEGIN}, {}, goodput=redone
+    )
+
+    assert [one.key for one in advice(killed)] == ["lost-steps"]
+    assert "70 steps" in advice(killed)[0].evidence
+    assert "max_loss_s" in advice(killed)[0].do
+    assert "signal_lead_s" in advice(warned)[0].do
+
+
+def test_a_rank_is_called_slow_where_it_is_most_of_the_time(quiet):
+    def slow(number, one):
+        own = list(one.own_s)
+        own[9 if number % 10 else 3] *= 1.3
+        return replace(one, own_s=tuple(own))
+
+    samples = tuple(slow(number, one) for number, one in enumerate(quiet.ranks))
+    now_and_then = tuple(
+        slow(9, one) if number % 5 < 3 else one for number, one in enumerate(quiet.ranks)
+    )
+
+    (found,) = advice(replace(quiet, ranks=samples))
+
+    assert found.key == "slow-rank"
+    assert "Rank 9 on gpu03" in found.title
+    assert keys(replace(quiet, ranks=now_and_then)) == []
+
+
+def test_memory_is_judged_only_where_the_devices_name_tells_its_size(quiet):
+    full = tuple(replace(one, peak_bytes=(39.5 * 2**30,) * 16) for one in quiet.ranks)
+
+    assert keys(replace(quiet, ranks=full)) == ["memory"]
+    unknown = replace(quiet.history, device="NVIDIA H200")
+    assert keys(replace(quiet, ranks=full, history=unknown)) == []
+
+
+def test_allocations_that_were_tried_again_are_named(quiet):
+    tried = tuple(
+        replace(one, peak_bytes=(2.0**30,) * 16, retries=(0.0,) * 15 + (3.0,))
+        for one in quiet.ranks
+    )
+
+    (found,) = advice(replace(quiet, ranks=tried))
+
+    assert found.key == "allocation-retries"
+    assert "3 times" in found.evidence
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(20000.0, "rarely"), (30.0, "often"), (0.0, None)])
+def test_an_interval_set_far_from_the_best_is_named(quiet, seconds, words):
+    quiet.spec.settings.checkpoint.interval_s = seconds
+
+    found = advice(quiet)
+
+    assert [one.title for one in found] == ([f"Saves come too {words}"] if words else [])
+
+
+def test_saves_that_cost_nothing_may_come_as_often_as_one_likes(quiet):
+    quiet.spec.settings.checkpoint.interval_s = 30.0
+
+    assert keys(replace(quiet, costs=replace(quiet.costs, cost_s=0.01))) == []
+
+
+def test_failed_saves_are_named(quiet):
+    missed = replace(quiet.history, missed={"save_failed": 2})
+
+    assert keys(replace(quiet, history=missed)) == ["failed-saves"]
+
+
+# ---- the command
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("lm-1", "lm-2"):
+        Tale(tmp_path / "runs" / name).submitted().attempt().train(5).write()
+    return tmp_path / "runs"
+
+
+def test_the_page_lies_in_the_runs_directory(runs, capsys):
+    assert main(["report", "lm-1"]) == 0
+
+    page_there = runs / "lm-1" / "report.html"
+    assert page_there.read_text().startswith("<!doctype html>")
+    assert capsys.readouterr().out.startswith(f"wrote {page_there} (")
+    assert [path.name for path in page_there.parent.glob("*.new")] == []
+
+
+def test_several_runs_have_a_page_each_or_one_together(runs, capsys):
+    assert main(["report", "lm-1", "lm-2"]) == 0
+    assert main(["report", "lm-1", "lm-2", "--compare", "-o", "both.html"]) == 0
+
+    assert (runs / "lm-2" / "report.html").is_file()
+    together = (runs.parent / "both.html").read_text()
+    assert "lm-1" in together
+    assert "lm-2" in together
+    assert "wrote both.html" in capsys.readouterr().out
+
+
+def test_json_tells_what_status_tells_and_where_the_page_is(runs, capsys):
+    main(["status", "lm-1", "--json"])
+    status = json.loads(capsys.readouterr().out)
+
+    assert main(["report", "lm-1", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["pages"] == [str(runs / "lm-1" / "report.html")]
+    (one,) = told["runs"]
+    assert one["attempts"][0]["number"] == 1
+    assert one["goodput"].keys() == status["goodput"].keys()
+    assert one["advice"] == []
+
+
+def test_text_fits_the_terminal_and_writes_nothing(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["report", "lm-1", "--text"]) == 0
+
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "useful of allocated" in out
+    assert not (runs / "lm-1" / "report.html").exists()
+
+
+def test_comparison_as_text_stands_side_by_side(runs, capsys):
+    assert main(["report", "lm-1", "lm-2", "--compare", "--text"]) == 0
+
+    assert re.search(r"lm-1 +lm-2", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["lm-1", "--text", "-o", "x"], 2, "leave out -o x, or --text"),
+        (["lm-1", "--text", "--open"], 2, "leave one of them out"),
+        (["lm-1", "lm-2", "-o", "x"], 2, "add --compare"),
+        (["lm-1", "-o", "no/such/x"], 2, "no/such/x cannot be written: No such file"),
+        (["lm-9"], 4, "did you mean"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(runs, capsys, argv, code, words):
+    assert main(["report", *argv]) == code
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_without_a_screen_open_says_how_to_bring_the_page_home(runs, capsys):
+    assert main(["report", "lm-1", "--open"]) == 0
+
+    assert f":{runs}/lm-1/report.html ." in capsys.readouterr().err
+
+
+def test_a_figure_is_short_and_never_nan():
+    from hpctrain.report.wording import figure, percent
+
+    assert figure(43_712.0, "tokens/s") == "43.7k tokens/s"
+    assert percent(0.0004) == "0.04 %"
+    assert (figure(math.nan), percent(math.inf)) == ("-", "-")
