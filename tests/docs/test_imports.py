@@ -18,6 +18,8 @@ LOGIN_ROOMS = (
     "ledger",
     "checkpoint",
     "preflight",
+    "profile",
+    "report",
 )
 LOGIN_MODULES = ("clusters", "errors", "records", "local.client", "local.control", "local.jobs")
 TENSORS = {
