@@ -129,8 +129,8 @@ def verify_command(
     """Check committed checkpoints, all or one; exit code 7 on damage.
 
     Without --deep only what is small is read: manifests and chunk tables prove themselves, tables
-    cover every tensor, files are there with their sizes. Nothing is changed: a damaged checkpoint
-    is set aside when a run comes upon it.
+    cover every tensor, files are there with their sizes. No checkpoint is changed: a damaged one is
+    set aside when a run comes upon it. What --deep finds right is noted in the run's ledger.
     """
     from hpctrain.checkpoint import find
     from hpctrain.cli.output import echo_json
@@ -140,6 +140,8 @@ def verify_command(
     threads = threads or min(READERS, os.cpu_count() or 1)
     verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
     damaged = sum(bool(verdict["problems"]) for verdict in verdicts)
+    if deep:
+        _note_verified(directory, verdicts)
     if as_json:
         facts = {"run": directory.name, "deep": deep, "damaged": damaged}
         echo_json(facts | {"checkpoints": verdicts})
@@ -184,6 +186,18 @@ def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> l
             for problem in verdict["problems"] or ["ok"]:
                 click.echo(f"{verdict['name']}: {problem}")
     return verdicts
+
+
+def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
+    """For `status`; whoever may only read the run has read it all the same."""
+    from hpctrain.ledger import events as ledger
+
+    try:
+        for verdict in verdicts:
+            if not verdict["problems"]:
+                ledger.append(run, "verified", step=verdict["step"], name=verdict["name"])
+    except OSError as error:
+        click.echo(f"hpctrain: not noted in the ledger: {error}", err=True)
 
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:

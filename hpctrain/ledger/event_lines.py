@@ -308,6 +308,7 @@ _WORDS: dict[str, Callable[[Data], str]] = {
     "save_mode": lambda data: f"saves are {text(data.get('mode'))}{_because(data)}",
     "save_failed": _missed("save failed"),
     "save_skipped": _missed("save left out"),
+    "verified": lambda data: f"every byte of {text(data.get('name'))} was read, and is right",
     "prune_failed": _missed("old checkpoints not deleted"),
     "checkpoint_set_aside": lambda data: (
         f"checkpoint {text(data.get('name'))} set aside{_because(data, 'reason')}"

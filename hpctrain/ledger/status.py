@@ -26,7 +26,7 @@ from hpctrain.mesh import Mesh
 from hpctrain.records import JobInfo, Skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.ledger.derive import Failure
@@ -106,6 +106,8 @@ class RunStatus:
     """None where no step was told lately."""
     disk_free_bytes: int | None = None
     """Room left where the checkpoints go."""
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """Checkpoints of which a person has had every byte read, and when."""
 
 
 def status_of(
@@ -181,6 +183,7 @@ def status_of(
         day=window(spent, moment - DAY_S),
         speed=speed,
         disk_free_bytes=disk_free_bytes,
+        verified={text(e.data.get("name")): e.t for e in events if e.kind == "verified"},
     )
 
 

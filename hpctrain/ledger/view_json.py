@@ -43,6 +43,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "exit_code": now.exit_code,
         "why": now.detail or None,
         "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
+        "verified": dict(status.verified),
         "not_taken": [asdict(one) for one in status.skipped],
         "interval": asdict(status.saving.interval) if status.saving.interval else None,
         "saves": _saves(status.saving),

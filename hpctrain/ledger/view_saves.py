@@ -13,7 +13,7 @@ from hpctrain.ledger.format import LABEL, count, duration, pack, size
 
 if TYPE_CHECKING:
     from hpctrain.ledger.saving import Missed, Saving
-    from hpctrain.ledger.status import RunStatus
+    from hpctrain.ledger.status import Checkpoint, RunStatus
 
 SKIPPED_SHOWN = 8
 ROOM_SHOWN = 100
@@ -49,12 +49,16 @@ def _checkpoint(status: RunStatus, width: int) -> list[str]:
         items.append(f"saved {duration(status.now - newest.t)} ago")
     if newest.size_bytes:
         items.append(size(newest.size_bytes))
-    items.append(_verified(status, newest.name))
+    items.append(_verified(status, newest))
     return pack(items, width, label="checkpoint")
 
 
-def _verified(status: RunStatus, name: str) -> str:
+def _verified(status: RunStatus, newest: Checkpoint) -> str:
     """Whether its bytes were ever read: a restore proves each of them, the listing none."""
+    name = newest.name
+    read = status.verified.get(name)
+    if read is not None and read >= (newest.t or 0.0):  # else another one had the name
+        return f"every byte read {duration(status.now - read)} ago"
     readers = [one.number for one in status.attempts if one.from_checkpoint]
     of_newest = [o.number for o in status.attempts if o.from_checkpoint == name]
     if of_newest:

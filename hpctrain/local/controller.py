@@ -86,7 +86,8 @@ class Controller:
         record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
         jobs.write(record)
-        port = free_port(record.job_id, record.restarts)
+        # Other folders have jobs of the same number, and a port counts as free until it is used.
+        port = free_port(f"{jobs.root()}/{record.job_id}", record.restarts)
         python = load_spec(self.run.spec).python or sys.executable
         self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
 

@@ -23,6 +23,7 @@ SETTINGS = {
     "checkpoint.interval_steps": EVERY,
     "run.stop_margin_s": 20,
 }
+NEWS = "news.json"
 CLOSE_S = 2.0
 """So near must our times of a start be to SLURM's."""
 
@@ -30,7 +31,10 @@ CLOSE_S = 2.0
 @pytest.fixture
 def night(slurm, tmp_path):
     """Two preemptions, a time limit, a dead node and a dead rank; then the run ends."""
-    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    told = {"notify.command": f"tee -a {tmp_path / NEWS}", "notify.on": ["attempt", "done"]}
+    run = submit(
+        slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", "--time=10", sets=SETTINGS | told
+    )
     for attempt in (1, 2):
         _wait_steps(run, attempt)
         urgent = slurm.submit_urgent(4)
@@ -101,6 +105,7 @@ def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, sl
     held = sum(2 * (row.end - row.start) for row in rows)
     assert told["goodput"]["allocated_s"] == pytest.approx(held, abs=2 * CLOSE_S * len(rows))
     _assert_report_agrees(run, told)
+    _assert_each_end_was_told_once(run)
 
 
 def _told(told):
@@ -157,3 +162,22 @@ def _assert_report_agrees(run, told):
     for name in ("allocated_s", "submitted_s", "useful_of_allocated", "useful_since_submit"):
         assert said["goodput"][name] == pytest.approx(told["goodput"][name], rel=1e-3), name
     assert [one["cause"] for one in said["attempts"]] == [one["cause"] for one in told["attempts"]]
+
+
+def _assert_each_end_was_told_once(run):
+    """Also the end of the attempt whose node died, by its successor."""
+    run.wait_event("notified", count=6)
+    text, decoder, heard = (run.cwd / NEWS).read_text(), json.JSONDecoder(), []
+    while text:
+        news, end = decoder.raw_decode(text)
+        heard.append((news["what"], news["attempt"], news["reason"]))
+        text = text[end:].lstrip()
+    assert sorted(heard, key=lambda one: one[1]) == [
+        ("attempt", 1, "preempted"),
+        ("attempt", 2, "preempted"),
+        ("attempt", 3, "timed_out"),
+        ("attempt", 4, "node_failed"),
+        ("attempt", 5, "crashed"),
+        ("done", 6, "completed"),
+    ]
+    assert all(event.data["ok"] for event in run.events("notified"))

@@ -23,6 +23,7 @@ from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.probe import Sources, read_interfaces
 from hpctrain.preflight.report import FAIL
 from hpctrain.testing.node_faults import VARIABLE
+from tests.support.processes import AT_A_TERMINAL
 from tests.support.scenario import cli
 
 pytestmark = pytest.mark.slurm
@@ -35,12 +36,6 @@ FAULTS = {
     "version of torch": "version:n4,of=torch,is=1.0",
 }
 SLOW = "slow:n3,seconds=0.5"
-AT_A_TERMINAL = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
-from hpctrain.cli.main import main
-sys.exit(main())
-"""
 
 
 def preflight(slurm, cwd, *args, faults="", code):

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROC = Path("/proc")
+AT_A_TERMINAL = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
+from hpctrain.cli.main import main
+sys.exit(main())
+"""
+"""The command line as a program for `python -c`, which hears Ctrl-C."""
 
 
 def _parents() -> dict[int, int]:

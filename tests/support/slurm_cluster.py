@@ -273,7 +273,9 @@ class SlurmCluster:
         nodes, and the job is FAILED for good.
         """
         self.wait_job(job_id, "PENDING", 30)
-        self.run("scontrol", "update", f"jobid={job_id}", "StartTime=now+2", check=True)
+        done = self.run("scontrol", "update", f"jobid={job_id}", "StartTime=now+2")
+        if done.returncode and "no longer pending" not in done.stderr:  # else it has begun already
+            raise AssertionError(f"StartTime of job {job_id}: {done.stderr.strip()}")
 
     def end_in(self, job_id: str, seconds: int) -> None:
         """Move the end of a running job, so that no test waits for a limit in whole minutes.

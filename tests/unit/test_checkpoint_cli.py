@@ -12,6 +12,7 @@ from hpctrain.checkpoint import commit, find, verify
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.cli import checkpoints
 from hpctrain.cli.main import main
+from hpctrain.ledger import events as ledger
 from tests.support import checkpoints as support
 
 
@@ -146,6 +147,8 @@ def test_verify_of_whole_checkpoints_ends_well_and_says_what_it_read(run, attemp
     each = "step-0000002000: ok\nstep-0000001000: ok\n2 verified "
     assert quick == (0, f"{each}(sizes and tables only, --deep reads every byte), 0 damaged\n")
     assert deep == (0, f"{each}(every byte was read), 0 damaged\n")
+    noted = [event.data["step"] for event in ledger.read(run) if event.kind == "verified"]
+    assert noted == [2000, 1000]
 
 
 def test_verify_names_file_tensor_and_place_and_exits_7(run, attempt):

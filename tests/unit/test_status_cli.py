@@ -587,6 +587,11 @@ def test_a_checkpoint_counts_as_verified_only_once_an_attempt_has_read_it(runs, 
     assert line(120).endswith("verified by attempt 3, which read every byte")
     assert line(240).endswith("not read back yet (last verified: step 120)")
 
+    story.add("verified", step=240, name="step-0000000240")
+    assert re.search(r"every byte read \S+.* ago$", line(240))
+    newer = Checkpoint("step-0000000240", 240, story.t + 1, 4096)
+    assert "not read back yet" in shown(story, checkpoint=newer)  # another one had the name
+
 
 def test_clocks_ahead_of_ours_give_no_negative_age(runs):
     story = Story(runs / "lm", t=time.time() + 500).submitted("17").started(1).restored(1)

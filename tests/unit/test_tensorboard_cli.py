@@ -17,6 +17,7 @@ import pytest
 from hpctrain.cli.main import main
 from hpctrain.runtime.event_file import EventFile, file_name
 from tests.support.ledger_runs import Story
+from tests.support.processes import AT_A_TERMINAL
 
 PATIENCE_S = 90.0
 
@@ -129,7 +130,7 @@ def test_it_serves_the_runs_until_it_is_interrupted(runs, tmp_path):
     a_run(runs, "gpt-b")
     (tmp_path / "tmp").mkdir()
     env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
-    words = [sys.executable, "-m", "hpctrain", "tensorboard", "gpt-a", "gpt-b", "--json"]
+    words = [sys.executable, "-c", AT_A_TERMINAL, "tensorboard", "gpt-a", "gpt-b", "--json"]
     with subprocess.Popen(
         words, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as server:
