@@ -31,8 +31,9 @@ BOARD_IMPORTS = (
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.plugins.hparams.plugin_data_pb2",
 )
-BEFORE_SAVE_S = 0.05
-"""Longest wait for curves before a save: a kill after it must not leave a hole before its step."""
+BEFORE_SAVE_S, ONCE_SLOW_S = 2.0, 0.05
+"""Longest wait for curves before a save: a kill after it must not leave a hole before its step.
+It is over as soon as they are written, in milliseconds; a disk that took longer gets the second."""
 CLOSE_S, CLOSE_LEAST_S = 10.0, 1.0
 """How long the end of an attempt waits for trackers: at most, and where a kill is near."""
 
@@ -99,6 +100,7 @@ class Trackers:
         )
         self._step = 0
         self._values: dict[str, float] = {}
+        self._patience_s = BEFORE_SAVE_S
         self._board = Lane("tensorboard", board)
         self._lanes = [self._board]
         # Not atexit, which a forked rank does not come by.
@@ -129,7 +131,8 @@ class Trackers:
     def flush(self) -> None:
         """Before a save: what was logged outlives a kill, unless the disk is too slow for that."""
         self._hand_over()
-        self._board.flush(BEFORE_SAVE_S)
+        in_time = self._board.flush(self._patience_s)
+        self._patience_s = BEFORE_SAVE_S if in_time else ONCE_SLOW_S
 
     def _hand_over(self) -> None:
         if self._values:

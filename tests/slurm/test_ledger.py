@@ -38,6 +38,11 @@ def night(slurm, tmp_path):
     for attempt in (1, 2):
         _wait_steps(run, attempt)
         urgent = slurm.submit_urgent(4)
+        slurm.wait_job(run.job_id, "PENDING", 30)
+        waiting = run.status()
+        assert waiting["state"] == "requeued"
+        assert f"job {run.job_id} waits in the queue after attempt {attempt}" in waiting["words"]
+        assert waiting["job"]["reason"], waiting["words"]
         slurm.start_now(run.job_id)
         slurm.cancel(urgent)
     _wait_steps(run, 3)

@@ -18,7 +18,7 @@ from hpctrain.ledger.events import read
 from hpctrain.runtime import track_wandb
 from hpctrain.runtime.board_pages import attempts_page, hparams, settings_page
 from hpctrain.runtime.tracker_lane import Lane
-from hpctrain.runtime.trackers import TrackedRun, Trackers
+from hpctrain.runtime.trackers import BEFORE_SAVE_S, ONCE_SLOW_S, TrackedRun, Trackers
 from hpctrain.settings.check_hooks import check_hooks
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
@@ -88,6 +88,20 @@ def spec_of(run, **track):
 
 def start(run, spec, *, attempt=1, resumed_step=0):
     return Trackers(run, spec, attempt=attempt, resumed_step=resumed_step, world_size=2)
+
+
+def test_a_save_waits_for_the_curves_and_little_where_the_disk_was_slow_the_last_time(
+    tmp_path, monkeypatch
+):
+    limits, in_time = [], iter([True, False, True, True])
+    monkeypatch.setattr(Lane, "flush", lambda _, limit_s: limits.append(limit_s) or next(in_time))
+    trackers = start(Story(tmp_path / "lm").run, None)
+
+    for _ in range(4):
+        trackers.flush()
+    trackers.close()
+
+    assert limits == [BEFORE_SAVE_S, BEFORE_SAVE_S, ONCE_SLOW_S, BEFORE_SAVE_S]
 
 
 # ---- a lane: one tracker behind a queue
