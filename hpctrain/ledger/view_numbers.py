@@ -87,6 +87,8 @@ def goodput_lines(status: RunStatus, width: int) -> list[str]:
         today = status.day.useful_of_allocated if spent.submitted_s > _DAY_S else None
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
+    if not spent.tells_steps and any(one.ended is not None for one in status.attempts):
+        items.append("useful share not known (no hpctrain.init() in the program)")
     if since is not None:
         items.append(f"{percent(since, 1)} since submit")
     items.append(f"{_node_hours(spent.allocated_s)} allocated")

@@ -102,3 +102,14 @@ def _copy_distribution(name, site_packages):
         target = site_packages / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
+
+
+def test_the_reports_style_and_script_come_with_the_wheel(installed):
+    script = "from importlib.resources import files; "
+    script += "print(files('hpctrain.report').joinpath('page.js').read_text())"
+    installed("hpctrain", "submit", "--cluster", "local", "--no-submit", "--name", "two")
+    told = json.loads(installed("hpctrain", "report", "two", "--json").stdout)
+
+    style = (TOP / "hpctrain" / "report" / "page.css").read_text()
+    assert style in Path(told["pages"][0]).read_text()
+    assert installed("python", "-c", script).stdout.strip() != ""

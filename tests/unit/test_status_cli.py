@@ -804,3 +804,11 @@ def test_status_never_imports_torch(runs, story):
         [sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_tells_nothing_is_told_so_once_an_attempt_has_ended(runs):
+    story = Story(runs / "plain").submitted("17").started(1)
+    assert "useful share" not in shown(story, RUNNING)
+    story.t += 600
+    story.ended(1, "preempted", "requeue")
+    assert "useful share not known (no hpctrain.init() in the program)" in shown(story, width=200)
