@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hpctrain.agent.failure import collect, first_causal
 from hpctrain.agent.log_clock import LogClock
+from hpctrain.agent.notify import telling
 from hpctrain.agent.orphans import Orphans
 from hpctrain.records import FailureReport
 
@@ -165,7 +166,7 @@ class NodeAgent(LocalElasticAgent):
             with LogClock(self._logs()):
                 end = self._watch_round()
                 self._stop_workers(group)
-            orphans.end()
+            orphans.end(spare=telling())
             self.end = end
             if end.restart:
                 self._next_round()

@@ -45,6 +45,11 @@ def notify(run: RunDir, settings: NotifySettings, attempt: int) -> subprocess.Po
     return child
 
 
+def telling() -> set[int]:
+    """The processes that tell news just now."""
+    return {child.pid for child in _started if child.poll() is None}
+
+
 def wait_for(child: subprocess.Popen[bytes] | None, limit_s: float) -> None:
     """Let it finish where its end would come with ours; leaves it alone after the limit."""
     if child is not None:

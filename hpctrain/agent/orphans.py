@@ -14,6 +14,10 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 2.0
@@ -29,10 +33,14 @@ class Orphans:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._ours = _descendants()
 
-    def end(self) -> None:
-        """Kill them all and wait until they are gone. Call it when the ranks have ended."""
+    def end(self, spare: Collection[int] = ()) -> None:
+        """Kill them all and wait until they are gone. Call it when the ranks have ended.
+
+        Args:
+            spare: Processes of the agent's own that began since; they and what is below them stay.
+        """
         deadline = time.monotonic() + PATIENCE_S
-        while left := _descendants() - self._ours:
+        while left := _descendants(spare) - self._ours:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -41,8 +49,8 @@ class Orphans:
             time.sleep(POLL_S)
 
 
-def _descendants() -> set[int]:
-    """All live processes below this one; zombies are not."""
+def _descendants(spare: Collection[int] = ()) -> set[int]:
+    """All live processes below this one; not zombies, nor those to spare with what is below."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -57,7 +65,7 @@ def _descendants() -> set[int]:
     found: set[int] = set()
     queue = [os.getpid()]
     while queue:
-        below = children.get(queue.pop(), [])
+        below = [pid for pid in children.get(queue.pop(), []) if pid not in spare]
         found.update(below)
         queue += below
     return found

@@ -137,10 +137,11 @@ def _assert_right_story(run, told):
     restored = {e.attempt: e.data["step"] for e in run.events("restored")}
     for attempt in (4, 5):
         in_vain = _last_step(run, attempt) - restored[attempt + 1]
-        assert 0 < lost[attempt - 1] <= EVERY
+        assert in_vain <= 2 * EVERY  # one save may have been under way
         assert in_vain - 1 <= lost[attempt - 1] <= in_vain  # killed within its last step, perhaps
     waited = [one["queued_s"] for one in attempts]
-    assert all(one is not None and one > 0 for one in waited[:5]), waited
+    assert waited[0] >= 0  # SLURM's times are whole seconds
+    assert all(one is not None and one > 0 for one in waited[1:5]), waited
     assert waited[5] is None  # started again inside its allocation
 
 

@@ -18,9 +18,12 @@ orphans = Orphans()
 child = subprocess.Popen(["sleep", "600"])
 script = 'trap "" TERM; setsid sleep 600 >/dev/null & echo $!'
 orphan = int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE).stdout)
-print(json.dumps([own.pid, child.pid, orphan]), flush=True)
+script = 'sleep 600 >/dev/null & echo $!; wait'
+spared = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+below = int(spared.stdout.readline())
+print(json.dumps([own.pid, child.pid, orphan, spared.pid, below]), flush=True)
 sys.stdin.readline()
-orphans.end()
+orphans.end(spare={spared.pid})
 print("ended", flush=True)
 sys.stdin.readline()
 own.kill()
@@ -31,14 +34,15 @@ def test_children_and_orphans_of_ranks_are_killed_and_the_agents_own_processes_a
     with subprocess.Popen(
         [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as agent:
-        own, child, orphan = json.loads(agent.stdout.readline())
+        pids = json.loads(agent.stdout.readline())
         try:
-            assert all(map(processes.alive, (own, child, orphan)))
+            assert all(map(processes.alive, pids))
             agent.stdin.write("\n")
             agent.stdin.flush()
             assert agent.stdout.readline() == "ended\n"
 
-            assert [processes.alive(pid) for pid in (own, child, orphan)] == [True, False, False]
+            left = [processes.alive(pid) for pid in pids]
+            assert left == [True, False, False, True, True]
         finally:
-            processes.kill_all([own, child, orphan])
+            processes.kill_all(pids)
             agent.send_signal(signal.SIGKILL)
