@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 120.0
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+FIXED = frozenset({"NO_COLOR", "COLUMNS", "LINES"})
+"""What would make a command blind to the terminal that it runs on."""
 HOME = "\x1b[H"
 """Begins a screen that is drawn over the last."""
 _LEADER = (
@@ -46,7 +48,7 @@ class Terminal:
         self._ours, theirs = os.openpty()
         self._resize(columns, rows)
         source = str(Path(__file__).parents[2])
-        inherited = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS"}}
+        inherited = {k: v for k, v in os.environ.items() if k not in FIXED}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _LEADER, *args],
             stdin=theirs,
