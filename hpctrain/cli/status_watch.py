@@ -98,6 +98,8 @@ class _Screen(_Roll):
     def __init__(self, interval_s: float) -> None:
         super().__init__(interval_s)
         self._last: Shown | None = None
+        self._size: tuple[int, int] | None = None
+        """For which it was drawn last."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -127,17 +129,15 @@ class _Screen(_Roll):
     def wait(self) -> None:
         """Until the next look; a terminal of another size is drawn anew at once."""
         end = time.monotonic() + self._interval_s
-        size = shutil.get_terminal_size()
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(SLICE_S, left))
-            if (new := shutil.get_terminal_size()) != size:
-                size = new
+            if shutil.get_terminal_size((80, 24)) != self._size:
                 self._draw()
 
     def _draw(self) -> None:
         if self._last is None:
             return
-        columns, rows = shutil.get_terminal_size((80, 24))
+        self._size = columns, rows = shutil.get_terminal_size((80, 24))
         lines = self._last.as_text(width(), colored()).splitlines()
         hidden = len(lines) - (rows - 2)
         if hidden > 0:
