@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpctrain.ledger.derive import attempts, progress, standing
 from hpctrain.ledger.events import read
 from hpctrain.ledger.goodput import goodput
-from hpctrain.ledger.milestones import history
+from hpctrain.ledger.milestones import past_of
 from hpctrain.ledger.saving import saving
 from hpctrain.rundir.layout import RunDir
 
@@ -64,7 +64,7 @@ def _parse_all(run: RunDir) -> None:
 def _answer(run: RunDir) -> None:
     """What `status` derives from a ledger."""
     events = read(run, marks="few")
-    past = history(events)
+    past = past_of(events)
     attempts(events, past=past)
     progress(events)
     saving(events)

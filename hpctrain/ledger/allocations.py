@@ -18,7 +18,7 @@ from hpctrain.records import Next
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hpctrain.ledger.milestones import History, Milestones, Submission
+    from hpctrain.ledger.milestones import Milestones, Past, Submission
     from hpctrain.records import JobStart
 
 SLACK_S = 60.0
@@ -58,9 +58,7 @@ class Stay:
         return None if self.asked is None else self.begin - self.asked
 
 
-def stays(
-    past: History, starts: Sequence[JobStart] = (), *, now: float | None = None
-) -> list[Stay]:
+def stays(past: Past, starts: Sequence[JobStart] = (), *, now: float | None = None) -> list[Stay]:
     """All of them in order of time; none begins before the one before it has ended.
 
     Args:
@@ -77,7 +75,7 @@ def stays(
 # What held nodes.
 
 
-def _held(past: History, starts: Sequence[JobStart]) -> list[Stay]:
+def _held(past: Past, starts: Sequence[JobStart]) -> list[Stay]:
     """Every start of a job, at its writers' times; those that only accounting knows among them."""
     rows: dict[str, dict[int, JobStart]] = {}
     for row in starts:
@@ -169,7 +167,7 @@ def _insert(found: list[Stay], one: Stay) -> None:
     found.insert(at, one)
 
 
-def _newest_job(past: History) -> str:
+def _newest_job(past: Past) -> str:
     asked = [one.job_id for one in past.submissions if one.job_id]
     ran = [one.job_id for one in past.attempts if one.job_id]
     return (asked or ran or [""])[-1]
@@ -178,7 +176,7 @@ def _newest_job(past: History) -> str:
 # What waited.
 
 
-def _add_waits(found: list[Stay], past: History, starts: Sequence[JobStart], now: float) -> None:
+def _add_waits(found: list[Stay], past: Past, starts: Sequence[JobStart], now: float) -> None:
     """Waits that no start followed: what still waits, and what was cancelled while it did."""
     pending = {row.job_id: row for row in starts if row.start is None}
     jobs = {one.job_id for one in found}
@@ -194,7 +192,7 @@ def _add_waits(found: list[Stay], past: History, starts: Sequence[JobStart], now
     _add_wait_after(found, past, pending, now)
 
 
-def _ran_unseen(one: Submission, found: Sequence[Stay], past: History) -> bool:
+def _ran_unseen(one: Submission, found: Sequence[Stay], past: Past) -> bool:
     """Whether its job ran though its number was never written down."""
     if one.job_id:
         return False
@@ -203,7 +201,7 @@ def _ran_unseen(one: Submission, found: Sequence[Stay], past: History) -> bool:
 
 
 def _add_wait_after(
-    found: list[Stay], past: History, pending: dict[str, JobStart], now: float
+    found: list[Stay], past: Past, pending: dict[str, JobStart], now: float
 ) -> None:
     """The wait of a job that was put back into the queue and has not begun again."""
     last = next((stay for stay in reversed(found) if stay.started), None)
@@ -238,7 +236,7 @@ def _wait(job_id: str, asked: float, until: float) -> Stay:
 # In line.
 
 
-def _in_line(found: Sequence[Stay], past: History, now: float | None) -> Iterator[Stay]:
+def _in_line(found: Sequence[Stay], past: Past, now: float | None) -> Iterator[Stay]:
     """Their times in order: none before the end of the one before, none after `now`."""
     latest = math.inf if now is None else now
     cursor, before = -math.inf, None
@@ -260,7 +258,7 @@ def _in_line(found: Sequence[Stay], past: History, now: float | None) -> Iterato
         cursor, before = end, stay
 
 
-def _asked(stay: Stay, before: Stay | None, past: History) -> float | None:
+def _asked(stay: Stay, before: Stay | None, past: Past) -> float | None:
     """When its wait began."""
     if stay.asked is not None:
         return stay.asked

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.ledger.allocations import stays
 from hpctrain.ledger.causes import cause_of
-from hpctrain.ledger.milestones import history
+from hpctrain.ledger.milestones import past_of
 from hpctrain.ledger.standing import condensed
 from hpctrain.ledger.values import finite, listed, member, text, whole
 from hpctrain.records import EndReason, Next, Skipped
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.ledger.allocations import Stay
     from hpctrain.ledger.causes import EndCause
     from hpctrain.ledger.events import Event
-    from hpctrain.ledger.milestones import History, Milestones
+    from hpctrain.ledger.milestones import Milestones, Past
     from hpctrain.records import JobStart
 
 
@@ -114,14 +114,14 @@ class _Draft:
 
 
 def attempts(
-    events: Iterable[Event], starts: Sequence[JobStart] = (), *, past: History | None = None
+    events: Iterable[Event], starts: Sequence[JobStart] = (), *, past: Past | None = None
 ) -> list[AttemptView]:
     """Every attempt in order, with what it cost.
 
     Args:
         events: The run's ledger.
         starts: What accounting knows of the starts of its jobs; none is fine.
-        past: `history(events)`, where it is at hand.
+        past: `past_of(events)`, where it is at hand.
     """
     counted = list(condensed(events))
     drafts: dict[int, _Draft] = {}
@@ -141,7 +141,7 @@ def attempts(
         if event.kind != "attempt_ended":
             draft.seen = event.t
     _add_losses([drafts[number] for number in sorted(drafts)])
-    held = stays(history(counted) if past is None else past, starts)
+    held = stays(past_of(counted) if past is None else past, starts)
     where = {one.number: (stay, one) for stay in held for one in stay.attempts}
     return [_view(drafts[number], where.get(number)) for number in sorted(drafts)]
 

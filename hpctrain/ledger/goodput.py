@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.ledger.allocations import stays
 from hpctrain.ledger.cut import cut, kept_steps, waited
-from hpctrain.ledger.milestones import history
+from hpctrain.ledger.milestones import past_of
 from hpctrain.ledger.spent import ALLOCATED, Slice, Spent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hpctrain.ledger.events import Event
-    from hpctrain.ledger.milestones import History
+    from hpctrain.ledger.milestones import Past
     from hpctrain.records import JobStart
 
 __all__ = ["Goodput", "Slice", "Spent", "goodput", "window"]
@@ -71,7 +71,7 @@ def goodput(
     *,
     starts: Sequence[JobStart] = (),
     now: float,
-    past: History | None = None,
+    past: Past | None = None,
 ) -> Goodput:
     """Where the run's time went.
 
@@ -79,9 +79,9 @@ def goodput(
         events: The run's ledger; of rows of step marks the last ones are enough.
         starts: What accounting knows of every start of the run's jobs; none is fine.
         now: Seconds since the epoch: how far an attempt that still runs is counted.
-        past: `history(events)`, where it is at hand.
+        past: `past_of(events)`, where it is at hand.
     """
-    past = history(events) if past is None else past
+    past = past_of(events) if past is None else past
     kept = kept_steps(past.attempts)
     tells = any(one.tells for one in past.attempts)
     slices: list[Slice] = []

@@ -136,7 +136,7 @@ class Submission:
 
 
 @dataclass
-class History:
+class Past:
     """A run's ledger as milestones."""
 
     attempts: list[Milestones] = field(default_factory=list)
@@ -147,12 +147,12 @@ class History:
     was last heard of."""
 
 
-def history(events: Iterable[Event]) -> History:
+def past_of(events: Iterable[Event]) -> Past:
     """The milestones of every attempt, and every submission, in order.
 
     Facts whose time is no number are left out; nothing that an event holds is an error.
     """
-    found = History()
+    found = Past()
     by_number: dict[int, Milestones] = {}
     for event in live(events):
         if not math.isfinite(event.t):

@@ -19,7 +19,7 @@ from hpctrain.ledger.derive import (
     standing,
 )
 from hpctrain.ledger.goodput import Goodput, goodput, window
-from hpctrain.ledger.milestones import history
+from hpctrain.ledger.milestones import past_of
 from hpctrain.ledger.saving import Saving, saving
 from hpctrain.ledger.values import text, whole
 from hpctrain.mesh import Mesh
@@ -149,7 +149,7 @@ def status_of(
     """
     state = run_state(events, answer.job, asked=answer.asked)
     moment = time.time() if now is None else now
-    past = history(events)
+    past = past_of(events)
     past.gone = state is not RunState.RUNNING
     done = attempts(events, starts, past=past)
     until = _counted_until(events, starts, state, moment)
