@@ -65,7 +65,7 @@ def launch(
             raise RunAlive(
                 f"{run.name} has job {alive.job_id} ({alive.state.lower()}), "
                 "which may still write; "
-                f"`hpctrain cancel {run.name}` it first, or let it go on"
+                f"end it with `hpctrain cancel {run.name}`, or let it go on"
             )
         return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude)
 

@@ -161,5 +161,5 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
     if alive is not None:
         raise RunAlive(
             f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
-            f"`hpctrain cancel {run.name}` it first, or let it go on"
+            f"end it with `hpctrain cancel {run.name}`, or let it go on"
         )
