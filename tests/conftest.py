@@ -6,23 +6,25 @@ CPUs (`nice`), so that no time limit of a real job is missed because of a unit t
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
-`browser`.
+`browser` and `two_users`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import browser
+from tests.support import browser, users
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 REQUIRE = "HPCTRAIN_REQUIRE"
 BESIDE_NICENESS = 15
@@ -30,6 +32,7 @@ SLURM_TESTS = "tests/slurm/"
 NEEDS = {
     "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
     "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
+    "two_users": (users.missing, "no second user here", "run the tests as root"),
 }
 """Marker to: what of it is missing here, what to say then, how to come by it."""
 
@@ -46,6 +49,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture
+def common_path() -> Iterator[Path]:
+    """A folder that every user of the machine can look into, other than tmp_path."""
+    path = Path(tempfile.mkdtemp(prefix="hpctrain-common-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")
