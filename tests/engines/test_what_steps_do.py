@@ -1,0 +1,215 @@
+"""What equal losses and weights cannot show: which exchanges a step makes, and in what numbers.
+
+A setting that is ignored trains the same bits, only slower or in more memory. So the operators of
+one step are counted, as torch dispatches them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpctrain.engines import fsdp
+from hpctrain.engines import state as names
+from hpctrain.engines.parallelize import names_of, point_to
+from hpctrain.errors import UsageError
+from hpctrain.world import World, join_world
+from tests.support import lm_training as lmt
+from tests.support.gloo import launch
+
+ON_2 = {
+    "ddp": {"kind": "ddp"},
+    "ddp bf16": {"kind": "ddp", "precision": "bf16"},
+    "ddp fp16": {"kind": "ddp", "precision": "fp16"},
+    "fsdp2": {},
+    "fsdp2 bf16": {"precision": "bf16"},
+    "fsdp2 fp16": {"precision": "fp16"},
+    "fsdp2 kept": {"reshard_after_forward": False},
+}
+ALONE = World(0, 0, 1, torch.device("cpu"))
+UNITS = 3
+"""Of FSDP2 in the tiny model: two blocks, and the rest. DDP has a bucket for gradients, and
+exchanges which parameters were used."""
+
+
+class Counting(TorchDispatchMode):
+    """How often each operator ran, by its first argument's dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        dtype = next((str(one.dtype) for one in args if isinstance(one, torch.Tensor)), "")
+        self.seen[operator.overloadpacket.__name__, dtype.removeprefix("torch.")] += 1
+        return operator(*args, **(kwargs or {}))
+
+    def of(self, name):
+        return sum(count for (operator, _), count in self.seen.items() if operator == name)
+
+    def dtypes(self, name):
+        return {dtype for operator, dtype in self.seen if operator == name}
+
+
+def counted(engine, passes):
+    """Gathers, reductions, and the dtypes of matrix products and of reductions in one step."""
+    with Counting() as counting:
+        engine.forward_backward(lmt.microbatches(engine, 0, per_rank=passes), lmt.share)
+    reduced = "_reduce_scatter_base_"
+    return {
+        "gathers": counting.of("_allgather_base_"),
+        "scatters": counting.of(reduced),
+        "sums": counting.of("allreduce_"),
+        "products": counting.dtypes("mm"),
+        "reduced": counting.dtypes(reduced),
+    }
+
+
+def on_two():
+    world = join_world()
+    return {
+        (name, passes): counted(lmt.engine_of(world, lmt.lm(), **settings), passes)
+        for name, settings in ON_2.items()
+        for passes in (1, 4)
+    }
+
+
+@functools.cache
+def steps():
+    """Of both ranks: what each engine does in a step of one pass, and of four."""
+    return launch(on_two, 2)
+
+
+@pytest.mark.parametrize("name", ON_2)
+def test_gradients_travel_once_a_step_however_many_passes_it_has(name):
+    for rank in steps():
+        one, four = rank[name, 1], rank[name, 4]
+        assert (one["scatters"], one["sums"]) == (four["scatters"], four["sums"])
+        assert one["scatters"] == (0 if name.startswith("ddp") else UNITS)
+        assert one["sums"] > (1 if name.startswith("ddp") else 0)  # one is of the step's loss
+
+
+@pytest.mark.parametrize("name", [name for name in ON_2 if name.startswith("fsdp2")])
+def test_blocks_are_gathered_again_backwards_unless_they_are_kept(name):
+    for rank in steps():
+        for passes in (1, 4):
+            backward = 0 if name == "fsdp2 kept" else UNITS
+            assert rank[name, passes]["gathers"] == passes * (UNITS + backward)
+
+
+@pytest.mark.parametrize("name", ON_2)
+def test_products_are_in_the_precision_asked_for_and_gradients_add_in_fp32(name):
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(name.rpartition(" ")[2], "float32")
+    for rank in steps():
+        for passes in (1, 4):
+            assert rank[name, passes]["products"] == {dtype}
+            assert rank[name, passes]["reduced"] <= {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
+def test_one_process_computes_in_the_precision_asked_for_too(precision, dtype):
+    engine = lmt.engine_of(ALONE, lmt.lm(), precision=precision)
+
+    assert counted(engine, 2)["products"] == {dtype}
+    with Counting() as counting:
+        engine.evaluate(lmt.microbatches(engine, 0), lmt.share)
+    assert counting.dtypes("mm") == {dtype}
+
+
+def policies(offload):
+    """With which policy each unit is sharded."""
+    seen = []
+
+    def recording(module, **options):
+        seen.append(options.get("offload_policy", OffloadPolicy()))
+        return fully_shard(module, **options)
+
+    fully_shard, fsdp.fully_shard = fsdp.fully_shard, recording
+    lmt.engine_of(join_world(), lmt.lm(), offload=offload)
+    return [isinstance(policy, CPUOffloadPolicy) for policy in seen]
+
+
+def test_offload_gives_every_unit_the_policy_that_keeps_it_on_the_cpu():
+    """On a CPU nothing else tells: shards lie there anyway."""
+    assert launch(policies, 1, offload="cpu") == [[True] * UNITS]
+    assert launch(policies, 1, offload="none") == [[False] * UNITS]
+
+
+def test_a_parameter_that_is_lost_while_the_model_is_spread_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = names_of(model)
+    model[1] = nn.Identity()
+
+    with pytest.raises(UsageError, match=r"^1\.bias is lost .*: it would not train$"):
+        point_to(optimizer, model, before, may_lack=False)
+    point_to(optimizer, model, before, may_lack=True)
+    assert [id(one) for one in optimizer.param_groups[0]["params"]] == list(before)[:2]
+
+
+def counts_after(world, kind, *, save):
+    """Adam's counts, losses and weights after two steps, with a save before the first or not."""
+    engine = lmt.engine_of(world, lmt.lm(), kind=kind)
+    at_save = lmt.arrays(engine.state().shared) if save else {}
+    trained = lmt.train(engine, 2)
+    counts = dict(_counts(lmt.arrays(engine.state().shared)))
+    return dict(_counts(at_save)), counts, trained
+
+
+def _counts(state):
+    return ((name, float(value)) for name, value in state.items() if name.endswith(".step"))
+
+
+def with_and_without(world=None):
+    world = world or join_world()
+    return {
+        (kind, save): counts_after(world, kind, save=save)
+        for kind in ("ddp", "fsdp2")
+        for save in (True, False)
+        if world.is_distributed or kind == "ddp"
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_before_the_first_step_changes_nothing_of_what_follows(ranks):
+    """Torch makes the state by a real step, and would leave Adam's count at 1."""
+    for found in [with_and_without(ALONE)] if ranks == 1 else launch(with_and_without, ranks):
+        for kind in {kind for kind, _ in found}:
+            at_save, counts, trained = found[kind, True]
+            _, expected, untouched = found[kind, False]
+            assert at_save.keys() == counts.keys() == expected.keys()
+            assert set(at_save.values()) == {0.0}
+            assert set(counts.values()) == set(expected.values()) == {2.0}
+            assert trained.losses == untouched.losses
+            assert trained.norms == untouched.norms
+            for name, weight in untouched.weights.items():
+                assert (trained.weights[name] == weight).all(), name
+
+
+class CountsInPython(torch.optim.SGD):
+    """An optimizer whose count of steps is a plain number, as some people's are."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter]
+                held["step"] = held.get("step", 0) + 1
+
+
+def test_a_count_that_is_a_plain_number_is_0_before_the_first_step_too():
+    model = nn.Linear(2, 2)
+    optimizer = CountsInPython(model.parameters(), lr=0.1)
+
+    before = names.collect(model, optimizer)
+
+    assert [float(before[f"optim.{name}.step"]) for name in ("weight", "bias")] == [0, 0]
+    assert [held["step"] for held in optimizer.state.values()] == [0, 0]
