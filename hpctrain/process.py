@@ -1,4 +1,4 @@
-"""What a forked process does first: whose death it shares, and where its output goes."""
+"""How a program of ours is started, and what a forked process does first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+
+
+def own_program(module: str, *words: str, python: str = "", unbuffered: bool = False) -> list[str]:
+    """The command that runs a module of ours, or of a library, as a program.
+
+    With ``-P``: ``python -m`` alone puts the working directory in front of everything that can be
+    imported, and a job runs where its user typed submit. A ``json.py`` that lies there, somebody's
+    or the user's own, would run in the place of the library's.
+
+    Args:
+        module: Its full name.
+        words: The program's arguments.
+        python: The interpreter; "" is this process's.
+        unbuffered: What it prints is to appear at once.
+    """
+    flags = ["-P", "-u"] if unbuffered else ["-P"]
+    return [python or sys.executable, *flags, "-m", module, *words]
 
 
 def die_with_parent(parent_pid: int) -> None:

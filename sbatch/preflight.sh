@@ -11,7 +11,7 @@ if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
 set +eu
 
 hpctrain_exports=$(
-  exec "$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
 ) || exit
 eval "$hpctrain_exports"
 
@@ -21,5 +21,5 @@ eval "$hpctrain_exports"
 # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
 exec srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
   --kill-on-bad-exit=0 --wait=0 --unbuffered --label "${hpctrain_srun_args[@]}" \
-  bash -c 'exec "$HPCTRAIN_PYTHON" -u -m hpctrain.preflight.node "$1" "$SLURM_NODEID"' \
+  bash -c 'exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.preflight.node "$1" "$SLURM_NODEID"' \
   hpctrain "$HPCTRAIN_RUN_DIR"

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from hpctrain.process import own_program
+
 if TYPE_CHECKING:
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
@@ -29,7 +31,7 @@ def notify(run: RunDir, settings: NotifySettings, attempt: int) -> subprocess.Po
     """
     if not settings.on or not (settings.command or settings.webhook_file):
         return None
-    command = [sys.executable, "-m", "hpctrain.agent.notify_child", str(run.root), str(attempt)]
+    command = own_program("hpctrain.agent.notify_child", str(run.root), str(attempt))
     try:
         child = subprocess.Popen(
             command,

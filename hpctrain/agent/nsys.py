@@ -14,12 +14,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.process import die_with_parent
+from hpctrain.process import die_with_parent, own_program
 from hpctrain.profile.names import folder_name
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def run_below(task: RankTask, rank: int, attempt_dir: Path) -> bool:
         return False
     folder = attempt_dir.parent.parent / "profile" / folder_name(int(attempt_dir.name))
     folder.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-m", "hpctrain.agent.rank_exec", json.dumps(asdict(task))]
+    program = own_program("hpctrain.agent.rank_exec", json.dumps(asdict(task)))
     words = command(nsys, folder / f"rank-{rank:05d}", program, in_range=task.nsys_in_range)
     print(f"hpctrain: rank {rank} runs under {nsys}; its report goes to {folder}", flush=True)
     parent = os.getpid()

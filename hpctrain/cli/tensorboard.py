@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import json_option, runs_option
+from hpctrain.process import own_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def _tree(shown: Sequence[_Shown]) -> Iterator[str]:
 
 def _words(folder: str, host: str, port: int) -> list[str]:
     where = ["--logdir", folder, "--host", host, "--port", str(port)]
-    return [sys.executable, "-m", "tensorboard.main", *where]
+    return own_program("tensorboard.main", *where)
 
 
 def _ssh(host: str, port: int) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 from hpctrain.local import jobs
+from hpctrain.process import own_program
 from hpctrain.records import JobInfo, JobStart
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
@@ -40,7 +40,7 @@ class LocalCluster:
         output = (request.run_dir / "jobs" / f"{request.token}.out").open("ab")
         with output:
             subprocess.Popen(
-                [spec.python or sys.executable, "-m", "hpctrain.local.controller", record.job_id],
+                own_program("hpctrain.local.controller", record.job_id, python=spec.python),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.ports import free_port
 from hpctrain.local import jobs
 from hpctrain.local.control import LocalControl
+from hpctrain.process import own_program
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.spec import load_spec
 
@@ -88,7 +89,7 @@ class Controller:
         jobs.write(record)
         # Other folders have jobs of the same number, and a port counts as free until it is used.
         port = free_port(f"{jobs.root()}/{record.job_id}", record.restarts)
-        python = load_spec(self.run.spec).python or sys.executable
+        python = load_spec(self.run.spec).python
         self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
 
     def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:
@@ -105,7 +106,9 @@ class Controller:
             "kill_wait_s": KILL_WAIT_S,
         }
         environment = {**os.environ, "HPCTRAIN_LOCAL_CONTEXT": json.dumps(context)}
-        command = [python, "-u", "-m", "hpctrain.local.node", str(self.run.root)]
+        command = own_program(
+            "hpctrain.local.node", str(self.run.root), python=python, unbuffered=True
+        )
         return subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _supervise(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent.ports import free_port
 from hpctrain.preflight.node import KEY
+from hpctrain.process import own_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +49,12 @@ class LocalNodes:
         with (run.jobs / f"{token}.out").open("ab") as output:
             self._nodes = [
                 subprocess.Popen(
-                    [python, "-u", "-m", "hpctrain.preflight.node", str(run.root), str(rank)],
+                    own_program(
+                        "hpctrain.preflight.node",
+                        *(str(run.root), str(rank)),
+                        python=python,
+                        unbuffered=True,
+                    ),
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

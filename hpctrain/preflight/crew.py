@@ -8,8 +8,9 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from hpctrain.process import own_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +26,9 @@ class Crew:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         """Start it; the job's own environment wins over `env`, as it does for ranks."""
-        command = [sys.executable, "-m", MODULE]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command,
+            own_program(MODULE),
             stdin=pipe,
             stdout=pipe,
             text=True,

@@ -186,4 +186,4 @@ def _script(run: RunDir, spec: Spec, token: str) -> str:
         from hpctrain.slurm.script import render_script
 
         return render_script(spec, run, token)
-    return f"#!/bin/sh\n# local cluster: {spec.python} -m hpctrain.local.controller JOB_ID\n"
+    return f"#!/bin/sh\n# local cluster: {spec.python} -P -m hpctrain.local.controller JOB_ID\n"

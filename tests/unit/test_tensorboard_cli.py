@@ -63,7 +63,7 @@ def test_each_run_is_shown_under_its_name(runs, tmp_path, capsys):
 
     shown = [(run["name"], run["attempts"], run["has_scalars"]) for run in facts["runs"]]
     assert shown == [("gpt-a", 3, True), ("gpt-b", 1, False), ("gpt-a (2)", 1, True)]
-    assert facts["command"][:3] == [sys.executable, "-m", "tensorboard.main"]
+    assert facts["command"][:4] == [sys.executable, "-P", "-m", "tensorboard.main"]
 
 
 def test_the_ssh_line_is_for_copying(runs, capsys, monkeypatch):

@@ -54,11 +54,12 @@ export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
 if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
 set +eu # a setup with `set -e` must not keep a failed srun from being looked after
 
+# -P: the script runs where submit was typed, and a json.py that lies there is not to be ours.
 # Port, end of the job, KillWait, nodes in order, address of the first one.
 # The child ignores SIGTERM, which SLURM sends to every process that it finds.
 hpctrain_exports=$(
   trap '' TERM
-  exec "$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
 ) || exit
 eval "$hpctrain_exports"
 
@@ -72,7 +73,8 @@ if [ "$hpctrain_term" = 0 ]; then
   srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
     --output="${hpctrain_output//%/%%}-%t.out" "${hpctrain_srun_args[@]}" \
-    bash -c 'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -u -m hpctrain.slurm.task "$1"' \
+    bash -c \
+    'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.slurm.task "$1"' \
     hpctrain "$HPCTRAIN_RUN_DIR${HPCTRAIN_TOKEN:+/jobs/$HPCTRAIN_TOKEN}" &
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
@@ -85,6 +87,6 @@ fi
 # Requeues where no agent could any more. From here on nothing but SIGKILL ends this script.
 hpctrain_noted=$hpctrain_term
 trap '' TERM
-"$HPCTRAIN_PYTHON" -m hpctrain.slurm.batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
+"$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
   --rc "$hpctrain_rc" --term "$hpctrain_noted"
 exit
