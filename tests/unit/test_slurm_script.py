@@ -248,7 +248,7 @@ def test_term_does_not_end_the_script_before_srun(tmp_path):
 
 def test_the_batch_sides_exit_code_is_the_jobs(tmp_path):
     script = Script(tmp_path, "exit 0")
-    script.command("python", '[ "$3" = after ] && exit 93; exit 0')
+    script.command("python", '[ "$4" = after ] && exit 93; exit 0')
 
     assert script.start().wait() == 93
 
