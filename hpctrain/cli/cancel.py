@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import json_option, runs_flag, runs_option
+from hpctrain.cli.options import foreign_option, json_option, runs_flag, runs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,10 @@ Examples:
 )
 @click.argument("run", metavar="RUN")
 @click.option("--save", is_flag=True, help="Let it save and leave by itself.")
+@foreign_option
 @runs_option
 @json_option
-def command(*, run: str, save: bool, as_json: bool, runs: Path) -> None:
+def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -> None:
     """Stop a run for good: it is not requeued.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
@@ -38,10 +39,10 @@ def command(*, run: str, save: bool, as_json: bool, runs: Path) -> None:
     from hpctrain.cli.output import echo_json
     from hpctrain.ledger import events as ledger
     from hpctrain.rundir.find import find_run
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.rundir.owner import own_spec
 
     found = find_run(run, runs=runs)
-    cluster = load_spec(found.spec).cluster
+    cluster = own_spec(found, named=run, foreign=foreign).cluster
     events = ledger.read(found)
     answer = ask(cluster, events)
     job_id = _live_job(found, answer, events)

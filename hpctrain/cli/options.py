@@ -45,6 +45,15 @@ def locked_option(function: _Function) -> _Function:
     )(function)
 
 
+def foreign_option(function: _Function) -> _Function:
+    """`--foreign`: carry out what a run says that others own or can write."""
+    return click.option(
+        "--foreign",
+        is_flag=True,
+        help="Trust a run that others own or can write; RUN is its path then.",
+    )(function)
+
+
 def run_argument(function: _Function) -> _Function:
     """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
     return click.argument("run", default="-", metavar="[RUN]")(function)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option, run_argument, runs_flag, runs_option
+from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_flag, runs_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,7 @@ Examples:
 @click.option("--memory", is_flag=True, help="With --now: also what holds the GPU's memory.")
 @click.option("--wait", is_flag=True, help="With --now: wait for the profile and show it.")
 @json_option
+@foreign_option
 @runs_option
 def command(
     *,
@@ -45,6 +46,7 @@ def command(
     ranks: str | None,
     memory: bool,
     wait: bool,
+    foreign: bool,
     as_json: bool,
     runs: Path,
 ) -> None:
@@ -65,7 +67,9 @@ def command(
         _show(found, name, as_json=as_json)
         return
     from hpctrain.cli import profile_now
+    from hpctrain.rundir.owner import own_spec
 
+    own_spec(found, named=run, foreign=foreign)
     request, expected = profile_now.ask_for(
         found, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )

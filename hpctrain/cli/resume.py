@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import engine_options, locked_option, profile_options, runs_option
+from hpctrain.cli.options import (
+    engine_options,
+    foreign_option,
+    locked_option,
+    profile_options,
+    runs_option,
+)
 from hpctrain.cli.wait import conclude, wait_option
 
 if TYPE_CHECKING:
@@ -41,6 +47,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @locked_option
+@foreign_option
 @runs_option
 def command(
     run: str,
@@ -55,6 +62,7 @@ def command(
     wait: bool,
     as_json: bool,
     allow_locked: bool,
+    foreign: bool,
     runs: Path,
     **flags: Any,
 ) -> int:
@@ -67,9 +75,9 @@ def command(
     from hpctrain.errors import UsageError
     from hpctrain.plan.resume import as_text
     from hpctrain.rundir.find import find_run
+    from hpctrain.rundir.owner import own_spec
     from hpctrain.settings.check_profile import profile_flags
     from hpctrain.settings.mesh_flag import engine_flags
-    from hpctrain.settings.spec import load_spec
     from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.bad_nodes import kept_out
     from hpctrain.submit.launch import launch
@@ -88,7 +96,7 @@ def command(
         allow_locked=allow_locked,
         accounting=of_slurm(),
     )
-    spec, notes = change_spec(load_spec(found.spec), request)
+    spec, notes = change_spec(own_spec(found, named=run, foreign=foreign), request)
     refuse_alive(found, spec)
     plan = plan_resume(found, spec, from_step)
     bad = kept_out(found, spec, os.environ)

@@ -60,10 +60,12 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
+    from hpctrain.cli.output import echo_note
     from hpctrain.cli.status_look import Looker
     from hpctrain.cli.status_screen import colored, look_at, look_at_all, width
     from hpctrain.cli.status_watch import keep_looking
     from hpctrain.errors import UsageError
+    from hpctrain.ledger.format import count
     from hpctrain.rundir.find import find_run
 
     if interval is not None and not watch:
@@ -81,6 +83,8 @@ def command(
     else:
         looker.ask_every_s, looker.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
         shown = keep_looking(look, interval or INTERVAL_S, as_json=as_json)
+    if looker.unreadable:
+        echo_note(f"{count(looker.unreadable, 'folder')} in {runs} cannot be read")
     return shown.exit_status if exit_status else 0
 
 

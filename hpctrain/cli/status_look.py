@@ -39,11 +39,13 @@ class Looker:
         runs: The folder of all runs, for the commands that are shown.
         ask_every_s: The least time between two questions about one run's job.
         account_every_s: The same for accounting, which costs a cluster more.
+        unreadable: Folders that could not be looked into by the last look at all runs.
     """
 
     runs: Path
     ask_every_s: float = 0.0
     account_every_s: float = 0.0
+    unreadable: int = 0
     _answers: dict[Path, tuple[float, tuple[object, ...], Answer]] = field(default_factory=dict)
     _starts: dict[Path, tuple[float, tuple[object, ...], list[JobStart]]] = field(
         default_factory=dict
@@ -94,15 +96,19 @@ class Looker:
         """All runs, the newest first; schedulers are asked side by side, since each takes its time.
 
         Args:
-            thorough: See `look`.
+            thorough: See `look`; not for what other users own, whose checkpoints may be anything.
         """
-        from hpctrain.rundir.find import all_runs
+        from hpctrain.rundir.find import look_into
+        from hpctrain.rundir.owner import is_mine
+
+        folder = look_into(self.runs)
+        self.unreadable = folder.unreadable
 
         def one(run: RunDir) -> RunStatus:
-            return self.look(run, thorough=thorough)
+            return self.look(run, thorough=thorough and is_mine(run.root))
 
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return list(pool.map(one, all_runs(self.runs)))
+            return list(pool.map(one, folder.runs))
 
     def _scheduler(
         self,
@@ -160,7 +166,7 @@ def _spec(run: RunDir) -> tuple[Spec | None, str]:
         return load_spec(run.spec), ""
     except HpctrainError as error:
         return None, str(error)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # torn, or of a stranger's making
+    except OSError as error:
         return None, f"{run.spec} cannot be read: {error}"
 
 

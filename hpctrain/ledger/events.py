@@ -25,12 +25,15 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain.ledger.lines import BLOCK_BYTES, Lines
 from hpctrain.ledger.values import finite, whole
+from hpctrain.plain_files import open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import FileIO
     from pathlib import Path
 
     from hpctrain.rundir.layout import RunDir
@@ -41,7 +44,6 @@ KEPT_EVERY = 256
 """Of a row of step marks one in so many is read in any case."""
 NEWEST_BYTES = 64 * 1024
 """The end of a ledger, which is read whole: how fast the run is now is in it."""
-BLOCK_BYTES = 1 << 20
 _MARK = re.compile(rb'\{"t": [0-9.]+(, "kind": "steps", "attempt": [0-9]+, )')
 """How `append` begins a step mark. A mark in another form is read like every other line."""
 _HEAD = 80
@@ -105,23 +107,25 @@ def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
     if marks == "all":
         return Tail(run.events).new()
     try:
-        with run.events.open("rb") as file:
+        with open_plain(run.events) as file:
             lines = _thinned(file, os.fstat(file.fileno()).st_size - NEWEST_BYTES)
             return [event for line in lines if (event := parse(line))]
     except FileNotFoundError:
         return []
 
 
-def _thinned(file: BinaryIO, until: int) -> Iterator[bytes]:
+def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
     """The lines without most of the step marks before `until`; what is no whole mark comes through.
 
     A line is looked at and not parsed: that would take longer than all that follows from it.
     """
-    rest = before = last = b""
+    reader = Lines(file)
+    before = last = b""
     same, count = b"\n", 0
-    while until > 0 and (block := file.read(min(BLOCK_BYTES, until))):
-        until -= len(block)
-        *lines, rest = (rest + block).split(b"\n")
+    while (left := until - file.tell()) > 0:
+        lines = reader.block(min(BLOCK_BYTES, left))
+        if lines is None:
+            break
         for line in lines:
             if line.find(same, 0, _HEAD) > 0 and line[-1:] == b"}":
                 before, last = last, line
@@ -140,7 +144,9 @@ def _thinned(file: BinaryIO, until: int) -> Iterator[bytes]:
             before = last = b""
             yield line
     yield from _ends(before, last)
-    yield from (rest + file.read()).split(b"\n")
+    while (lines := reader.block()) is not None:
+        yield from lines
+    yield reader.rest
 
 
 def _ends(before: bytes, last: bytes) -> list[bytes]:
@@ -159,21 +165,21 @@ class Tail:
 
     def new(self) -> list[Event]:
         """The facts since the last call; all of them if a shorter file has replaced the old."""
+        found: list[Event] = []
         try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                content = file.read()
+            with open_plain(self._path) as file:
+                if os.fstat(file.fileno()).st_size >= self._offset:
+                    file.seek(self._offset)
+                reader = Lines(file)
+                while (lines := reader.block()) is not None:
+                    found += [event for line in lines if (event := parse(line))]
+                self._offset = reader.end
+                rest = parse(reader.rest)
+                if rest is not None:  # whole but for its newline, which the next writer adds
+                    found.append(rest)
+                    self._offset = file.tell()
         except FileNotFoundError:
             return []
-        end = content.rfind(b"\n") + 1
-        found = [event for line in content[:end].split(b"\n") if (event := parse(line))]
-        rest = parse(content[end:])
-        if rest is not None:  # whole but for its newline, which the next writer adds
-            found.append(rest)
-            end = len(content)
-        self._offset += end
         return found
 
 

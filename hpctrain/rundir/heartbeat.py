@@ -14,6 +14,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import read_plain
+
 if TYPE_CHECKING:
     from hpctrain.rundir.layout import RunDir
 
@@ -52,7 +54,7 @@ def write_heartbeat(run: RunDir, attempt: int, beat: Heartbeat) -> None:
 def read_heartbeat(run: RunDir, attempt: int) -> Heartbeat | None:
     """The attempt's last heartbeat; None without one, or where half of one is seen."""
     try:
-        raw = json.loads(run.heartbeat(attempt).read_bytes())
+        raw = json.loads(read_plain(run.heartbeat(attempt)))
         t, step = float(raw["t"]), int(raw["step"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

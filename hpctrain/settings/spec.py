@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import NotFound
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.plain_files import read_plain
 from hpctrain.settings.schema import Settings, sections
 
 if TYPE_CHECKING:
@@ -84,19 +85,23 @@ def load_spec(path: Path) -> Spec:
 
     Raises:
         NotFound: there is none, or it is of a newer format than this version knows.
+        UsageError: it is no spec: torn, or written by something else.
     """
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw: dict[str, Any] = json.loads(read_plain(path))
+        if raw["format"] > FORMAT:
+            raise NotFound(
+                f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; "
+                "use a newer hpctrain"
+            )
+        raw["entry"] = Entry(**raw["entry"])
+        raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
+        raw["settings"] = Settings(
+            **{name: cls(**raw["settings"].get(name, {})) for name, cls in sections().items()}
+        )
+        return Spec(**raw)
     except FileNotFoundError:
         raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None
-    if raw["format"] > FORMAT:
-        raise NotFound(
-            f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; "
-            "use a newer hpctrain"
-        )
-    raw["entry"] = Entry(**raw["entry"])
-    raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
-    raw["settings"] = Settings(
-        **{name: cls(**raw["settings"].get(name, {})) for name, cls in sections().items()}
-    )
-    return Spec(**raw)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be read: it is not the spec of a run ({why})") from None

@@ -1,0 +1,102 @@
+"""Whose run is it? What a run's files say is carried out for their owner alone.
+
+A folder of runs may be shared by a group or by all users of a cluster. A run names a program, a
+script's header and a command for notifications, so who can write its files decides what its owner
+runs. tests/unit/test_owner.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import stat
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+
+def is_mine(path: Path) -> bool:
+    """Whether this user owns what lies there, or what a link there points to; no where it is gone.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    try:
+        return path.stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
+def distrust(path: Path, *, group: bool = False) -> str:
+    """Who else can have written it, as words that go on from the path; "" where nobody can.
+
+    Args:
+        path: A file or folder; one that is not there can be trusted.
+        group: Its group may write it: the run is shared on purpose.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ""
+    if found.st_uid != os.geteuid():
+        return f"belongs to {_user(found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    if found.st_mode & stat.S_IWGRP and not group:
+        return "can be written by its group"
+    return ""
+
+
+def own_spec(run: RunDir, *, named: str, foreign: bool = False) -> Spec:
+    """The spec of a run, once it is certain that nobody else can have written it.
+
+    Args:
+        run: The run.
+        named: How the user named it.
+        foreign: Take it whoever wrote it, as the user has asked; the run's path must be given then,
+            so that nothing else is meant.
+
+    Raises:
+        ChecksFailed: others own the run or can write it.
+        UsageError: `foreign` without a path.
+        NotFound: see `load_spec`.
+    """
+    if foreign:
+        if "/" not in named:
+            raise UsageError(f"--foreign takes the run's path, not {named!r}: {run.root}")
+        return load_spec(run.spec)
+    # The spec says whether its group may write the rest, so the group may not write the spec.
+    _refuse(run, run.root, group=True)
+    _refuse(run, run.spec)
+    spec = load_spec(run.spec)
+    shared = bool(getattr(spec.settings.run, "group_writable", False))
+    for path in (run.root, run.jobs, run.snapshot):
+        _refuse(run, path, group=shared)
+    return spec
+
+
+def _refuse(run: RunDir, path: Path, *, group: bool = False) -> None:
+    why = distrust(path, group=group)
+    if not why:
+        return
+    where = shlex.quote(str(run.root))
+    mend = "" if why.startswith("belongs") else f"`chmod -R go-w {where}` mends it; "
+    raise ChecksFailed(
+        f"{path} {why}: who can write a run decides what it runs as you; {mend}"
+        f"if you trust them, name it by its path: {where} --foreign"
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,88 @@
+"""Whose run is it: what others own or can write is neither meant by a prefix nor carried out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.rundir.find import find_run
+from hpctrain.rundir.owner import own_spec
+from tests.support.ledger_runs import Story
+from tests.support.users import OWNER, STRANGER, run_as
+
+HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of this user's that nobody else can write."""
+    run = Story(tmp_path / "runs" / "lm").submitted().run
+    (run.root / "snapshot").mkdir(mode=0o755)
+    run.jobs.mkdir(mode=0o755)
+    for path in (run.root, run.spec):
+        path.chmod(path.stat().st_mode & ~0o022)
+    return run
+
+
+def test_an_own_run_is_trusted(run):
+    assert own_spec(run, named="lm").name == "lm"
+
+
+@pytest.mark.parametrize("part", ["", "spec.json", "snapshot", "jobs"])
+@pytest.mark.parametrize(("bit", "who"), [(0o020, "its group"), (0o002, "every user")])
+def test_a_run_that_others_can_write_is_refused(run, part, bit, who):
+    path = run.root / part
+    path.chmod(path.stat().st_mode | bit)
+    with pytest.raises(ChecksFailed, match=rf"{path} can be written by {who}.*chmod -R go-w"):
+        own_spec(run, named="lm")
+
+
+def test_a_foreign_run_is_taken_by_its_path_and_the_flag_alone(run):
+    run.root.chmod(0o777)
+    with pytest.raises(UsageError, match=f"--foreign takes the run's path, not 'lm': {run.root}"):
+        own_spec(run, named="lm", foreign=True)
+    assert own_spec(run, named=str(run.root), foreign=True).name == "lm"
+
+
+def test_a_time_in_the_future_counts_as_the_files(tmp_path):
+    Story(tmp_path / "ahead", t=9e9).submitted()
+    Story(tmp_path / "newest", t=time.time() - 50).submitted()
+    os.utime(tmp_path / "ahead" / "events.jsonl", (1000, 1000))
+    assert find_run("-", runs=tmp_path).name == "newest"
+
+
+@pytest.mark.two_users
+def test_a_planted_run_is_neither_the_newest_nor_resumed(common_path):
+    runs = common_path / "runs"
+    runs.mkdir()
+    runs.chmod(0o1777)
+    payload = common_path / "payload.sh"
+    payload.write_text(f"#!/bin/sh\nid -u > {common_path}/ran\n")
+    payload.chmod(0o755)
+    for name, user, t in (("mine", OWNER, 1e9), ("zz", STRANGER, 9e9)):
+        story = (
+            Story(runs / name, t=t)
+            .submitted("17", f"{name}-1")
+            .started(1, "17")
+            .ended(1, "crashed", "stop")
+        )
+        spec = story.run.spec
+        spec.write_text(spec.read_text().replace('"python": ""', f'"python": "{payload}"'))
+        for path in (story.run.root, *story.run.root.iterdir()):
+            os.chown(path, user.uid, user.gid)
+    common_path.chmod(0o777)
+
+    for text, code in (("-", 0), ("z", 4), ("17", 0)):
+        told = run_as(OWNER, [*HPCTRAIN, "status", text, "--runs", str(runs)], check=False)
+        assert told.returncode == code, told
+        assert "mine" in told.stdout + told.stderr
+        assert "zz" not in told.stdout + told.stderr
+    for words in (["resume", "zz"], ["cancel", str(runs / "zz")], ["profile", "zz", "--now"]):
+        told = run_as(OWNER, [*HPCTRAIN, *words, "--runs", str(runs)], check=False)
+        assert told.returncode == 3, told
+        assert f"{runs}/zz belongs to user {STRANGER.uid}" in told.stderr
+    assert not (common_path / "ran").exists()
