@@ -96,10 +96,10 @@ def _run_rounds(
     started: float,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     from hpctrain.agent.node import NodeAgent, RoundHooks
     from hpctrain.agent.ranks import run_rank
+    from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.stopwatch import StopWatch
 
     imported = time.time()
@@ -139,20 +139,20 @@ def _run_rounds(
     def may_restart(failure: FailureReport | None) -> bool:
         return aftermath.after_crash(agent.attempt_number, failure)
 
-    handler = StaticTCPRendezvous(
+    rendezvous = Rendezvous(
         context.master_addr,
         context.port,
         context.node_rank,
-        len(context.nodes),
-        f"{context.job_id}.{context.restarts}",
-        RENDEZVOUS_S,
+        context.nodes,
+        run_id=f"{context.job_id}.{context.restarts}",
+        timeout_s=RENDEZVOUS_S,
     )
     workers = WorkerSpec(
         role="rank",
         local_world_size=spec.settings.slurm.ranks(),
         entrypoint=run_rank,
         args=(_task(spec),),
-        rdzv_handler=handler,
+        rdzv_handler=rendezvous,
         max_restarts=1_000_000,
         monitor_interval=0.1,
         master_addr=context.master_addr,
@@ -167,10 +167,13 @@ def _run_rounds(
         start_method=spec.settings.run.start_method,
         before_ranks=environment.for_attempt,
     )
-    agent.run()
-    if hooks is None or agent.end is None:
-        return 0
-    return aftermath.conclude(agent.attempt_number, agent.end, watch)
+    try:
+        agent.run()
+        if hooks is None or agent.end is None:
+            return 0
+        return aftermath.conclude(agent.attempt_number, agent.end, watch)
+    finally:
+        rendezvous.close()
 
 
 def _start_times(started: float, imported: float) -> dict[str, float]:

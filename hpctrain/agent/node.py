@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.agent.failure import collect, first_causal
 from hpctrain.agent.log_clock import LogClock
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
+    from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.stopwatch import StopWatch
     from hpctrain.rundir.fence import Attempt
 
@@ -43,7 +43,7 @@ ROLL_CALL_S = 5.0
 """So long may another node's agent take to answer that it is alive."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
 GOODBYE_S = 5.0
-"""How long node 0's agent, where the store lives, stays at most for others to read the verdict."""
+"""How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
 
 Ending = Literal["left", "failed", "killed"]
@@ -133,7 +133,7 @@ class NodeAgent(LocalElasticAgent):
         """Make the agent of this node; `run()` starts it.
 
         Args:
-            spec: torch's worker specification; its rendezvous must be the static one.
+            spec: torch's worker specification; its rendezvous must be ours.
             node: This node's name.
             attempt_dir: Directory of an attempt by number.
             hooks: Node 0 only.
@@ -150,9 +150,7 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks = before_ranks
         self._round = 0
         self._news = self._published = 0
-        self._static = cast("StaticTCPRendezvous", spec.rdzv_handler)
-        self._first_port = self._static.master_port
-        self._old_stores: list[Any] = []
+        self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
         self._remaining_restarts = MANY
 
     # ---- torch's hooks
@@ -206,26 +204,11 @@ class NodeAgent(LocalElasticAgent):
     # ---- one round
 
     def _next_round(self) -> None:
-        """A store of its own for every round: in the old one ranks would find dead ones' addresses.
-
-        The old store is kept, since other agents may still be reading the verdict in it.
-        """
         self._round += 1
         self._news = self._published = 0
         self._remaining_restarts -= 1
-        self._old_stores.append(self._group_store)
-        spec = self._worker_group.spec
-        old = self._static
-        handler = StaticTCPRendezvous(
-            old.master_addr,
-            self._first_port + self._round,
-            old.rank,
-            old.world_size,
-            old.run_id,
-            int(old.timeout.total_seconds()),
-        )
-        spec.rdzv_handler = self._rdzv_handler = self._static = handler
-        spec.master_port = handler.master_port
+        self._meeting_place.next_round()
+        self._worker_group.spec.master_port = self._meeting_place.master_port
 
     def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
         key = f"attempt/{self._round}"

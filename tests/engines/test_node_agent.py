@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from hpctrain.agent.ranks import RankTask, run_rank
 from hpctrain.agent.stopwatch import StopWatch
 from hpctrain.records import JobContext
 from hpctrain.rundir.fence import Attempt
+from tests.support.processes import listening
 
 SCRIPT = """
 import os, pathlib, time
@@ -28,7 +30,8 @@ time.sleep(0 if folder.name == "2" else 60)
 def _agent(node, port, folder):
     """The agent of one of two nodes, with one rank each; node 0 writes how it ended."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    from hpctrain.agent.rendezvous import Rendezvous
 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
@@ -42,12 +45,14 @@ def _agent(node, port, folder):
     context = JobContext("1", 0, node, ["n0", "n1"], "127.0.0.1", port, "")
     watch = StopWatch(context, arrivals=list, ask=None)
     hooks = RoundHooks(begin, watch, lambda _failure: True) if node == 0 else None
+    _note_forks(folder / f"forks-{node}")
+    rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
         role="rank",
         local_world_size=1,
         entrypoint=run_rank,
         args=(RankTask("", str(folder / "script.py")),),
-        rdzv_handler=StaticTCPRendezvous("127.0.0.1", port, node, 2, "test", 60),
+        rdzv_handler=rendezvous,
         max_restarts=1_000_000,
         master_addr="127.0.0.1",
         master_port=port,
@@ -61,10 +66,25 @@ def _agent(node, port, folder):
         before_ranks=lambda _number: None,
     )
     agent.run()
+    rendezvous.close()
     if node == 0:
         end = agent.end
         (folder / "end.json").write_text(json.dumps([end.ending, end.silent_nodes, len(begun)]))
     os._exit(0)
+
+
+def _note_forks(path):
+    """At each fork of this process write down its threads, and the sockets it came to listen on."""
+    mine = os.getpid()
+    before = listening(mine)
+
+    def note():
+        if os.getpid() == mine:
+            with path.open("a") as file:
+                threads = len(list(Path("/proc/self/task").iterdir()))
+                file.write(f"{threads} {len(listening(mine) - before)}\n")
+
+    os.register_at_fork(before=note)
 
 
 def _wait(path):
@@ -97,3 +117,7 @@ def test_ranks_start_again_only_where_every_agent_answers(tmp_path, dead, expect
         agent.kill()
 
     assert end == expected
+    # A lock that another thread holds at a fork is held for ever in the rank.
+    forks = [(tmp_path / f"forks-{node}").read_text().splitlines() for node in (0, 1)]
+    begun = expected[2]
+    assert forks == [["1 0"] * (1 + begun), ["1 0"] * begun], "store and ranks; ranks"

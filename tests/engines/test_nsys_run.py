@@ -46,7 +46,8 @@ PATIENCE_S = 30.0
 def agent_of(folder, port, what):
     """The agent of one node with two ranks, the second of them under nsys."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    from hpctrain.agent.rendezvous import Rendezvous
 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
@@ -57,12 +58,13 @@ def agent_of(folder, port, what):
     hooks = RoundHooks(
         lambda _size: Attempt(1, "token", "1", 0, 0.0), watch, lambda _failure: False
     )
+    rendezvous = Rendezvous("127.0.0.1", port, 0, ["n0"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
         role="rank",
         local_world_size=2,
         entrypoint=run_rank,
         args=(RankTask("", str(folder / "program.py"), [what], nsys_rank=1),),
-        rdzv_handler=StaticTCPRendezvous("127.0.0.1", port, 0, 1, "test", 60),
+        rdzv_handler=rendezvous,
         max_restarts=1_000_000,
         master_addr="127.0.0.1",
         master_port=port,
@@ -76,6 +78,7 @@ def agent_of(folder, port, what):
         before_ranks=lambda _number: None,
     )
     agent.run()
+    rendezvous.close()
     failure = agent.end.failure
     told = {"ending": agent.end.ending, "summary": failure.summary if failure else ""}
     (folder / "end.json").write_text(json.dumps(told))

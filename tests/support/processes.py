@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,3 +102,18 @@ def kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def listening(pid: int) -> set[str]:
+    """Where a process listens over TCP, as "address:port" in the kernel's hexadecimals."""
+    inodes = set()
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the folder is closed by now
+            inodes.add(str(entry.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in (PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1])
+    return found

@@ -1,0 +1,95 @@
+"""Where the agents of a job meet before each round, in a store that none of them serves."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from hpctrain.agent.ports import PORTS
+from hpctrain.agent.store_process import StoreProcess
+from hpctrain.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
+
+class Rendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous; node 0's store is in a process of its own, and new each round.
+
+    In an old round's store ranks would find dead ones' addresses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        nodes: Sequence[str],
+        *,
+        run_id: str,
+        timeout_s: int,
+    ) -> None:
+        """Make node `rank`'s side of it; on node 0 this forks, so call it before any thread starts.
+
+        Args:
+            address: Of node 0, for all nodes.
+            port: The first of the job's ports; each round takes the next.
+            rank: This node's.
+            nodes: The names of all.
+            run_id: Of this start of the job.
+            timeout_s: So long may the nodes take to meet.
+        """
+        super().__init__(address, port, rank, len(nodes), run_id, timeout_s)
+        self._nodes = nodes
+        self._first_port = port
+        self._round = 0
+        self._last: Any = None
+        self._server = StoreProcess() if rank == 0 else None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet all other agents; collective.
+
+        Raises:
+            ClusterError: node 0: its port is taken, or not all nodes came in time.
+        """
+        if self._server is not None:
+            self._server.serve(self.master_addr, self.master_port)
+        store = TCPStore(
+            self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
+        )
+        self._store = store
+        self._meet(PrefixStore(f"{self.run_id}/here", store))
+        return super().next_rendezvous()
+
+    def next_round(self) -> None:
+        """Meet in a new store the next time.
+
+        The old one is kept for another round, since agents may still be reading the verdict in it.
+        """
+        self._last, self._store = self._store, None
+        self._round += 1
+        self.master_port = self._first_port + self._round % PORTS
+
+    def close(self) -> None:
+        """Serve no more. Harmless when repeated."""
+        if self._server is not None:
+            self._server.stop()
+
+    def _meet(self, here: Any) -> None:
+        here.set(str(self.rank), "")
+        if self.rank != 0:
+            return  # it waits for what node 0 says next
+        try:
+            here.wait([str(rank) for rank in range(self.world_size)], self.timeout)
+        except RuntimeError as error:
+            absent = [name for rank, name in enumerate(self._nodes) if not here.check([str(rank)])]
+            raise ClusterError(
+                f"the agents of {', '.join(absent)} did not come to "
+                f"{self.master_addr}:{self.master_port} within "
+                f"{self.timeout / timedelta(seconds=1):g} s ({error})"
+            ) from error

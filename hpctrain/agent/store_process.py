@@ -1,0 +1,133 @@
+"""The ranks' meeting place, torch's TCPStore, served by a process of its own.
+
+torch's server looks up the name of everyone who connects, in a thread. A rank forked from the
+serving process during such a lookup inherits glibc's resolver lock as taken, and waits for ever in
+its own first connect. So the agent serves nothing: it forks this process while it has one thread,
+and is a client afterwards, which needs no thread. tests/engines/test_node_agent.py holds that.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpctrain.agent import signals
+from hpctrain.errors import ClusterError
+from hpctrain.process import die_with_parent
+
+if TYPE_CHECKING:
+    from typing import Self
+
+KEPT = 2
+"""Stores that are served at once: others may still be reading the last round's verdict."""
+BACKLOG = 4096
+
+
+class StoreProcess:
+    """Serves one store after another, until `stop` or the end of the process that made it.
+
+    Make it while this process has one thread and has imported torch, whose pages it then shares.
+    """
+
+    def __init__(self) -> None:
+        """Fork it; nothing is served yet."""
+        self._line, theirs = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            _serve_until_killed(theirs, parent)
+        theirs.close()
+
+    def serve(self, address: str, port: int) -> None:
+        """Serve an empty store on a port; the store before the last one ends.
+
+        Args:
+            address: Under which its clients reach this node. Where that is the loopback, nobody
+                else can connect.
+            port: To listen on.
+
+        Raises:
+            ClusterError: the port is taken, or the process is gone.
+        """
+        answer = ""
+        with suppress(ConnectionError):
+            self._line.sendall(json.dumps([address, port]).encode() + b"\n")
+            answer = self._line.recv(1 << 16).decode()
+        if answer != "served":
+            raise ClusterError(
+                f"the ranks cannot meet on port {port} of {socket.gethostname()}: "
+                f"{answer or 'the process that serves them is gone'}; start the run again"
+            )
+
+    def stop(self) -> None:
+        """End it, and wait for that. Harmless when repeated."""
+        if self.pid > 0:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            self._line.close()
+            self.pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        signals.ignore_all()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with_parent(parent)
+        stores: list[Any] = []
+        with line.makefile("r") as orders:
+            for order in orders:
+                try:
+                    stores = [*stores[1 - KEPT :], _store(*json.loads(order))]
+                    answer = "served"
+                except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
+                    answer = str(error) or type(error).__name__
+                line.sendall(answer.encode())
+    finally:
+        os._exit(0)
+
+
+def _store(address: str, port: int) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    # torch would listen on all of the machine's addresses.
+    host = address if is_loopback(address) else ""
+    listening = _listen(host, port)
+    return TCPStore(
+        host or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if ":" in host:
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG)
+    if host or not socket.has_dualstack_ipv6():
+        return socket.create_server((host, port), backlog=BACKLOG)
+    return socket.create_server(
+        (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

@@ -1,0 +1,146 @@
+"""The ranks' store: served by a process of its own, that ends with its maker and is not exposed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+
+from hpctrain.agent.store_process import StoreProcess
+from hpctrain.errors import ClusterError
+from tests.support.gloo import _free_port
+from tests.support.processes import alive, listening
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def store():
+    """A process that serves stores."""
+    with StoreProcess() as process:
+        yield process
+
+
+def _client(port):
+    from torch.distributed import TCPStore
+
+    return TCPStore("localhost", port, None, is_master=False, timeout=timedelta(seconds=20))
+
+
+def _serve(address, port, folder):
+    store = StoreProcess()
+    store.serve(address, port)
+    (folder / "new").write_text(json.dumps(store.pid))
+    (folder / "new").rename(folder / "pid")
+    signal.pause()
+
+
+def _await(condition, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_store_at_the_loopback_is_for_this_machine_alone(store, address):
+    port = _free_port()
+    store.serve(address, port)
+
+    assert listening(store.pid) == {f"0100007F:{port:04X}"}
+    assert f"0100007F:{port:04X}" not in listening(os.getpid())
+    _client(port).set("key", "value")
+
+
+def test_other_machines_reach_a_store_at_a_name(store):
+    port = _free_port()
+    store.serve(socket.gethostname(), port)
+
+    (found,) = listening(store.pid)
+    assert found == f"{'0' * len(found.partition(':')[0])}:{port:04X}"
+    _client(port).set("key", "value")
+    assert _client(port).get("key") == b"value"
+
+
+def test_the_last_rounds_store_is_served_beside_the_present_one_and_older_ones_are_not(store):
+    ports = [_free_port() for _ in range(3)]
+    for port in ports:
+        store.serve("127.0.0.1", port)
+
+    assert {found.partition(":")[2] for found in listening(store.pid)} == {
+        f"{port:04X}" for port in ports[1:]
+    }
+
+
+def test_a_port_that_is_taken_is_told_in_a_line_and_the_next_one_works(store):
+    told = r"port \d+ of .*: .*in use.*; start the run again"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ClusterError, match=told),
+    ):
+        store.serve("127.0.0.1", other.getsockname()[1])
+
+    store.serve("127.0.0.1", _free_port())
+
+
+def test_a_store_that_was_killed_is_told_in_a_line(store):
+    os.kill(store.pid, signal.SIGKILL)
+
+    with pytest.raises(ClusterError, match="the process that serves them is gone"):
+        store.serve("127.0.0.1", _free_port())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+def test_signals_to_all_processes_of_a_node_leave_the_store_alone(store, signum):
+    port = _free_port()
+    store.serve("127.0.0.1", port)
+
+    os.kill(store.pid, signum)
+
+    _client(port).set("key", "value")
+    assert alive(store.pid)
+
+
+def test_the_store_ends_with_a_killed_agent(tmp_path):
+    maker = multiprocessing.get_context("fork").Process(
+        target=_serve, args=("127.0.0.1", _free_port(), tmp_path)
+    )
+    maker.start()
+    _await((tmp_path / "pid").exists, "no store")
+    pid = json.loads((tmp_path / "pid").read_text())
+    assert alive(pid)
+
+    os.kill(maker.pid, signal.SIGKILL)
+    maker.join()
+
+    _await(lambda: not alive(pid), f"store {pid} outlived its agent")
+
+
+def test_stopping_waits_for_the_end():
+    with StoreProcess() as store:
+        pid = store.pid
+    store.stop()
+
+    assert not alive(pid)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def test_agents_that_do_not_come_are_named():
+    from hpctrain.agent.rendezvous import Rendezvous
+
+    nodes = ["n0", "n1", "n2"]
+    port = _free_port()
+    first = Rendezvous("127.0.0.1", port, 0, nodes, run_id="1.0", timeout_s=1)
+    try:
+        told = rf"the agents of n1, n2 did not come to 127.0.0.1:{port} within 1 s"
+        with pytest.raises(ClusterError, match=told):
+            first.next_rendezvous()
+    finally:
+        first.close()
