@@ -16,7 +16,7 @@ BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 .PHONY: install
 install: $(STAMP) ## make .venv where no virtual environment is active, and install hpctrain with its tools
@@ -56,6 +56,24 @@ test: slurm browser ## all tests, on a real SLURM that the tests start; TESTS=te
 	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
 	@$(PYTEST) $(BESIDE) $(TESTS)
 
+# The versions of SLURM beside this machine's own, and what of tests/slurm each is held against.
+SLURM_VERSIONS := 24.11 26.05
+SYSTEM := tests/support/slurm_system.sh
+
+# $(1): what pytest is told
+define on_the_other_versions
+for version in $(SLURM_VERSIONS); do \
+  PYTHON=python $(SYSTEM) prepare $$version || \
+    { [[ "$(HPCTRAIN_REQUIRE)" != *slurm* ]] || exit 3; echo "its tests are left out" >&2; continue; }; \
+  echo "# SLURM $$version"; \
+  PYTHON=python HPCTRAIN_REQUIRE=slurm $(SYSTEM) run $$version $(PYTEST) $(BESIDE) $(1) || exit; \
+done
+endef
+
+.PHONY: slurm-versions
+slurm-versions: $(STAMP) ## what SLURM does to a run, on the other versions of SLURM as well
+	@$(call on_the_other_versions,-m every_slurm tests/slurm)
+
 .PHONY: lint
 lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spelling
 	@ruff format --check --quiet . || { echo "run: ruff format ." >&2; exit 1; }
@@ -63,7 +81,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
@@ -71,7 +89,9 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 check: lint test ## lint and test: what continuous integration runs
 
 .PHONY: soak
-soak: slurm ## long campaigns of disturbances, for a night
+soak: slurm ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
+	@$(PYTEST) $(BESIDE) tests/slurm
+	@$(call on_the_other_versions,tests/slurm)
 	@$(PYTEST) -m soak --timeout=0 $(TESTS)
 
 .PHONY: bench

@@ -60,6 +60,7 @@ def test_a_run_that_was_asked_to_save_goes_on_bit_equal_and_is_not_resumed_befor
     assert_same_bits(full_state(undisturbed, STEPS), full_state(run.dir, STEPS))
 
 
+@pytest.mark.every_slurm
 def test_scancel_of_a_training_run_ends_it_for_good(slurm, tmp_path):
     run = submit(slurm, tmp_path, "--nodes=2", sets=ENDLESS)
     run.wait_step(3)
@@ -91,6 +92,7 @@ def test_scancel_in_the_middle_of_a_save_ends_it_for_good_and_the_leftover_is_no
     run.cli("cancel", "run")
 
 
+@pytest.mark.every_slurm
 def test_scancel_during_the_grace_time_of_a_preemption_ends_it_for_good(slurm, tmp_path):
     slow = {**ENDLESS, "train.step_delay_s": 6}
     run = submit(slurm, tmp_path, "--nodes=1", "--partition=grace", sets=slow)

@@ -33,6 +33,7 @@ def assert_every_sample_was_used_once(run, steps):
     assert lineage(run.events()).problems == []
 
 
+@pytest.mark.every_slurm
 def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp_path, undisturbed):
     run = submit(slurm, tmp_path, "--nodes=2-4", "--ranks-per-node=2", sets=SETTINGS)
     run.wait_event("saved")

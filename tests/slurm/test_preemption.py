@@ -16,6 +16,7 @@ FOUR_BY_TWO = ("--nodes=4", "--ranks-per-node=2", "--time=10")
 SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize(
     ("partition", "user_signal"),
     [("work", False), ("grace", False), ("grace", True)],
