@@ -7,6 +7,7 @@
       RunExists / RunAlive          5   would make two writers, or a second run of that name
       ClusterError                  6   SLURM refused, or cannot be reached
       CheckpointError               7   (TornCheckpoint, NoCheckpoint, Fenced)
+        RunLocked                  75   another process holds the run's lock: try again later
       NoProgress                   93   "do not requeue": attempts end without a new checkpoint
 
 A message is one line: what is wrong with its value, where it came from, what to do. Instances
@@ -80,6 +81,12 @@ class NoCheckpoint(CheckpointError):
 
 class Fenced(CheckpointError):
     """A newer attempt has taken the run over; this one must write nothing more."""
+
+
+class RunLocked(CheckpointError):
+    """Another process has the run's lock and keeps it."""
+
+    exit_code = 75
 
 
 class NoProgress(HpctrainError):

@@ -8,7 +8,6 @@ is a secret: it appears in no message. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -16,12 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from hpctrain import locks
 from hpctrain.agent import signals
 from hpctrain.agent.news import news_of
 from hpctrain.ledger import events as ledger
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 TAIL = 500
 """Characters that are kept of what a failed command said."""
-_LOCK_POLL_S = 0.05
 
 
 def main(argv: list[str]) -> int:
@@ -175,21 +173,10 @@ def _alone(run: RunDir, attempt: int, wait_s: float) -> Iterator[None]:
     """Wait for another that tells the same news, so that nobody hears it twice."""
     folder = run.attempt(attempt)
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "notify.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + wait_s
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                held = isinstance(error, BlockingIOError)
-                if not held or time.monotonic() > deadline:  # no locks there: tell it all the same
-                    break
-                time.sleep(_LOCK_POLL_S)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # kept, or no locks there: tell it all the same
+            stack.enter_context(locks.held(folder / "notify.lock", wait_s, insist=False))
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _plain(value: object) -> str:

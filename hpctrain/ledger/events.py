@@ -4,11 +4,12 @@
 
 Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened
 with O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic
-append (each client writes where it believes the end to be), so the file is also locked for the
-moment of the write; where locks are not supported, or a dead client's lock is not released in time,
-the fact is written all the same. Closing the file hands it to the server, where the next reader on
-any node sees it. Nothing is fsync'ed: a node that loses its power may take the last seconds of
-facts with it, never a checkpoint.
+append (each client writes where it believes the end to be), so writers hold `events.lock` for the
+moment of the write (not the ledger itself: whoever may read a file could keep its lock). Where
+there are no locks, or a dead client's is not released in time, the fact is written all the same.
+Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
+fsync'ed: a node that loses its power may take the last seconds of facts with it, never a
+checkpoint.
 
 Readers take the lines that are whole and leave out the rest: a torn last line is a fact that was
 never written. tests/unit/test_events.py holds the promises.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -27,6 +27,7 @@ import time
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain import locks
 from hpctrain.ledger.lines import BLOCK_BYTES, Lines
 from hpctrain.ledger.values import finite, whole
 from hpctrain.plain_files import open_plain
@@ -49,8 +50,6 @@ _MARK = re.compile(rb'\{"t": [0-9.]+(, "kind": "steps", "attempt": [0-9]+, )')
 _HEAD = 80
 """Bytes of a line in which that stands."""
 _AT_SAVE = b'"at_save": true'
-_LOCK_POLL_S = 0.01
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +83,15 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
     """
     fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
     line = _dumps(fact).encode() + b"\n"
-    descriptor = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        with _locked(descriptor):
+    with _locked(run):  # before it is opened: what a client knows of a file's end is from then
+        descriptor = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
             text = line if _ends_whole(descriptor) else b"\n" + line
             if os.write(descriptor, text) != len(text):
                 why = "event written in part; is the disk full?"
                 raise OSError(errno.ENOSPC, why, str(run.events))
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)  # hands it to the server, before another node may write
 
 
 def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
@@ -202,27 +201,12 @@ def parse(line: bytes) -> Event | None:
 
 
 @contextlib.contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """Hold the file's lock, or go on without it after a while or where there are no locks."""
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            break
-    try:
-        yield
-    finally:
-        # A rank forked meanwhile has a copy of the descriptor and would keep the lock for life.
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold the writers' lock, or go on without it after a while or where there are no locks."""
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            stack.enter_context(locks.held(run.events_lock, LOCK_WAIT_S, insist=False))
+        yield
 
 
 def _ends_whole(descriptor: int) -> bool:

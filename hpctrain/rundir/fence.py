@@ -15,9 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
-
-from hpctrain.errors import Fenced
+from hpctrain import locks
+from hpctrain.errors import CheckpointError, Fenced, RunLocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from hpctrain.rundir.layout import RunDir
 
 LOCK_TIMEOUT_S = 120.0
+START_TRIES = 4
+"""A start waits for the lock so many times as long: the other agents wait for it for 10 minutes."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,57 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def run_lock(run: RunDir, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the run's lock for a moment; the kernel frees it when the holder dies."""
-    with FileLock(run.lock, timeout=timeout_s):
+def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold the run's lock for a moment; the kernel frees it when the holder dies.
+
+    Args:
+        run: The run.
+        timeout_s: So long at most does it wait; `LOCK_TIMEOUT_S` by itself.
+
+    Raises:
+        RunLocked: another process has kept it for so long.
+        CheckpointError: it cannot be locked at all.
+    """
+    wait_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.held(run.lock, wait_s))
+        except TimeoutError as error:
+            raise RunLocked(
+                f"{run.lock} has been held by another process for {wait_s:g} s: `lslocks` or "
+                f"`fuser -v {run.lock}` on the run's hosts names it; end it if it was left behind"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(_why_not(run, error)) from error
+        yield
+
+
+def _why_not(run: RunDir, error: OSError) -> str:
+    what = f"{run.lock} cannot be locked: {error.strerror}"
+    if error.errno in locks.NO_LOCKS:
+        return (
+            f"{what}: its file system has no flock, which keeps two writers apart; have it mounted "
+            "with locks (Lustre: -o flock), or choose another disk with --runs"
+        )
+    if isinstance(error, PermissionError):
+        with contextlib.suppress(OSError):
+            return f"{what}; it belongs to user {run.root.stat().st_uid}, who alone may change it"
+    return f"{what}; try again when the disk answers"
+
+
+@contextlib.contextmanager
+def _lock_at_start(run: RunDir) -> Iterator[None]:
+    """The same, with more patience: that somebody holds the lock is no reason to end a run."""
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(START_TRIES)):
+            try:
+                stack.enter_context(run_lock(run))
+            except RunLocked as error:
+                if not left:
+                    raise
+                print(f"hpctrain: {error}; waiting on", flush=True)
+            else:
+                break
         yield
 
 
@@ -66,8 +115,9 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
 
     Raises:
         Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
+        CheckpointError: the run's lock cannot be had.
     """
-    with run_lock(run):
+    with _lock_at_start(run):
         previous = read_fence(run)
         if previous is not None and _is_left_behind(previous, job_id, restarts, follows):
             raise Fenced(
@@ -102,6 +152,7 @@ def publishing(run: RunDir, attempt: Attempt) -> Iterator[None]:
 
     Raises:
         Fenced: a newer attempt has begun; nothing may be published any more.
+        CheckpointError: the run's lock cannot be had.
     """
     with run_lock(run):
         newest = read_fence(run)

@@ -40,6 +40,11 @@ class RunDir:
         return self.root / "run.lock"
 
     @property
+    def events_lock(self) -> Path:
+        """Held for the moment in which a fact is written; not the ledger, which others may read."""
+        return self.root / "events.lock"
+
+    @property
     def fence(self) -> Path:
         """Which attempt may write: see `rundir/fence.py`."""
         return self.root / "attempt.json"

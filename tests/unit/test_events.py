@@ -174,7 +174,7 @@ def test_eight_processes_writing_at_once_lose_and_tear_nothing(run):
 
 def test_a_writer_that_hangs_with_the_lock_does_not_keep_a_fact_from_being_written(run):
     append(run, "first")
-    with run.events.open("ab") as holder:
+    with run.events_lock.open("ab") as holder:
         flock(holder, LOCK_EX)
         started = time.monotonic()
         append(run, "second")

@@ -1,8 +1,8 @@
 """Any folder of text files as one file of byte tokens, with a part kept aside for validation.
 
 A token is a byte, 0 to 255, or END after each file: no tokenizer to fetch or to train. The default
-text is the source of the Python standard library, which every machine has. Standard library only
-(and filelock), so that a login node can look before a job is queued. Tested in
+text is the source of the Python standard library, which every machine has. Standard library only,
+so that a login node can look before a job is queued. Tested in
 tests/unit/test_corpus.py.
 """
 
@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain import locks
 from hpctrain.data.tokens import TokenFile, sidecar, write_tokens
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -46,19 +47,17 @@ def build(folder: str, globs: str, limit_mb: float, out: Path) -> Path:
         UsageError: no such folder, no matching file, or `out` was made from something else.
         HpctrainError: another process builds the file and does not get done.
     """
-    from filelock import FileLock, Timeout
-
     name = str(Path(folder).absolute()) if folder else STANDARD_LIBRARY
     source = {"folder": name, "globs": globs, "limit_mb": limit_mb}
     if _is_built(out, source):
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(f"{out}.lock", timeout=LOCK_TIMEOUT_S):
+        with locks.held(out.with_name(out.name + ".lock"), LOCK_TIMEOUT_S):
             if not _is_built(out, source):
                 chunks = _text_tokens(folder, globs, limit_mb)
                 write_tokens(out, chunks, dtype="uint16", vocabulary=VOCABULARY, source=source)
-    except Timeout:
+    except TimeoutError:
         raise HpctrainError(
             f"another process has held {out}.lock for {LOCK_TIMEOUT_S:.0f} s to build the tokens; "
             "end it, or lower train.data_limit_mb"
