@@ -4,9 +4,9 @@
     python -m hpctrain.slurm.batch after RUN TOKEN --rc N --term 0|1
     python -m hpctrain.slurm.batch body                  prints where body.sh lies
 
-`before` starts in a few hundredths of a second and does without scontrol where there is none, with
-fewer exports. `after` is the second line of defence: it requeues where no agent could, and its exit
-code is the job's.
+`before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
+without. `after` is the second line of defence: it requeues where no agent could, and its exit code
+is the job's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import os
 import shlex
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.agent.ports import free_port
-from hpctrain.errors import ClusterUnreachable, HpctrainError, UsageError
+from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.slurm.command import run as run_command
 from hpctrain.slurm.environment import own_job_id, own_restarts, resolves
 from hpctrain.slurm.parse import expand_nodes, parse_config_seconds, parse_records
@@ -82,28 +83,43 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
         "HPCTRAIN_RESTARTS": str(restarts),
         "HPCTRAIN_NODES": ",".join(nodes),
     }
-    try:
-        found |= _asked(job_id, nodes)
-    except ClusterUnreachable as error:
-        print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+    found |= _asked(job_id, nodes)
     address = _met_at(nodes[0], meeting) if nodes and meeting else ""
     return found | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
-    """What only slurmctld knows: the job's times, its KillWait, where the first node is."""
-    found = {}
-    job = parse_records(_scontrol("show", "job", job_id))
-    if job and (end := job[0].get("EndTime", "")).isdigit():
-        found["HPCTRAIN_JOB_END"] = end
-    if job and (start := job[0].get("StartTime", "")).isdigit():
-        found["HPCTRAIN_JOB_START"] = start
-    kill_wait = parse_config_seconds(_scontrol("show", "config"), "KillWait")
-    if kill_wait is not None:
-        found["HPCTRAIN_KILL_WAIT_S"] = f"{kill_wait:g}"
-    if nodes:
-        found["HPCTRAIN_MASTER_ADDR"] = _address(nodes[0])
+    """What only slurmctld knows: the job's times, its KillWait, where the first node is.
+
+    A site may show users no nodes (PrivateData), so each question stands for itself; a slurmctld
+    that is silent is asked no second one.
+    """
+    found: dict[str, str] = {}
+    for ask in (partial(_times, job_id), _kill_wait, partial(_first_node, nodes)):
+        try:
+            found |= ask()
+        except ClusterUnreachable as error:
+            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+            break
+        except (ClusterError, ValueError) as error:
+            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
     return found
+
+
+def _times(job_id: str) -> dict[str, str]:
+    records = parse_records(_scontrol("show", "job", job_id))
+    job = records[0] if records else {}
+    times = {"HPCTRAIN_JOB_END": "EndTime", "HPCTRAIN_JOB_START": "StartTime"}
+    return {name: job[key] for name, key in times.items() if job.get(key, "").isdigit()}
+
+
+def _kill_wait() -> dict[str, str]:
+    seconds = parse_config_seconds(_scontrol("show", "config"), "KillWait")
+    return {} if seconds is None else {"HPCTRAIN_KILL_WAIT_S": f"{seconds:g}"}
+
+
+def _first_node(nodes: Sequence[str]) -> dict[str, str]:
+    return {"HPCTRAIN_MASTER_ADDR": _address(nodes[0])} if nodes else {}
 
 
 def _meeting_point(root: str) -> MeetingPoint | None:

@@ -28,6 +28,8 @@ not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The 
 moment until the trap stands."""
 QUERY_TIMEOUT_S = 20.0
 RETRY_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 4.0
+"""Between two tries of a job, which may be one of thousands that wait for the same slurmctld."""
 NO_ANSWER = (
     "unable to contact slurm controller",
     "connection refused",
@@ -40,9 +42,31 @@ NO_ANSWER = (
     "slurm backup controller in standby mode",
     "temporarily unable to accept job",
     "resource temporarily unavailable",
+    "authentication error",
+    "authentication credential",
+    "invalid credential",
+    "munge encode failed",
+    "munge decode failed",
+    "unable to resolve",
+    "try again",
 )
-"""What the commands print, in lower case, where slurmctld was silent: the request may have been
-accepted."""
+"""What the commands print, in lower case, where slurmctld was silent, or munged was not there to
+speak to it: the request may have been accepted."""
+MUNGE_HINT = "If munged is up"
+"""Begins what libmunge guesses first where there is no munged; what is wrong comes after it."""
+REFUSALS = (
+    "invalid job id",
+    "invalid node name",
+    "invalid partition",
+    "access/permission denied",
+    "already completing",
+    "already finished",
+    "pending execution",
+    "only batch jobs",
+    "operation is presently disabled",
+)
+"""What slurmctld says, in lower case, that it will say again. To a job every other error is no
+answer: a fault of an hour that nobody has foreseen must not end a run of weeks."""
 
 
 class CommandMissing(ClusterUnreachable):
@@ -82,17 +106,20 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
         raise CommandMissing(
             f"{name} is not on PATH here: go where SLURM's commands are, or use --cluster local"
         )
-    with storm_held():
-        child = subprocess.Popen(
-            [*IGNORE_STORM, path, *args[1:]],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+    try:
+        with storm_held():
+            child = subprocess.Popen(
+                [*IGNORE_STORM, path, *args[1:]],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+    except OSError as error:  # no more processes or descriptors for this user
+        raise ClusterUnreachable(f"{name} cannot be started now: {error}; try again") from None
     out, err = _wait(child, name, timeout_s)
     if child.returncode != 0:
         raise _refusal(name, child.returncode, err)
@@ -100,7 +127,7 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
 
 
 def run_until(args: Sequence[str], *, deadline: float, timeout_s: float = QUERY_TIMEOUT_S) -> str:
-    """Like `run`, tried again while slurmctld is silent.
+    """Like `run`, tried again while there is no answer; for a job, whose run hangs on it.
 
     Args:
         args: Command and arguments, safe to repeat.
@@ -109,20 +136,27 @@ def run_until(args: Sequence[str], *, deadline: float, timeout_s: float = QUERY_
 
     Raises:
         ClusterUnreachable: silent until the deadline, or the command is not installed.
-        ClusterError: refused.
+        ClusterError: refused (`REFUSALS`), or an error of another kind until the deadline.
     """
+    pause_s = RETRY_PAUSE_S
     while True:
         left = deadline - time.monotonic()
         try:
             return run(args, timeout_s=max(min(timeout_s, left), RETRY_PAUSE_S))
-        except CommandMissing:
-            raise
-        except ClusterUnreachable:
-            if deadline - time.monotonic() < RETRY_PAUSE_S:
+        except ClusterError as error:
+            left = deadline - time.monotonic()
+            if _is_final(error) or left < RETRY_PAUSE_S:
                 raise
-        time.sleep(
-            RETRY_PAUSE_S
-        )  # slurmctld announces its return to nobody: asking again is all there is
+        # slurmctld announces its return to nobody: asking again is all there is
+        time.sleep(min(pause_s, left))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _is_final(error: ClusterError) -> bool:
+    """Whether asking again is no use."""
+    if isinstance(error, ClusterUnreachable):
+        return isinstance(error, CommandMissing)
+    return any(sign in str(error).lower() for sign in REFUSALS)
 
 
 def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[str, str]:
@@ -147,7 +181,8 @@ def _refusal(name: str, code: int, err: str) -> ClusterError:
         died_of = signal.Signals(-code).name
         return ClusterUnreachable(f"{name} was killed by {died_of} before it had an answer")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
-    errors = [line for line in lines if "error:" in line] or lines
+    told = [line for line in lines if "error:" in line and MUNGE_HINT not in line]
+    errors = told or lines
     first = errors[0] if errors else "no message"
     first = first.removeprefix(f"{name}: ").removeprefix("error: ")
     if any(sign in err.lower() for sign in NO_ANSWER):

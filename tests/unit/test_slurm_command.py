@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -77,6 +79,8 @@ def test_refusal_is_the_first_error_line():
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
         "scontrol: fatal: Could not establish a configuration source",
+        "sbatch: error: Batch job submission failed: Protocol authentication error",
+        "slurm_load_jobs error: Invalid authentication credential",
     ],
 )
 def test_silent_slurmctld_is_unreachable_not_a_refusal(said):
@@ -94,13 +98,70 @@ def test_silence_is_tried_again_until_it_ends(tmp_path):
     assert run_until(["sh", "-c", script], deadline=time.monotonic() + 30) == "ok\n"
 
 
-def test_refusal_is_not_tried_again(tmp_path):
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_jobs error: Invalid job id specified",
+        "slurm_requeue error: Access/permission denied",
+        "Job/step already completing or completed for job 7",
+        "Job is pending execution for job 7",
+        "Requested operation is presently disabled for job 7",
+    ],
+)
+def test_refusal_is_not_tried_again(tmp_path, said):
     tries = tmp_path / "tries"
 
-    with pytest.raises(ClusterError, match="nope"):
-        run_until(["sh", "-c", f"echo >> {tries}; echo nope >&2; exit 1"], deadline=1e18)
+    with pytest.raises(ClusterError, match="SLURM refused"):
+        run_until(["sh", "-c", f"echo >> {tries}; echo '{said}' >&2; exit 1"], deadline=1e18)
 
     assert tries.read_text().count("\n") == 1
+
+
+def test_an_error_that_nobody_has_foreseen_is_no_refusal_to_a_job(tmp_path):
+    """Asked once more it may be gone, and a run of weeks hangs on the answer."""
+    tries = tmp_path / "tries"
+    script = (
+        f"echo >> {tries}; [ $(wc -l < {tries}) -ge 2 ] && echo ok && exit 0; "
+        "echo 'slurm_requeue error: Plugin of a kind unheard of' >&2; exit 1"
+    )
+
+    assert run_until(["sh", "-c", script], deadline=time.monotonic() + 30) == "ok\n"
+
+
+def test_an_error_that_stays_is_told_at_the_deadline(tmp_path):
+    with pytest.raises(ClusterError, match="kind unheard of"):
+        run_until(
+            ["sh", "-c", "echo 'of a kind unheard of' >&2; exit 1"], deadline=time.monotonic() + 1
+        )
+
+
+def test_no_room_for_another_process_is_no_answer(monkeypatch):
+    def full(*_args, **_more):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+
+    with pytest.raises(ClusterUnreachable, match="sh cannot be started now"):
+        run(["sh", "-c", ":"])
+
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+@pytest.mark.slurm
+def test_the_real_scontrol_without_its_munged_is_no_answer(tmp_path, monkeypatch):
+    """slurmctld is there, munged is not: each command says so in words of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as slurmctld:
+        conf = tmp_path / "slurm.conf"
+        conf.write_text(
+            "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nAuthType=auth/munge\n"
+            f"SlurmctldPort={slurmctld.getsockname()[1]}\n"
+            f"AuthInfo=socket={tmp_path}/munge.socket,ttl=5\nNodeName=n1\n"
+        )
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+
+        for words in (["show", "job", "7"], ["requeue", "7"]):
+            with pytest.raises(ClusterUnreachable, match="Munge encode failed"):
+                run(["scontrol", *words])
 
 
 def test_silence_ends_at_the_deadline():

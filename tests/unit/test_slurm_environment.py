@@ -148,6 +148,55 @@ def test_batch_side_does_without_scontrol(monkeypatch, capsys):
     assert "scontrol is not on PATH" in capsys.readouterr().err
 
 
+def scontrol(folder, monkeypatch, cases):
+    """A scontrol that answers by its words, a line of shell for each."""
+    path = folder / "scontrol"
+    arms = "".join(f"'{words}') {shell};;\n" for words, shell in cases.items())
+    path.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\ncase "$*" in\n{arms}esac\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_site_that_shows_no_nodes_keeps_no_job_from_starting(tmp_path, monkeypatch, capsys):
+    denied = "echo 'slurm_load_node error: Access/permission denied' >&2; exit 1"
+    cases = {
+        "show job 4711": "echo 'JobId=4711 EndTime=1795243607'",
+        "show config": "echo 'KillWait = 8 sec'",
+        "show node localhost": denied,
+    }
+    scontrol(tmp_path, monkeypatch, cases)
+
+    found = exports(JOB)
+
+    assert (found["HPCTRAIN_JOB_END"], found["HPCTRAIN_KILL_WAIT_S"]) == ("1795243607", "8")
+    assert "HPCTRAIN_MASTER_ADDR" not in found
+    [told] = capsys.readouterr().err.splitlines()
+    assert "Access/permission denied" in told
+    assert master_addr(JOB | found, found["HPCTRAIN_NODES"].split(",")) == "localhost"
+
+
+def test_what_is_refused_before_does_not_hide_what_comes_after(tmp_path, monkeypatch):
+    cases = {
+        "show job 4711": "echo 'error: of a kind unheard of' >&2; exit 1",
+        "show config": "echo 'KillWait = 8 sec'",
+        "show node localhost": "echo 'NodeName=localhost NodeAddr=10.0.0.9 NodeHostName=elsewhere'",
+    }
+    scontrol(tmp_path, monkeypatch, cases)
+
+    found = exports(JOB)
+
+    assert (found["HPCTRAIN_KILL_WAIT_S"], found["HPCTRAIN_MASTER_ADDR"]) == ("8", "10.0.0.9")
+
+
+def test_a_silent_slurmctld_is_asked_once_before_the_start(tmp_path, monkeypatch):
+    silent = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    scontrol(tmp_path, monkeypatch, {"show job 4711": silent})
+
+    assert sorted(exports(JOB)) == ["HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
+
+    assert (tmp_path / "asked").read_text() == "show job 4711\n"
+
+
 def test_exports_are_safe_to_evaluate(tmp_path):
     hostile = "n1$(touch pwned)`touch pwned`;touch pwned"
     printed = subprocess.run(

@@ -260,11 +260,13 @@ def test_setup_with_errexit_does_not_keep_a_failed_srun_from_being_looked_after(
     assert script.calls.read_text().splitlines()[-1].endswith("--rc 9 --term 0")
 
 
-def test_srun_does_not_start_where_the_exports_fail(tmp_path):
+def test_where_the_exports_fail_nothing_starts_and_the_end_is_looked_after(tmp_path):
     script = Script(tmp_path, "touch started")
+    script.command("python", 'echo "$*" >> "$CALLS"; [ "$4" = before ] && exit 6; exit 75')
 
-    assert script.start(PYTHON_RC="6").wait() == 6
+    assert script.start().wait() == 75
     assert not (tmp_path / "started").exists()
+    assert script.calls.read_text().splitlines()[-1].endswith("tok --rc 6 --term 0")
 
 
 def test_hand_written_script_uses_the_same_body(tmp_path):

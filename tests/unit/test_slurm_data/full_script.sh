@@ -60,11 +60,13 @@ set +eu # a setup with `set -e` must not keep a failed srun from being looked af
 hpctrain_exports=$(
   trap '' TERM
   exec "$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
-) || exit
+)
+hpctrain_rc=$? # where it failed no agent is started, and the end of this script looks after that
 eval "$hpctrain_exports"
 
-hpctrain_rc=143
-if [ "$hpctrain_term" = 0 ]; then
+if [ "$hpctrain_term" = 1 ]; then
+  hpctrain_rc=143
+elif [ "$hpctrain_rc" = 0 ]; then
   # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
   # its own affair. In SLURM's file names %% is a percent sign.
   mkdir -p "$HPCTRAIN_RUN_DIR/jobs" # srun starts no task whose output it cannot open
