@@ -30,6 +30,24 @@ def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_pat
     assert slurm.job(run.job_id)["Restarts"] == "1"
 
 
+def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
+    """Its restart is an update's everyday; meanwhile SLURM says what sounds like a refusal."""
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run.wait_step(3)
+    pids = slurm.pids_of_job(run.job_id)
+
+    slurm.kill_munged()
+    for pid in pids:
+        _signal_if_rank(pid)
+    run.wait_event("stopped")
+    run.wait_event("attempt_ended")
+    slurm.start_munged()
+    run.wait_done(timeout_s=150)
+
+    assert run.steps_lost() == [0]
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+
+
 def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(slurm, tmp_path):
     settings = SETTINGS | {"train.steps": 25}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings)

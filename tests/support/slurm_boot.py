@@ -180,6 +180,17 @@ class Daemons:
     def _wait_slurmctld(self) -> None:
         self._ready("slurmctld", lambda: _listening(self._taken_ports().slurmctld), 30)
 
+    def start_munged(self) -> None:
+        """Start munged again, and wait until it takes requests."""
+        self._start_munged()
+        self._ready("munged", self._munge_answers, 30)
+
+    def _munge_answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(self.at.munge_socket))
+            return True
+        return False
+
     def start_slurmd(self, node: str) -> None:
         """Start one node's slurmd; it registers by itself."""
         self._spawn(node, "slurmd", "-D", "-N", node)

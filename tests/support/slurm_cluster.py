@@ -103,6 +103,8 @@ class SlurmCluster:
 
     def reset(self) -> None:
         """Between tests: no job, no stray process, all daemons up, all nodes idle."""
+        if not self._daemons.alive("munged"):
+            self.start_munged()
         if not self._daemons.alive("slurmctld"):
             self.start_slurmctld()
         if self._user_signal:
@@ -114,6 +116,8 @@ class SlurmCluster:
 
     def leave(self) -> None:
         """After a test: nothing of its jobs runs on, while `reset` may be a long way off."""
+        if not self._daemons.alive("munged"):
+            self.start_munged()
         if self._daemons.alive("slurmctld"):
             self._end_jobs()
         processes.kill_all(self._pids_of_jobs())
@@ -188,6 +192,14 @@ class SlurmCluster:
             return "is UP" in self.run("scontrol", "ping").stdout
 
         wait_for(answers, 30, lambda: f"slurmctld:\n{tail(self.at.log('slurmctld'))}")
+
+    def kill_munged(self) -> None:
+        """SIGKILL munged: from then on no command of SLURM's gets an answer."""
+        self._daemons.kill("munged")
+
+    def start_munged(self) -> None:
+        """Start munged again, and wait until it takes requests."""
+        self._daemons.start_munged()
 
     # -- nodes
 
