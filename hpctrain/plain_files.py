@@ -1,11 +1,12 @@
 """Files in folders that others can write: only ordinary ones are opened, and nothing is waited for.
 
 A FIFO would keep its reader for ever, a device may do anything. Standard library only.
-tests/unit/test_plain_files.py holds the promises.
+tests/unit/test_plain_files.py and tests/unit/test_full_disk.py hold the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -55,3 +56,20 @@ def read_plain(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(path))
         return file.readall()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put a text where readers find either all of it or what was there before.
+
+    Raises:
+        OSError: it could not be written, e.g. the disk is full; names the file. What was there
+            before is untouched, and nothing is left beside it.
+    """
+    staged = path.with_name(f"{path.name}.new")
+    try:
+        staged.write_text(text)
+        staged.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None

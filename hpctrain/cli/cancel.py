@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -94,15 +95,26 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
     import json
     import time
 
+    from hpctrain.errors import HpctrainError
     from hpctrain.ledger import events as ledger
     from hpctrain.ledger.derive import standing
 
-    # Written down first: an attempt that ends for another reason meanwhile must not be requeued.
-    ledger.append(run, "cancel_requested", save=True, job_id=job_id)
     request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
     staged = run.stop_request.with_suffix(".new")
-    staged.write_text(json.dumps(request) + "\n")
-    staged.replace(run.stop_request)
+    try:
+        staged.write_text(json.dumps(request) + "\n")
+        # On record before it can be heard: an attempt that ends for another reason meanwhile must
+        # not be requeued. Only after there was room for it: else the run trains on, and is done
+        # for at its next preemption.
+        ledger.append(run, "cancel_requested", save=True, job_id=job_id)
+        staged.replace(run.stop_request)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise HpctrainError(
+            f"{run.name} cannot be asked to save: {error.strerror} ({run.root}); make "
+            "room, or leave out --save to end it at once"
+        ) from None
 
 
 def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
@@ -117,14 +129,12 @@ def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
         raise UsageError(
             f"{run.name} runs in a terminal (process {pid}); press Ctrl-C there, or use --save"
         )
-    ledger.append(run, "cancel_requested", save=False, job_id=job_id)
+    recorded = ledger.record(run, "cancel_requested", save=False, job_id=job_id)
+    known = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
     try:
         get_cluster(cluster).cancel(job_id)
     except ClusterError as error:
-        raise type(error)(
-            f"job {job_id} was not cancelled: {error}; it is on record that {run.name} is not to "
-            "be requeued. Try again"
-        ) from error
+        raise type(error)(f"job {job_id} was not cancelled: {error}; {known}Try again") from error
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:

@@ -130,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.ClickException as error:
         return _fail(_one_line(error), error.exit_code)
+    except OSError as error:
+        return _fail(_about_file(error), 1)
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return result if isinstance(result, int) else 0
@@ -138,6 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"hpctrain: error: {message}", file=sys.stderr)
     return code
+
+
+def _about_file(error: OSError) -> str:
+    """What a file system said, and of which file: a full disk, a stranger's directory, a quota."""
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{' -> '.join(names)}: {why}" if names else why
 
 
 def _one_line(error: click.ClickException) -> str:

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,7 +80,7 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
         fields: JSON values, paths, enums and dataclasses; `t` replaces the time of writing.
 
     Raises:
-        OSError: the fact could not be written, e.g. the disk is full.
+        OSError: the fact could not be written, e.g. the disk is full; names the file.
     """
     fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
     line = _dumps(fact).encode() + b"\n"
@@ -87,11 +88,28 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
         descriptor = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             text = line if _ends_whole(descriptor) else b"\n" + line
-            if os.write(descriptor, text) != len(text):
-                why = "event written in part; is the disk full?"
-                raise OSError(errno.ENOSPC, why, str(run.events))
+            written = os.write(descriptor, text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(run.events)) from None
         finally:
             os.close(descriptor)  # hands it to the server, before another node may write
+    if written != len(text):
+        raise OSError(errno.ENOSPC, "event written in part; is the disk full?", str(run.events))
+
+
+def record(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> bool:
+    """Add one fact, or say on stderr that it is missing, where what follows must be done anyway.
+
+    A disk that is full, or a file system that fails, must not keep a job from being requeued nor a
+    user from cancelling one. Returns whether it was written. Arguments as for `append`.
+    """
+    try:
+        append(run, kind, attempt=attempt, **fields)
+    except OSError as error:
+        why = f"{run.events}: {error.strerror or error}"
+        print(f"hpctrain: the ledger misses {kind}: {why}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:

@@ -16,6 +16,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import replace_text
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -61,9 +63,7 @@ class Request:
 
     def write(self, path: Path) -> None:
         """Leave the request, whole or not at all."""
-        staged = path.with_suffix(".new")
-        staged.write_text(json.dumps(asdict(self)) + "\n")
-        staged.replace(path)
+        replace_text(path, json.dumps(asdict(self)) + "\n")
 
 
 def read_request(path: Path, job_id: str) -> Request | None:

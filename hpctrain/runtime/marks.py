@@ -6,7 +6,6 @@ lines come, so that the ledger of a month stays small. tests/unit/test_marks.py 
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +29,7 @@ SUMMED = ("tokens", "flops", "skipped")
 
 def note(run: RunDir, kind: str, attempt: Attempt, **fields: Any) -> None:
     """Write a fact into the ledger; a disk that is full costs the fact, never the training."""
-    try:
-        ledger.append(run, kind, attempt=attempt.number, **fields)
-    except OSError as error:
-        print(f"hpctrain: the ledger misses {kind}: {error}", file=sys.stderr, flush=True)
+    ledger.record(run, kind, attempt=attempt.number, **fields)
 
 
 def mark_every_s(run_age_s: float, log_every_s: float) -> float:

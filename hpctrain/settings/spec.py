@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plain_files import read_plain
+from hpctrain.plain_files import read_plain, replace_text
 from hpctrain.settings.schema import Settings, sections
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class Spec:
 
     def dump(self, path: Path) -> None:
         """Write spec.json, whole or not at all."""
-        staged = path.with_name(path.name + ".new")
-        staged.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        staged.replace(path)
+        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_spec(path: Path) -> Spec:

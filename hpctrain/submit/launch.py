@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.clusters import get_cluster
 from hpctrain.errors import ClusterError, ClusterUnreachable, RunAlive
 from hpctrain.ledger import events as ledger
+from hpctrain.plain_files import replace_text
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
 
@@ -85,7 +86,7 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
     found = cluster.find_job(token)
     if found is None or not found.alive:
         return None
-    ledger.append(run, "submit_adopted", token=token, job_id=found.job_id)
+    ledger.record(run, "submit_adopted", token=token, job_id=found.job_id)
     return found
 
 
@@ -117,7 +118,7 @@ def _submit(
     token = new_token(run)
     script = _script(run, without_nodes(spec, exclude), token)
     run.jobs.mkdir(parents=True, exist_ok=True)
-    run.script(token).write_text(script)
+    replace_text(run.script(token), script)
     run.script(token).chmod(0o755)
     run.stop_request.unlink(missing_ok=True)
     ledger.append(run, "submit_intent", token=token, script=str(run.script(token)))
@@ -127,14 +128,15 @@ def _submit(
     except ClusterUnreachable as error:
         job_id = _adopt(cluster, token, error)
     except ClusterError as error:
-        ledger.append(run, "submit_failed", token=token, why=str(error))
+        ledger.record(run, "submit_failed", token=token, why=str(error))
         if not exclude:
             raise
         raise ClusterError(
             f"{error}; the job was to be kept off {', '.join(exclude)}, which a preflight found "
             "bad (bad-nodes.json, docs/preflight.md)"
         ) from None
-    ledger.append(
+    # From the intent and its token every later command finds the job, where this is missing.
+    ledger.record(
         run,
         "submitted",
         token=token,
