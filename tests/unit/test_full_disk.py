@@ -127,20 +127,6 @@ def test_a_fact_that_cannot_be_written_names_the_file(runs):
     assert error.value.filename == str(run.events)
 
 
-def test_a_folder_that_one_may_only_read_is_one_line(tmp_path, monkeypatch, capsys):
-    """Root may write anywhere, so the refusal itself is made here."""
-    story = Story(tmp_path / "runs" / "lm").submitted("local-17")
-
-    def refuse(*_args, **_more):
-        raise PermissionError(13, "Permission denied", str(story.run.lock))
-
-    monkeypatch.setattr("hpctrain.rundir.find._is_run", refuse)
-
-    assert main(["status", "lm", "--runs", str(tmp_path / "runs")]) == 1
-
-    assert told(capsys) == [f"hpctrain: error: {story.run.lock}: Permission denied"]
-
-
 def test_a_stale_handle_of_the_lock_costs_no_fact(tmp_path, monkeypatch):
     import errno
     import fcntl
