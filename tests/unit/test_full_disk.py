@@ -8,7 +8,6 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story, local_job
 
@@ -125,20 +124,3 @@ def test_a_fact_that_cannot_be_written_names_the_file(runs):
         ledger.append(run, "steps", first=1, last=1)
 
     assert error.value.filename == str(run.events)
-
-
-def test_a_stale_handle_of_the_lock_costs_no_fact(tmp_path, monkeypatch):
-    import errno
-    import fcntl
-
-    run = RunDir(tmp_path / "lm")
-    run.root.mkdir()
-
-    def stale(*_):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(fcntl, "flock", stale)
-
-    ledger.append(run, "done", step=1)
-
-    assert [event.kind for event in ledger.read(run)] == ["done"]
