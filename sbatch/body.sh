@@ -46,7 +46,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
     --output="${hpctrain_output//%/%%}-%t.out" "${hpctrain_srun_args[@]}" \
     bash -c \
     'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.slurm.task "$1"' \
-    hpctrain "$HPCTRAIN_RUN_DIR${HPCTRAIN_TOKEN:+/jobs/$HPCTRAIN_TOKEN}" &
+    hpctrain "$HPCTRAIN_RUN_DIR" &
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
   # exit code.

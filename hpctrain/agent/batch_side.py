@@ -14,11 +14,12 @@ from hpctrain.agent.aftermath import last_seen, last_step, read_outcome
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
+from hpctrain.modes import follow_folder
 from hpctrain.plan.budget import allow
 from hpctrain.plan.decide import decide
 from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence, take_attempt
-from hpctrain.settings.spec import load_spec
+from hpctrain.rundir.owner import job_spec
 
 if TYPE_CHECKING:
     import subprocess
@@ -51,6 +52,7 @@ class BatchSide:
     """The end of one start of a job, seen from its batch script."""
 
     def __init__(self, run: RunDir, start: Start, control: JobControl) -> None:
+        follow_folder(run.root)
         self._run = run
         self._start = start
         self._control = control
@@ -78,7 +80,7 @@ class BatchSide:
     def _tell(self) -> None:
         attempt = self._attempt()
         if attempt is not None:
-            settings = load_spec(self._run.spec).settings.notify
+            settings = job_spec(self._run).settings.notify
             self._telling = notify(self._run, settings, attempt)
             end = self._last("attempt_ended", attempt)
             over = end is not None and end["next"] == Next.STOP
@@ -157,7 +159,7 @@ class BatchSide:
     def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:
         if following is Next.REQUEUE:
             before = [e for e in self._events if not _is_end_of(e, attempt)]
-            verdict = allow(before, reason, load_spec(self._run.spec).settings.budget)
+            verdict = allow(before, reason, job_spec(self._run).settings.budget)
             if not verdict.ok:
                 self._record_end(attempt, reason, Next.STOP, facts)
                 self._stop_for_good(attempt, reason, verdict.exit_code, verdict.why)

@@ -14,8 +14,9 @@ from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.fitness import Fitness
 from hpctrain.errors import RunAlive
 from hpctrain.ledger import events as ledger
+from hpctrain.modes import follow_folder
 from hpctrain.rundir.fence import take_attempt
-from hpctrain.settings.spec import load_spec
+from hpctrain.rundir.owner import job_spec
 
 if TYPE_CHECKING:
     from hpctrain.records import FailureReport, JobContext, JobControl
@@ -42,7 +43,8 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     but the first, whose code tells how the run stands (`errors.EXIT_CODES`).
     """
     signals.install()
-    spec = load_spec(run.spec)
+    follow_folder(run.root)  # the ranks are forked from here
+    spec = job_spec(run)
     first = context.node_rank == 0
     aftermath = Aftermath(run, spec, context, control)
     started = time.time()

@@ -25,7 +25,7 @@ from hpctrain.agent import signals
 from hpctrain.agent.news import news_of
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.spec import load_spec
+from hpctrain.rundir.owner import job_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Tell it, unless nobody wants to hear it or it was told."""
     signals.ignore_all()  # the requeue that is the news sends SIGTERM to every process of the job
     run, attempt = RunDir(Path(argv[0])), int(argv[1])
-    spec = load_spec(run.spec)
+    spec = job_spec(run)
     settings = spec.settings.notify
     with _alone(run, attempt, settings.timeout_s):
         events = ledger.read(run)

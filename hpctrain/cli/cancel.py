@@ -39,10 +39,12 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     from hpctrain.cli.job import ask
     from hpctrain.cli.output import echo_json
     from hpctrain.ledger import events as ledger
+    from hpctrain.modes import follow_folder
     from hpctrain.rundir.find import find_run
     from hpctrain.rundir.owner import own_spec
 
     found = find_run(run, runs=runs)
+    follow_folder(found.root)
     cluster = own_spec(found, named=run, foreign=foreign).cluster
     events = ledger.read(found)
     answer = ask(cluster, events)

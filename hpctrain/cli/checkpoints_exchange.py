@@ -176,11 +176,13 @@ def import_command(
     """
     from hpctrain.exchange import into, naming, open_source
     from hpctrain.exchange.tensors import TARGETS
+    from hpctrain.modes import follow_folder
     from hpctrain.rundir.find import find_run
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.resume import refuse_alive
 
     directory = find_run(run, runs=runs)
+    follow_folder(directory.root)
     spec = load_spec(directory.spec)
     refuse_alive(directory, spec)
     into.refuse_taken(directory, step)

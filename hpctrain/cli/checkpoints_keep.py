@@ -41,11 +41,13 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
     """
     from hpctrain.checkpoint import pins
     from hpctrain.errors import UsageError
+    from hpctrain.modes import follow_folder
     from hpctrain.rundir.find import find_run
 
     if remove and reason:
         raise UsageError("--reason does not go with --remove")
     directory = find_run(run, runs=runs)
+    follow_folder(directory.root)
     what = f"step {step} of {directory.name}"
     if remove:
         changed = pins.unpin(directory, step)

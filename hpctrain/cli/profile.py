@@ -56,9 +56,11 @@ def command(
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
     from hpctrain.errors import UsageError
+    from hpctrain.modes import follow_folder
     from hpctrain.rundir.find import find_run
 
     found = find_run(run, runs=runs)
+    follow_folder(found.root)
     name = f"{found.name}{runs_flag(runs)}" if found.root.parent == runs else str(found.root)
     given = {"--steps": steps, "--ranks": ranks, "--memory": memory, "--wait": wait}
     if not now:

@@ -21,7 +21,7 @@ from hpctrain.local import jobs
 from hpctrain.local.control import LocalControl
 from hpctrain.process import own_program
 from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.spec import load_spec
+from hpctrain.rundir.owner import job_spec
 
 TICK_S = 0.05
 KILL_WAIT_S = 15.0
@@ -89,7 +89,7 @@ class Controller:
         jobs.write(record)
         # Other folders have jobs of the same number, and a port counts as free until it is used.
         port = free_port(f"{jobs.root()}/{record.job_id}", record.restarts)
-        python = load_spec(self.run.spec).python
+        python = job_spec(self.run).python
         self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
 
     def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:

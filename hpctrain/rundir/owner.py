@@ -77,10 +77,32 @@ def own_spec(run: RunDir, *, named: str, foreign: bool = False) -> Spec:
     _refuse(run, run.root, group=True)
     _refuse(run, run.spec)
     spec = load_spec(run.spec)
-    shared = bool(getattr(spec.settings.run, "group_writable", False))
+    shared = spec.settings.run.group_writable
     for path in (run.root, run.jobs, run.snapshot):
         _refuse(run, path, group=shared)
     return spec
+
+
+def job_spec(run: RunDir) -> Spec:
+    """The spec of a run, in its own job: what stands there is executed as this user.
+
+    Raises:
+        ChecksFailed: others own spec.json or the copy of the code, or can write them.
+        NotFound: see `load_spec`.
+    """
+    _refuse_in_job(run, run.spec)
+    spec = load_spec(run.spec)
+    _refuse_in_job(run, run.snapshot, group=spec.settings.run.group_writable)
+    return spec
+
+
+def _refuse_in_job(run: RunDir, path: Path, *, group: bool = False) -> None:
+    why = distrust(path, group=group)
+    if why:
+        raise ChecksFailed(
+            f"{path} {why}: it decides what this job runs as you; look at it, then "
+            f"`chmod -R go-w {shlex.quote(str(run.root))}` and `hpctrain resume {run.name}`"
+        )
 
 
 def _refuse(run: RunDir, path: Path, *, group: bool = False) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpctrain.ledger import events as ledger
+from hpctrain.modes import follow_folder
 from hpctrain.plain_files import replace_text
 from hpctrain.rundir.fence import Attempt, take_attempt
 from hpctrain.world import broadcast
@@ -25,6 +26,7 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
         return Attempt(**json.loads(os.environ["HPCTRAIN_ATTEMPT"]))
     if run is None:
         return None
+    follow_folder(run.root)
     taken = None
     if world.rank == 0:
         taken = asdict(take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0))

@@ -48,7 +48,8 @@ class EventFile:
         self._new_event: Any = Event
         self._records: list[bytes] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
         self._add(Event(wall_time=time.time(), step=purge_step, session_log=start))

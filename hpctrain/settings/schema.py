@@ -77,6 +77,11 @@ class RunSettings:
         choices=("auto", "yes", "no"),
     )
     log_every_s: float = setting(5.0, "seconds between step marks in the ledger")
+    group_writable: bool = setting(
+        False,
+        "the run's group may write into it; false: nobody else can, whatever the umask, and what "
+        "the job writes elsewhere is made without write permission for others too",
+    )
 
 
 @dataclass

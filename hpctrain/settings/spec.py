@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plain_files import read_plain, replace_text
+from hpctrain.modes import write_private
+from hpctrain.plain_files import read_plain
 from hpctrain.settings.schema import Settings, sections
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class Spec:
     format: int = FORMAT
 
     def dump(self, path: Path) -> None:
-        """Write spec.json, whole or not at all."""
-        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
+        """Write spec.json, whole or not at all; nobody else can write it, nor read it."""
+        write_private(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_spec(path: Path) -> Spec:

@@ -1,19 +1,18 @@
-"""submitit, with our own submission: our script, our sbatch call, no task layout, the pickle first.
+"""submitit, with our own submission: our script, our sbatch call, no task layout, no pickle.
 
-What is kept of submitit: the executor and job classes, the pickled callable (`DelayedSubmission`)
-and its checkpointable form. What is not used is `submitit.core._submit`: its rules (timed out at 10
-minutes or less, checkpoint on rank 0 only, result pickles, `.save_tmp`) must not decide over a run.
+What is kept of submitit: the executor and job classes, and the callable in its checkpointable form.
+What is not used is `submitit.core._submit`: its rules (timed out at 10 minutes or less, checkpoint
+on rank 0 only, result pickles, `.save_tmp`) must not decide over a run. The callable is not pickled
+either: all of its state is the run's directory, and a pickle runs whatever others put into it.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import submitit
-from submitit.core.utils import DelayedSubmission
 from submitit.helpers import Checkpointable
 from submitit.slurm.slurm import SlurmJob
 
@@ -25,10 +24,9 @@ from hpctrain.slurm.environment import job_context
 from hpctrain.slurm.header import export_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from submitit.core.utils import DelayedSubmission
 
 SUBMIT_TIMEOUT_S = 60.0
-PICKLE = "submitted.pkl"
 
 
 class AgentTask(Checkpointable):
@@ -80,12 +78,8 @@ class HpctrainExecutor(submitit.SlurmExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[submitit.Job[Any]]:
-        """Pickle into a folder that is known beforehand, then submit: the job may start at once."""
-        (delayed,) = delayed_submissions
-        self.folder.mkdir(parents=True, exist_ok=True)
-        staged = self.folder / f"{PICKLE}.{os.getpid()}"
-        delayed.dump(staged)
-        staged.replace(self.folder / PICKLE)
+        """Submit the script, which names the run."""
+        del delayed_submissions
         return [self._submit_command(self._submitit_command_str)]
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
@@ -123,9 +117,3 @@ def submit_agent(folder: Path, run_dir: Path, script_path: Path, timeout_s: floa
     """
     executor = HpctrainExecutor(folder, script_path, timeout_s)
     return str(executor.submit(AgentTask(run_dir)).job_id)
-
-
-def load_task(folder: Path) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """The callable that was submitted, with its arguments."""
-    delayed = DelayedSubmission.load(folder / PICKLE)
-    return delayed.function, delayed.args, delayed.kwargs

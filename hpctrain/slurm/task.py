@@ -1,8 +1,7 @@
 """The task that srun starts on every node: `python -m hpctrain.slurm.task FOLDER`.
 
-FOLDER is ``jobs/<token>`` with the pickle that `submit` left there, or the run's directory itself
-for a hand-written batch script. The signal handlers stand before anything that takes time is
-imported.
+FOLDER is the run's directory; in scripts of older versions ``jobs/<token>`` below it. The signal
+handlers stand before anything that takes time is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from hpctrain.agent import signals
 
 
 def main(argv: list[str]) -> int:
-    """Load what was submitted and run it; returns the exit code of the task."""
+    """Run this node's part of the run; returns the exit code of the task."""
     signals.install()
     from pathlib import Path
 
@@ -21,16 +20,14 @@ def main(argv: list[str]) -> int:
 
     folder = Path(argv[0])
     try:
-        from hpctrain.slurm.executor import PICKLE, AgentTask, load_task
+        from hpctrain.slurm.executor import AgentTask
 
-        if (folder / PICKLE).exists():
-            function, args, kwargs = load_task(folder)
-            return int(function(*args, **kwargs))
-        if (folder / "spec.json").exists():
-            return AgentTask(folder)()
+        for root in (folder, folder.parent.parent):
+            if (root / "spec.json").exists():
+                return AgentTask(root)()
         raise UsageError(
-            f"{folder} holds neither {PICKLE} nor spec.json: HPCTRAIN_RUN_DIR must be a run's "
-            "directory, seen under the same path on every node"
+            f"{folder} holds no spec.json: HPCTRAIN_RUN_DIR must be a run's directory, seen under "
+            "the same path on every node"
         )
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.clusters import get_cluster
 from hpctrain.errors import ClusterError, ClusterUnreachable, RunAlive
 from hpctrain.ledger import events as ledger
-from hpctrain.plain_files import replace_text
+from hpctrain.modes import follow_folder, make_private_folder, write_private
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
 
@@ -60,6 +60,7 @@ def launch(
         ClusterUnreachable: no answer, and no such job was found afterwards.
     """
     cluster = get_cluster(spec.cluster)
+    follow_folder(run.root)
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:
@@ -117,9 +118,8 @@ def _submit(
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     token = new_token(run)
     script = _script(run, without_nodes(spec, exclude), token)
-    run.jobs.mkdir(parents=True, exist_ok=True)
-    replace_text(run.script(token), script)
-    run.script(token).chmod(0o755)
+    make_private_folder(run.jobs)
+    write_private(run.script(token), script, mode=0o700)
     run.stop_request.unlink(missing_ok=True)
     ledger.append(run, "submit_intent", token=token, script=str(run.script(token)))
     request = JobRequest(run.root, token, run.script(token), script)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
+from hpctrain.modes import make_run_folder
 from hpctrain.plan.nodes import meshes
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.check import check
@@ -201,7 +202,7 @@ def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
         root = runs / spec.name
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            root.mkdir()
+            make_run_folder(root, group=spec.settings.run.group_writable)
             break
         except FileExistsError:
             if not auto_name or not root.exists():

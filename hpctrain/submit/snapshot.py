@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.modes import make_private_folder
 from hpctrain.settings.spec import Snapshot
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
         ChecksFailed: the copy could not be written.
     """
     try:
+        make_private_folder(run.snapshot)
         for name in checkout.files:
             _copy(checkout.root, name, run.snapshot)
     except OSError as error:

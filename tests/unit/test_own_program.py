@@ -98,12 +98,14 @@ def test_a_batch_script_runs_the_real_modules(lures, tmp_path):
         timeout=60,
     )
 
-    (output,) = [line for line in done.stderr.splitlines() if "submitted.pkl" in line]
-    assert "holds neither submitted.pkl nor spec.json" in output
+    (output,) = [line for line in done.stderr.splitlines() if "spec.json" in line]
+    assert "holds no spec.json" in output
     assert "lure" not in done.stderr
 
 
-def test_a_local_job_runs_the_real_modules(lures, tmp_path):
+def test_a_local_job_runs_the_real_modules_and_leaves_nothing_that_others_can_write(
+    lures, tmp_path
+):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "beside.py").write_text("WORD = 'mine'\n")
     script = tmp_path / "code" / "train.py"
@@ -121,6 +123,7 @@ def test_a_local_job_runs_the_real_modules(lures, tmp_path):
             "HPCTRAIN_RUNS": str(tmp_path / "runs"),
             "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),
         },
+        umask=0,
         capture_output=True,
         text=True,
         check=False,
@@ -131,3 +134,6 @@ def test_a_local_job_runs_the_real_modules(lures, tmp_path):
     mine, json_file = (tmp_path / "told").read_text().split()
     assert mine == "mine"  # a script's own folder stays
     assert not json_file.startswith(str(tmp_path))
+    run = tmp_path / "runs" / "r"
+    assert (run / "attempts" / "0001" / "rank-00000.log").exists()
+    assert [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o022] == []

@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from submitit.core.utils import DelayedSubmission
 
 from hpctrain.errors import ClusterError
 from hpctrain.slurm import task
-from hpctrain.slurm.executor import PICKLE, AgentTask, HpctrainExecutor, load_task
+from hpctrain.slurm.executor import AgentTask, HpctrainExecutor
 
 read_id = HpctrainExecutor._get_job_id_from_submission_command
 
@@ -28,13 +27,16 @@ def test_submission_without_an_id_is_an_error(printed):
         read_id(printed)
 
 
-def test_pickled_task_is_the_same_task(tmp_path):
-    DelayedSubmission(AgentTask(tmp_path)).dump(tmp_path / PICKLE)
+def test_a_script_of_an_older_version_finds_the_run_and_no_pickle_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+    started = []
+    monkeypatch.setattr(AgentTask, "__call__", lambda self: started.append(self.run_dir) or 0)
+    (tmp_path / "spec.json").write_text("{}")
+    (tmp_path / "jobs" / "tok").mkdir(parents=True)
+    (tmp_path / "jobs" / "tok" / "submitted.pkl").write_bytes(b"no pickle")
 
-    function, args, kwargs = load_task(tmp_path)
-
-    assert isinstance(function, AgentTask)
-    assert (function.run_dir, list(args), kwargs) == (str(tmp_path), [], {})
+    assert task.main([str(tmp_path / "jobs" / "tok")]) == 0
+    assert started == [str(tmp_path)]
 
 
 def test_interrupted_task_goes_on_as_itself(tmp_path):
@@ -62,7 +64,7 @@ def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
     code = task.main([str(tmp_path)])
 
     assert code == 2
-    assert "holds neither submitted.pkl nor spec.json" in capsys.readouterr().err
+    assert "holds no spec.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_odd_values_reach_srun_unchanged(tmp_path):
 
     args = (tmp_path / "args").read_text().split("\0")
     assert ODD in args
-    assert args[-2].endswith(f"/{ODD_NAME}/jobs/tok")
+    assert args[-2].endswith(f"/{ODD_NAME}")
     assert f"--output={tmp_path}/{ODD_NAME.replace('%', '%%')}/jobs/tok-%t.out" in args
     assert not (tmp_path / "pwned").exists()
     assert script.err == ""
