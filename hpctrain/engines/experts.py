@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hpctrain.engines.torch_private import all_to_all, all_to_all_with_gradient
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,16 +94,16 @@ def _travel(
     """Send tokens to their experts' ranks, compute there, send the answers back. Collective."""
     ranks = group.size()
     sends = counts.view(ranks, -1)
-    receives = all_to_all_single(counts, None, None, group).view(ranks, -1)
+    receives = all_to_all(counts, None, None, group).view(ranks, -1)
     sent, received = torch.stack((sends.sum(dim=1), receives.sum(dim=1))).tolist()
-    arrived = all_to_all_single_autograd(tokens, received, sent, group)
+    arrived = all_to_all_with_gradient(tokens, received, sent, group)
     # They come rank by rank, each rank's sorted by expert; experts take them all together, and
     # within an expert in the order of the ranks, as one process would have them.
     local = torch.arange(sends.shape[1], device=counts.device).repeat(ranks)
     order = local.repeat_interleave(receives.flatten()).argsort(stable=True)
     with _plain_parameters(module):
         answers = compute(arrived[order], receives.sum(dim=0))
-    return all_to_all_single_autograd(answers[order.argsort()], sent, received, group)
+    return all_to_all_with_gradient(answers[order.argsort()], sent, received, group)
 
 
 @contextlib.contextmanager

@@ -11,23 +11,17 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
 from torch.distributed.tensor import Shard
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.engines.experts import find_experts
+from hpctrain.engines.torch_private import cuts_over
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementFnResult
 
     from hpctrain.engines.places import Places
     from hpctrain.settings.schema import EngineSettings
@@ -67,7 +61,7 @@ def shard(
             add_gradients(module)
 
 
-def _cuts(model: nn.Module, places: Places) -> Callable[[nn.Parameter], ShardPlacementFnResult]:
+def _cuts(model: nn.Module, places: Places) -> Callable[[nn.Parameter], Any]:
     """Where each parameter is cut, and over which ranks."""
     names = {
         id(weight): f"{prefix}.{name}"
@@ -75,24 +69,17 @@ def _cuts(model: nn.Module, places: Places) -> Callable[[nn.Parameter], ShardPla
         for name, weight in module.named_parameters()
     }
     mesh = places.expert_shard
-    over = None if mesh is None else _expert_mesh(mesh)
+    over = None if mesh is None else cuts_over(mesh)
 
-    def cut(weight: nn.Parameter) -> ShardPlacementFnResult:
+    def cut(weight: nn.Parameter) -> Any:
         name = names.get(id(weight))
         if name is None:
             return None
-        if over is None:
+        if mesh is None or over is None:
             return _whole_experts(weight, places.dense.size(-1))
-        return ShardPlacementResult(_within_experts(name, weight, over.shard_mesh_size), over)
+        return over(_within_experts(name, weight, mesh.size(-1)))
 
     return cut
-
-
-def _expert_mesh(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """A mesh in the words of `fully_shard`: copies come first where it has two axes."""
-    if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _whole_experts(weight: nn.Parameter, ranks: int) -> Shard | None:

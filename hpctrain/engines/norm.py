@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from hpctrain.engines import torch_private
 from hpctrain.engines.engine import global_sum
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def outer_copies(tensor: DTensor, mesh: Mesh) -> int:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without a node for autograd."""
-    part: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - see above
-    return part
+    return torch_private.local(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def global_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> float:

@@ -6,7 +6,9 @@ recomputation, compilation, and at last sharding.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from hpctrain.engines.recompute import recompute_blocks
 from hpctrain.errors import UsageError
 from hpctrain.mesh import Mesh
 from hpctrain.plan.mesh import plan_mesh
+from hpctrain.plan.versions import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,6 +78,7 @@ def parallelize(
     Raises:
         UsageError: the optimizer has state already, or the settings do not fit model or world.
     """
+    _require_versions(settings)
     if optimizer.state:
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
     plan = plan or ModelPlan()
@@ -90,6 +94,20 @@ def parallelize(
     if settings.kind == "ddp":
         return _copied(model, optimizer, parts)
     return _sharded(model, optimizer, parts, plan)
+
+
+def _require_versions(settings: EngineSettings) -> None:
+    """Submit asks the same of the login node's packages; a job's module may have brought others.
+
+    Raises:
+        UsageError: torch or DeepSpeed is too old for this engine.
+    """
+    versions = {"torch": str(torch.__version__)}
+    if settings.kind.startswith("zero"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions["deepspeed"] = metadata.version("deepspeed")
+    if why := refusal(versions, settings):
+        raise UsageError(why)
 
 
 def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpctrain.engines.torch_private import split_axis
 from hpctrain.mesh import AXES
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def join_places(mesh: Mesh, device: torch.device) -> Places:
         return Places(root, dense)
     cut = (mesh.dp_shard // mesh.ep, mesh.ep)
     # Cut from the same root: torch joins a parameter's meshes only where they have one in common.
-    sparse = root._unflatten("dp_shard", cut, ("ep_shard", "ep"))  # noqa: SLF001 - not public yet
+    sparse = split_axis(root, "dp_shard", cut, ("ep_shard", "ep"))
     copied = mesh.dp_replicate > 1
     shard = sparse["dp_replicate", "ep_shard"] if copied else sparse["ep_shard"]
     return Places(root, dense, sparse, shard)

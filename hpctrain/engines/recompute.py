@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.torch_private import checkpoint_wrapped, operators
 
 if TYPE_CHECKING:
     from torch import nn
 
-KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - their names
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-        torch.ops._c10d_functional.all_reduce.default,  # noqa: SLF001
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001
-    }
+KEPT = operators(
+    (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_cudnn_attention",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.reduce_scatter_tensor",
+    )
 )
 """What selective recomputation keeps, since it costs the most: matrix products, attention, and
 sums over the ranks of `tp`."""
@@ -48,11 +43,7 @@ def recompute_blocks(model: nn.Module, how: str) -> None:
     options: dict[str, Any] = {}
     if how == "selective":
         options["context_fn"] = _contexts
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **options),
-        check_fn=lambda module: id(module) in blocks,
-    )
+    checkpoint_wrapped(model, lambda module: id(module) in blocks, **options)
 
 
 def _contexts() -> Any:

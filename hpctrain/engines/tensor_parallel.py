@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._pytree import tree_map_only
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.engines.layouts import ASK, HEAD_COUNTS, owners, recognise
 from hpctrain.engines.stages import Gone
+from hpctrain.engines.torch_private import map_tensors, root_of
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Replicated(ParallelStyle):
             return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
 
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: tree_map_only(torch.Tensor, lift, (args, kwargs)),
+            lambda _, args, kwargs: map_tensors(torch.Tensor, lift, (args, kwargs)),
             with_kwargs=True,
         )
         module.register_forward_hook(
-            lambda _module, _args, out: tree_map_only(DTensor, DTensor.to_local, out)
+            lambda _module, _args, out: map_tensors(DTensor, DTensor.to_local, out)
         )
         return module
 
@@ -342,11 +342,11 @@ def keep_gradients_through_compile(model: nn.Module, styles: Mapping[str, Parall
             behind = True
         elif name in styles and (not behind or isinstance(module, nn.Embedding)):
             module.register_forward_hook(
-                lambda _module, _args, out: tree_map_only(torch.Tensor, torch.Tensor.clone, out)
+                lambda _module, _args, out: map_tensors(torch.Tensor, torch.Tensor.clone, out)
             )
 
 
 def _is_whole(mesh: DeviceMesh) -> bool:
-    root = mesh._get_root_mesh()  # noqa: SLF001 - no public way to the mesh it was cut from
+    root = root_of(mesh)
     names = root.mesh_dim_names or ()
     return "pp" not in names or root["pp"].size() == 1

@@ -33,6 +33,7 @@ from hpctrain.submit.nsys import nsys_notes
 from hpctrain.submit.site_checks import check_site, shell_layer
 from hpctrain.submit.site_choice import choose
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
+from hpctrain.submit.versions import check_versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,6 +156,7 @@ def prepare(request: SubmitRequest) -> Prepared:
                 settings, origins, site, is_script=is_script, accounting=request.accounting
             )
     notes += _without_effect(origins, cluster, entry)
+    notes += check_versions(settings, site if cluster == "slurm" else None)
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")

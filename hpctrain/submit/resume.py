@@ -18,6 +18,7 @@ from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.site_checks import check_site, forget_chosen
 from hpctrain.submit.site_locks import changed, take_locks
+from hpctrain.submit.versions import check_versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,6 +83,7 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
         told, more = _check_with_site(spec, site, settings, origins, request)
         notes += told
         unlocked += [path for path in more if path not in unlocked]
+    notes += check_versions(settings, site if spec.cluster == "slurm" else None, python=spec.python)
     for name in SAME_RUN:
         before, now = getattr(spec.settings.train, name), getattr(settings.train, name)
         if before != now:

@@ -1,0 +1,143 @@
+"""Every name of torch that the engines use and that torch does not promise to keep.
+
+Each is fetched when it is first needed, so that an engine that does without one works on a torch
+that lacks it, and the others end with one line that names it. docs/torch-versions.md says which
+releases were run; tests/engines/test_torch_private.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_common"
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_COLLECTIVES = "torch.distributed._functional_collectives"
+
+
+def _get(module: str, name: str, what_for: str) -> Any:
+    """One of torch's own names.
+
+    Raises:
+        UsageError: this torch has it not.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        raise _lacks(f"{module}.{name}", what_for) from None
+
+
+def _lacks(name: str, what_for: str) -> UsageError:
+    return UsageError(
+        f"{what_for} needs {name}, which torch {torch.__version__} has not; see "
+        "docs/torch-versions.md for the releases that were run"
+    )
+
+
+# ---- FSDP2: experts are cut over another mesh than the rest
+
+
+def cuts_over(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """What `shard_placement_fn` returns for parameters with a mesh of their own, of their `Shard`.
+
+    Made once for all of them: torch takes two descriptions of one mesh for two meshes.
+
+    Args:
+        mesh: Over which; copies come first where it has two axes.
+    """
+    result = _get(_FSDP, "ShardPlacementResult", "engine.ep")
+    if mesh.ndim == 1:
+        info = _get(_FSDP, "FSDPMeshInfo", "engine.ep")(mesh, shard_mesh_dim=0)
+    else:
+        both = _get(_FSDP, "HSDPMeshInfo", "engine.ep")
+        info = both(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda placement: result(placement, info)
+
+
+def split_axis(
+    mesh: DeviceMesh, axis: str, sizes: Sequence[int], names: Sequence[str]
+) -> DeviceMesh:
+    """A mesh with one axis cut in several. Collective."""
+    if not hasattr(mesh, "_unflatten"):
+        raise _lacks("DeviceMesh._unflatten", "engine.ep")
+    cut: DeviceMesh = mesh._unflatten(axis, tuple(sizes), tuple(names))  # noqa: SLF001
+    return cut
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that one was cut from, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        own: DeviceMesh = mesh._get_root_mesh()  # noqa: SLF001
+        return own
+    # Older releases keep it beside all meshes.
+    resources = _get("torch.distributed.device_mesh", "_mesh_resources", "engine.tp")
+    older: DeviceMesh = resources.get_root_mesh(mesh)
+    return older
+
+
+def local(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, as the same memory; `to_local()` builds a node for autograd each time."""
+    part: torch.Tensor = tensor._local_tensor  # noqa: SLF001
+    return part
+
+
+# ---- recomputation
+
+
+def checkpoint_wrapped(
+    model: torch.nn.Module, check: Callable[[torch.nn.Module], bool], **options: Any
+) -> None:
+    """Wrap modules so that they compute again what they computed, in place."""
+    apply = _get(_CHECKPOINT, "apply_activation_checkpointing", "engine.activation_checkpointing")
+    wrapper = _get(_CHECKPOINT, "checkpoint_wrapper", "engine.activation_checkpointing")
+    apply(model, checkpoint_wrapper_fn=functools.partial(wrapper, **options), check_fn=check)
+
+
+def operators(names: Iterable[str]) -> frozenset[Any]:
+    """Torch's operators by `namespace.name`, as far as this release has them."""
+    found = set()
+    for full in names:
+        namespace, _, name = full.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            found.add(packet.default)
+    return frozenset(found)
+
+
+# ---- collectives that autograd knows
+
+
+def all_to_all(tokens: torch.Tensor, receive: Any, send: Any, group: Any) -> torch.Tensor:
+    """Exchange parts of a tensor without gradients. Collective."""
+    exchange = _get(_COLLECTIVES, "all_to_all_single", "engine.ep")
+    out: torch.Tensor = exchange(tokens, receive, send, group)
+    return out
+
+
+def all_to_all_with_gradient(
+    tokens: torch.Tensor, receive: Any, send: Any, group: Any
+) -> torch.Tensor:
+    """The same, and gradients travel back. Collective."""
+    exchange = _get(_COLLECTIVES, "all_to_all_single_autograd", "engine.ep")
+    out: torch.Tensor = exchange(tokens, receive, send, group)
+    return out
+
+
+# ---- nested values
+
+
+def map_tensors(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """Change the tensors of a kind in a nested value."""
+    over = _get("torch.utils._pytree", "tree_map_only", "engine.tp")
+    return over(kind, change, value)

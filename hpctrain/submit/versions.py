@@ -1,0 +1,53 @@
+"""Torch and DeepSpeed as the ranks will import them, told on the login node without an import.
+
+Only their names in the interpreter's packages are read. tests/unit/test_versions.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+from hpctrain.plan.versions import refusal, untried
+from hpctrain.slurm.site_options import module_lines
+
+if TYPE_CHECKING:
+    from hpctrain.settings.schema import Settings
+    from hpctrain.site.preset import Site
+
+
+def check_versions(settings: Settings, site: Site | None = None, *, python: str = "") -> list[str]:
+    """Refuse an engine that cannot train with what is installed; returns what to know.
+
+    Where the job loads modules or runs lines of its own first, these may bring another torch: then
+    a refusal is only a note, and the ranks decide.
+
+    Args:
+        settings: The run's.
+        site: Its preset.
+        python: The interpreter that the ranks will run; where it is another than this one nothing
+            is known of its packages.
+
+    Raises:
+        UsageError: they are too old.
+    """
+    if python and python != sys.executable:
+        return []
+    versions = {name: _installed(name) for name in ("torch", "deepspeed")}
+    why = refusal(versions, settings.engine)
+    if why is None:
+        return untried(versions, settings.engine)
+    if settings.slurm.setup or module_lines(site):
+        return [f"{why} (unless the job's modules or slurm.setup bring another)"]
+    raise UsageError(why)
+
+
+def _installed(package: str) -> str:
+    """Its version; "" where it is not installed here, which a job's module may make up for."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
