@@ -51,8 +51,15 @@ browser: $(STAMP)
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .browser-install.log
 
+.PHONY: fuse
+fuse: $(STAMP)
+	@tests/support/install_fuse.sh >.fuse-install.log 2>&1 || \
+	  { tail -n 1 .fuse-install.log >&2; \
+	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
+	@rm -f .fuse-install.log
+
 .PHONY: test
-test: slurm browser ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+test: slurm browser fuse ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
 	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
 	@$(PYTEST) $(BESIDE) $(TESTS)
 
@@ -81,7 +88,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
@@ -89,7 +96,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 check: lint test ## lint and test: what continuous integration runs
 
 .PHONY: soak
-soak: slurm ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
+soak: slurm fuse ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
 	@$(PYTEST) $(BESIDE) tests/slurm
 	@$(call on_the_other_versions,tests/slurm)
 	@$(PYTEST) -m soak --timeout=0 $(TESTS)

@@ -6,7 +6,7 @@ CPUs (`nice`), so that no time limit of a real job is missed because of a unit t
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
-`browser` and `two_users`.
+`browser`, `fuse` and `two_users`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import browser, users
+from tests.support import browser, client_disk, users
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -32,6 +32,7 @@ SLURM_TESTS = "tests/slurm/"
 NEEDS = {
     "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
     "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
+    "fuse": (client_disk.missing, "no FUSE here", "run tests/support/install_fuse.sh"),
     "two_users": (users.missing, "no second user here", "run the tests as root"),
 }
 """Marker to: what of it is missing here, what to say then, how to come by it."""
