@@ -15,6 +15,9 @@ from hpctrain.agent.notify import notify
 from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
+from hpctrain.ledger.fields import count
+from hpctrain.ledger.values import member
+from hpctrain.plain_files import read_plain
 from hpctrain.plan.budget import allow
 from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
 from hpctrain.records import EndReason, Next, StopCause
@@ -37,10 +40,16 @@ OUTCOME = "outcome.json"
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     """What rank 0 left behind; empty for a program that does not use hpctrain."""
     try:
-        found: dict[str, Any] = json.loads((run.attempt(attempt) / OUTCOME).read_text())
-    except FileNotFoundError:
+        found = json.loads(read_plain(run.attempt(attempt) / OUTCOME))
+    except (FileNotFoundError, ValueError):
         return {}
-    return found
+    if not isinstance(found, dict) or found.get("outcome") not in {"done", "stopped"}:
+        return {}
+    return {
+        "outcome": found["outcome"],
+        "step": count(found.get("step")),
+        "cause": member(StopCause, found.get("cause")),
+    }
 
 
 class Aftermath:
@@ -66,7 +75,7 @@ class Aftermath:
         newest = ""
         for event in ledger.read(self._run):
             if event.kind in {"submit_intent", "submitted"}:
-                newest = str(event.data["token"])
+                newest = event.data["token"]
             if event.kind == "cancel_requested" and not event.data.get("save"):
                 newest = newest if event.data.get("job_id") != self._context.job_id else "cancelled"
         if not token or not newest or token == newest:
@@ -157,7 +166,7 @@ class Aftermath:
             return 0  # a zombie must not requeue the job that took over
         left = read_outcome(self._run, attempt)
         outcome = self._outcome(attempt, end, watch, left)
-        cause = StopCause(left["cause"]) if left.get("cause") else watch.cause
+        cause = left.get("cause") or watch.cause
         if end.ending == "killed" and cause is None:
             cause = StopCause.CLOCK
         facts = self._facts_now(outcome)
@@ -323,13 +332,11 @@ def _is_of_a_step(event: ledger.Event) -> bool:
 def last_step(events: list[ledger.Event], attempt: int) -> int | None:
     """The last step that an attempt is known to have done."""
     steps = [
-        int(e.data["last"] if e.kind == "steps" else e.data["step"])
+        e.data.get("last" if e.kind == "steps" else "step")
         for e in events
-        if e.attempt == attempt
-        and e.kind in {"steps", "saved", "restored", "stopped", "done"}
-        and e.data.get("last" if e.kind == "steps" else "step") is not None
+        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
     ]
-    return max(steps, default=None)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def last_seen(run: RunDir, events: list[ledger.Event], attempt: int) -> dict[str, Any]:

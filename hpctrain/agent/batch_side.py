@@ -221,7 +221,7 @@ class BatchSide:
         """The job's exit code where nothing follows."""
         stopped = self._last("run_stopped", attempt)
         if stopped is not None:
-            return int(stopped["exit_code"])
+            return stopped.get("exit_code") or 1
         return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1
 
     def _cancel_requested(self) -> bool:

@@ -65,9 +65,9 @@ def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> News | None:
     told = (stopped or {}).get("detail") or failure.get("summary") or end.get("detail")
     why = str(stuck or told or "")
     step = end.get("step")
-    saved = max((int(e.data["step"]) for e in events if e.kind == "saved"), default=None)
-    lost = None if step is None else max(0, int(step) - (saved or 0))
-    reason = str(end["reason"])
+    saved = max((e.data["step"] for e in events if e.kind == "saved"), default=None)
+    lost = None if step is None else max(0, step - (saved or 0))
+    reason = end["reason"]
     return News(
         what=what,
         run=run.name,

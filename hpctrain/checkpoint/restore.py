@@ -366,8 +366,7 @@ def asked_step(run: RunDir) -> int | None:
     step: int | None = None
     for event in ledger.read(run):
         if event.kind == "submitted":
-            asked = event.data.get("from_step")
-            step = None if asked is None else int(asked)
+            step = event.data.get("from_step")
         elif event.kind == "restored":
             step = None
     return step

@@ -275,4 +275,6 @@ class Lines:
 
 
 def _time(raw: bytes) -> float:
-    return float(raw[6 : raw.index(b",")])
+    from hpctrain.ledger.values import number
+
+    return number(raw[6 : raw.index(b",")].decode()) or 0.0

@@ -106,12 +106,12 @@ class EndWatch:
 
     def _ask(self) -> Answer:
         from hpctrain.cli.job import ask
-        from hpctrain.errors import NotFound
+        from hpctrain.errors import HpctrainError
         from hpctrain.settings.spec import load_spec
 
         if self._cluster is None:
             self._cluster = ""
-            with contextlib.suppress(NotFound):  # then the ledger alone must do
+            with contextlib.suppress(HpctrainError):  # then the ledger alone must do
                 self._cluster = load_spec(self.run.spec).cluster
         before, self._answer = self._answer, ask(self._cluster, self.events)
         self._asked = time.monotonic()

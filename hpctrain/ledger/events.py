@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain import locks
+from hpctrain.ledger.fields import attempt_number, moment, typed, whole_text
 from hpctrain.ledger.lines import BLOCK_BYTES, Lines
-from hpctrain.ledger.values import finite, whole
 from hpctrain.plain_files import open_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from io import FileIO
     from pathlib import Path
 
@@ -131,6 +131,50 @@ def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
         return []
 
 
+def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
+    """The facts whose lines hold one of these markers; the others are not parsed.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    found: list[Event] = []
+    try:
+        with open_plain(run.events) as file:
+            reader = Lines(file)
+            while (lines := reader.block()) is not None:
+                found += _marked(lines, markers)
+            return found + _marked([reader.rest], markers)
+    except FileNotFoundError:
+        return []
+
+
+def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
+    return [
+        event
+        for line in lines
+        if any(marker in line for marker in markers) and (event := parse(line))
+    ]
+
+
+def first_fact(run: RunDir) -> Event | None:
+    """The first fact that can be read; None without one.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    try:
+        with open_plain(run.events) as file:
+            reader = Lines(file)
+            while (lines := reader.block()) is not None:
+                for line in lines:
+                    event = parse(line)
+                    if event is not None:
+                        return event
+            return parse(reader.rest)
+    except FileNotFoundError:
+        return None
+
+
 def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
     """The lines without most of the step marks before `until`; what is no whole mark comes through.
 
@@ -201,7 +245,10 @@ class Tail:
 
 
 def parse(line: bytes) -> Event | None:
-    """One line as an event; None for what is no whole event."""
+    """One line as an event; None for what is no whole event.
+
+    What its fields are is certain from here on: see `fields.typed`.
+    """
     # NFS may show zeros where another client's bytes are still under way.
     line = line.strip(b"\0\r\n\t ")
     if not line.startswith(b"{"):
@@ -210,12 +257,15 @@ def parse(line: bytes) -> Event | None:
         raw = json.loads(line)
     except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
         return None
-    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
-    if isinstance(t, int) and not isinstance(t, bool):
-        t = finite(t)
-    if not isinstance(t, float) or not math.isfinite(t) or not isinstance(kind, str):
+    raw = whole_text(line, raw)
+    if raw is None:
         return None
-    return Event(t, kind, whole(attempt), raw)
+    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
+    t = moment(t)
+    if t is None or not isinstance(kind, str):
+        return None
+    data = typed(kind, raw)
+    return None if data is None else Event(float(t), kind, attempt_number(attempt), data)
 
 
 @contextlib.contextmanager

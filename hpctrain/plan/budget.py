@@ -86,9 +86,9 @@ def attempts_without_progress(events: Sequence[Event]) -> int:
             continue
         if event.kind == "restored":
             idle[event.attempt] = True
-            newest_saved = max(newest_saved, int(event.data.get("step", 0)))
-        elif event.kind == "saved" and int(event.data["step"]) > newest_saved:
-            newest_saved = int(event.data["step"])
+            newest_saved = max(newest_saved, event.data.get("step") or 0)
+        elif event.kind == "saved" and event.data["step"] > newest_saved:
+            newest_saved = event.data["step"]
             idle[event.attempt] = False
     count = 0
     for attempt in sorted(idle, reverse=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import NotFound
+from hpctrain.errors import HpctrainError
 from hpctrain.ledger import events as ledger
 from hpctrain.ledger.rank_samples import RankSample, rank_sample
 from hpctrain.plan.interval import Costs, Failures, costs, failures
@@ -80,10 +80,10 @@ def _spec(run: RunDir) -> tuple[Spec | None, str]:
     """The run's settings, or why there are none."""
     try:
         return load_spec(run.spec), ""
-    except NotFound as error:
+    except HpctrainError as error:
         return None, str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, f"{run.spec} cannot be read: {type(error).__name__}: {error}"
+    except OSError as error:
+        return None, f"{run.spec} cannot be read: {error.strerror}"
 
 
 def _samples(run: RunDir, numbers: Sequence[int]) -> tuple[list[RankSample], list[str]]:

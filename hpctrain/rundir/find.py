@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound
-from hpctrain.ledger.events import parse
+from hpctrain.ledger.events import read_marked
 from hpctrain.ledger.format import count
-from hpctrain.ledger.lines import Lines
-from hpctrain.plain_files import is_plain, open_plain
+from hpctrain.plain_files import is_plain
 from hpctrain.rundir.layout import RunDir
 from hpctrain.rundir.owner import is_mine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
 
 LATEST = "-"
 RUNS_VARIABLE = "HPCTRAIN_RUNS"
@@ -168,7 +166,7 @@ def _is_run(path: Path) -> bool:
 def _newest_submission_t(run: RunDir) -> float:
     """When the run was last submitted; one started without a job counts from its attempts."""
     # What the ledger says counts, not the age of the file: a copy or a touch makes no run newer.
-    facts = _facts(run, b'"submit', b'"attempt_started"')
+    facts = read_marked(run, b'"submit', b'"attempt_started"')
     times = [e.t for e in facts if e.kind.startswith("submit")] or [e.t for e in facts]
     newest = max(times, default=0.0)
     now = time.time()
@@ -180,32 +178,7 @@ def _with_job(job_id: str, runs: Sequence[RunDir]) -> list[RunDir]:
     return [
         run
         for run in runs
-        if any(str(event.data.get("job_id")) == job_id for event in _facts(run, b'"job_id"'))
-    ]
-
-
-def _facts(run: RunDir, *markers: bytes) -> list[Event]:
-    """The events whose lines hold one of these markers; the others are not parsed.
-
-    Raises:
-        OSError: the ledger cannot be read.
-    """
-    found: list[Event] = []
-    try:
-        with open_plain(run.events) as file:
-            reader = Lines(file)
-            while (lines := reader.block()) is not None:
-                found += _marked(lines, markers)
-            return found + _marked([reader.rest], markers)
-    except FileNotFoundError:
-        return []
-
-
-def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
-    return [
-        event
-        for line in lines
-        if any(marker in line for marker in markers) and (event := parse(line))
+        if any(str(event.data.get("job_id")) == job_id for event in read_marked(run, b'"job_id"'))
     ]
 
 

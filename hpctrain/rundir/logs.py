@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import open_plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -59,11 +61,11 @@ class LogFile:
 
     def _more(self, at_once: int) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._partial, self.at = 0, b"", 0
                 file.seek(self._offset)
-                content = file.read(at_once)
+                content: bytes = file.read(at_once)
         except FileNotFoundError:
             return b""
         self._offset += len(content)

@@ -87,9 +87,4 @@ class Board:
 
 def _attempts(run: RunDir) -> list[ledger.Event]:
     """The events that tell of attempts; the many step marks of a long run are not parsed."""
-    try:
-        lines = run.events.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    wanted = (line for line in lines if any(word in line for word in _OF_ATTEMPTS))
-    return [event for line in wanted if (event := ledger.parse(line))]
+    return ledger.read_marked(run, *_OF_ATTEMPTS)

@@ -42,8 +42,7 @@ def mark_every_s(run_age_s: float, log_every_s: float) -> float:
 def run_age_s(run: RunDir, now: float) -> float:
     """Seconds since the first fact of the run that can be read; 0 without one."""
     try:
-        with run.events.open("rb") as file:
-            first = next((event for line in file if (event := ledger.parse(line))), None)
+        first = ledger.first_fact(run)
     except OSError:
         return 0.0
     return max(0.0, now - first.t) if first is not None else 0.0

@@ -96,13 +96,13 @@ def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | Non
     token, job_id = None, None
     for event in events:
         if event.kind == "submit_intent":
-            token, job_id = str(event.data["token"]), None
+            token, job_id = event.data["token"], None
         elif event.kind in {"submitted", "submit_adopted"} and event.data.get("token") == token:
-            job_id = str(event.data["job_id"])
+            job_id = event.data["job_id"]
         elif event.kind == "submit_failed" and event.data.get("token") == token:
             token = None
         elif event.kind == "attempt_started" and token is None:
-            job_id = str(event.data["job_id"])  # a hand-written batch script
+            job_id = event.data.get("job_id", job_id)  # a hand-written batch script
     return token, job_id
 
 

@@ -123,19 +123,19 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         NoCheckpoint: the step that was asked for has no whole checkpoint.
         UsageError: the run is done, or some number of nodes has no mesh.
     """
-    if any(event.kind == "done" for event in ledger.read(run)) and from_step is None:
-        steps = [e.data["step"] for e in ledger.read(run) if e.kind == "done"]
-        if spec.entry.kind == "script" or int(steps[-1] or 0) >= spec.settings.train.steps:
-            raise UsageError(
-                f"{run.name} is done (step {steps[-1]}); to train on, raise --set train.steps=N, "
-                "or go back with --from STEP"
-            )
+    ends = [event.data.get("step") for event in ledger.read(run) if event.kind == "done"]
+    is_script = spec.entry.kind == "script"
+    if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
+        raise UsageError(
+            f"{run.name} is done (step {ends[-1]}); to train on, raise --set train.steps=N, "
+            "or go back with --from STEP"
+        )
     choice = find.choose(run, at_step=from_step)
     found = choice.found
     manifest = found.manifest if found is not None else None
     is_recipe = spec.entry.kind == "recipe"
     found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
-    ends = by_nodes(found_meshes, spec.settings.slurm.ranks())
+    sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     return ResumePlan(
         run=run.name,
         step=found.step if found else 0,
@@ -145,8 +145,8 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         saved_mesh=manifest.mesh if manifest else None,
         engine=spec.settings.engine.kind,
         looked_at=looked_at((found.step, found.path.name) if found else None, choice.skipped),
-        meshes=ends,
-        batching=batching(spec.settings, ends) if is_recipe else [],
+        meshes=sizes,
+        batching=batching(spec.settings, sizes) if is_recipe else [],
     )
 
 

@@ -95,7 +95,7 @@ def test_values_that_this_version_does_not_know_do_no_harm(story):
     story.started(1).ended(1, "struck_by_meteor", "pray", step="x", more={"a": 1})
     story.add("something_new", 1, step=None).add("steps", 1, first=None).add("restored", 1)
     [view] = attempts(read(story.run))
-    assert (view.reason, view.next) == (EndReason.UNKNOWN, None)
+    assert (view.reason, view.next) == (EndReason.UNKNOWN, Next.ASK_BATCH)
     assert progress(read(story.run)).step == 0
 
 
