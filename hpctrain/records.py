@@ -77,6 +77,8 @@ class JobFacts:
     """SLURM's Reason, None where it says "None"."""
     preempt_time: float | None = None
     end_time: float | None = None
+    comes_back: bool = False
+    """In its grace time: the scheduler runs the job again by itself, once it has left."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,16 @@ class JobControl(Protocol):
 
     def requeue(self) -> None:
         """Ask for this job to be run again; being requeued already counts as success.
+
+        Raises:
+            ClusterError: refused.
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """
+
+    def forbid_requeue(self) -> None:
+        """Keep the scheduler from running this job again, whatever it meant to do.
+
+        For the end of a run. Without effect where the job is being run again already.
 
         Raises:
             ClusterError: refused.

@@ -69,11 +69,29 @@ class Aftermath:
         """
         return self._control.facts()
 
-    def stale_submission(self) -> str:
-        """Why this job must not run, or "": an older submission's job would be a second writer."""
+    def is_over(self) -> str:
+        """Why this job must not run, or "": an older submission's job would be a second writer.
+
+        Nor does a job start again that has ended the run, whoever ran it again.
+        """
+        events = ledger.read(self._run)
+        return self._has_ended_it(events) or self._is_stale(events)
+
+    def _has_ended_it(self, events: list[ledger.Event]) -> str:
+        job_id = self._context.job_id
+        ours = {e.attempt for e in events
+                if e.kind == "attempt_started" and e.data.get("job_id") == job_id}  # fmt: skip
+        for end in events:
+            is_ours = end.kind == "attempt_ended" and end.attempt in ours
+            if is_ours and end.data["next"] == Next.STOP:
+                reason = end.data["reason"]
+                return f"job {job_id} has ended the run ({reason}); it does not start again"
+        return ""
+
+    def _is_stale(self, events: list[ledger.Event]) -> str:
         token = self._context.token
         newest = ""
-        for event in ledger.read(self._run):
+        for event in events:
             if event.kind in {"submit_intent", "submitted"}:
                 newest = event.data["token"]
             if event.kind == "cancel_requested" and not event.data.get("save"):

@@ -63,6 +63,7 @@ class BatchSide:
     def finish(self) -> int:
         """Do what is still to be done, and begin to tell of it; returns the job's exit code."""
         code = self._finish()
+        self._forbid_requeue()
         try:
             self._tell()
         except Exception as error:  # noqa: BLE001 - news are worth less than the job's exit code
@@ -100,6 +101,26 @@ class BatchSide:
             return 0
         return self._exit_code(attempt, EndReason(end["reason"]))
 
+    def _forbid_requeue(self) -> None:
+        """Where the run is over, or not ours, the scheduler is not to run the job again either.
+
+        Where that cannot be said, a start that comes all the same ends itself (`Aftermath`).
+        """
+        end = self._last("attempt_ended", self._attempt())
+        if not (self._has_left() or (end is not None and end["next"] == Next.STOP)):
+            return
+        try:
+            self._control.forbid_requeue()
+        except ClusterError as error:
+            print(f"hpctrain: the job may be started once more, in vain: {error}", flush=True)
+
+    def _has_left(self) -> bool:
+        """Whether our agent found the run in other hands, or over, and left it alone."""
+        return any(
+            event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id
+            for event in self._events
+        )
+
     def _attempt(self) -> int | None:
         """The newest attempt of this start; None where no agent came so far."""
         mine = [
@@ -114,9 +135,8 @@ class BatchSide:
 
     def _is_superseded(self, attempt: int | None) -> bool:
         """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
-        for event in self._events:
-            if event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id:
-                return True
+        if self._has_left():
+            return True
         if attempt is None:
             tokens = [e.data.get("token") for e in self._events if e.kind in SUBMISSIONS]
             return bool(self._start.token and tokens and tokens[-1] != self._start.token)
@@ -139,7 +159,7 @@ class BatchSide:
         reason, following = decide(facts, self._start.restarts, cause, outcome)
         if self._cancel_requested():
             reason, following = EndReason.CANCELLED, Next.STOP
-        if following is Next.LEAVE:
+        if following is Next.LEAVE and not facts.comes_back:
             # Our successor may be running already: it may not be fenced out by a new attempt of
             # ours.
             if attempt is not None:
@@ -157,7 +177,7 @@ class BatchSide:
         return cause, outcome
 
     def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:
-        if following is Next.REQUEUE:
+        if following in {Next.REQUEUE, Next.LEAVE}:
             before = [e for e in self._events if not _is_end_of(e, attempt)]
             verdict = allow(before, reason, job_spec(self._run).settings.budget)
             if not verdict.ok:
@@ -167,6 +187,9 @@ class BatchSide:
         self._record_end(attempt, reason, following, facts)
         if following is Next.REQUEUE:
             return self._requeue(attempt)
+        if following is Next.LEAVE:
+            self._append("requeued", attempt, by="scheduler")
+            return 0
         if reason is EndReason.COMPLETED and self._last("done", attempt) is None:
             self._append("done", attempt, step=last_step(self._events, attempt))
         if reason is EndReason.USER_ERROR:

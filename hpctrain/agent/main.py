@@ -50,10 +50,9 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     started = time.time()
     if first:
         aftermath.bury_the_dead()
-        stale = aftermath.stale_submission()
-        if stale:
-            ledger.append(run, "orphan_left", job_id=context.job_id, why=stale)
-            print(f"hpctrain: {stale}", flush=True)
+        if why := aftermath.is_over():
+            ledger.append(run, "orphan_left", job_id=context.job_id, why=why)
+            print(f"hpctrain: {why}", flush=True)
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.
             return RunAlive.exit_code

@@ -45,6 +45,9 @@ class LocalControl:
         """Ask the controller to start the job again."""
         jobs.request(self._job_id, "requeue")
 
+    def forbid_requeue(self) -> None:
+        """Without effect: a job that ends by itself is not started again here."""
+
     def _record(self) -> jobs.LocalJobRecord:
         record = jobs.read(self._job_id)
         if record is None:

@@ -1,8 +1,8 @@
 """Why is the job being stopped, and what must follow?
 
-Decision table B of the research (`launch.md`). A job that exits 0 inside its grace time is
-COMPLETED and never comes back; a cancelled job that asks for a requeue rises from the dead. Only
-the scheduler knows which of the two it is, so it is asked.
+A job that exits 0 inside its grace time is COMPLETED and never comes back, or comes back by itself
+(SLURM since 24.05); a cancelled job that asks for a requeue rises from the dead. Only the scheduler
+knows which it is, so it is asked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
     if is_cancelled(facts, own_restarts):
         return EndReason.CANCELLED, Next.STOP
     if facts.preempt_time is not None:
-        return EndReason.PREEMPTED, Next.REQUEUE
+        return EndReason.PREEMPTED, Next.LEAVE if facts.comes_back else Next.REQUEUE
     if facts.reason == "TimeLimit":
         return EndReason.TIMED_OUT, Next.REQUEUE
     if cause is None and outcome == "user_error":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.records import EndReason, JobFacts
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, run, run_until
+from hpctrain.slurm.grace import comes_back
 from hpctrain.slurm.jobs import job_facts
 from hpctrain.slurm.parse import (
     NOTHING,
@@ -28,6 +29,9 @@ ALREADY_REQUEUED = "pending execution"
 NODE_DOWN = "NodeDown"
 """The reason in our facts where SLURM requeues a job because one of its nodes died. Its own record
 says None then, as it does after a preemption (measured on 22.05)."""
+FORBID_TIMEOUT_S = 10.0
+"""The end of a finished job is not held up for longer by a silent slurmctld: a start that comes all
+the same ends itself."""
 PREVIOUS_END = {
     "NODE_FAIL": EndReason.NODE_FAILED,
     "PREEMPTED": EndReason.PREEMPTED,
@@ -63,15 +67,16 @@ class SlurmControl:
 
     def facts(self) -> JobFacts:
         """Ask slurmctld about our own job."""
-        facts = self._facts(time.monotonic() + self.timeout_s)
+        record = self._record(time.monotonic() + self.timeout_s)
+        facts = job_facts(record)
         if self._is_requeued(facts) and self._lost_a_node():
             return replace(facts, reason=NODE_DOWN)
-        return facts
+        return replace(facts, comes_back=comes_back(record))
 
     def requeue(self) -> None:
         """Ask for this job to be run again, patiently while slurmctld is down."""
         deadline = time.monotonic() + self.timeout_s
-        if self.restarts is not None and self._is_requeued(self._facts(deadline)):
+        if self.restarts is not None and self._is_requeued(job_facts(self._record(deadline))):
             return
         try:
             run_until(["scontrol", "requeue", self.job_id], deadline=deadline)
@@ -88,13 +93,22 @@ class SlurmControl:
         from the requeue on it takes it, while the job's processes still end (measured on 22.05).
         """
         deadline = time.monotonic() + self.timeout_s
-        shown = ["scontrol", "show", "job", self.job_id]
-        records = parse_records(run_until(shown, deadline=deadline))
-        before = records[0].get("ExcNodeList", "") if records else ""
+        before = self._record(deadline).get("ExcNodeList", "")
         kept_out = [*expand_nodes("" if before in NOTHING else before), *nodes]
         names = ",".join(dict.fromkeys(kept_out))
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
         run_until(update, deadline=deadline)
+
+    def forbid_requeue(self) -> None:
+        """Keep SLURM from running this job again, as `--no-requeue` would have.
+
+        Since 24.05 a job that leaves in its grace time is run again whatever its exit code, and so
+        is one that had lived through a grace time and was requeued then, at its next end.
+        """
+        deadline = time.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
+        if not self._is_requeued(job_facts(self._record(deadline))):
+            update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
+            run_until(update, deadline=deadline)
 
     def previous_end(self) -> EndReason:
         """Why the incarnation before this one ended, as far as accounting tells; else UNKNOWN.
@@ -119,13 +133,13 @@ class SlurmControl:
         ended = [row for row in rows if row.state in PREVIOUS_END]
         return ended[-1] if ended else None
 
-    def _facts(self, deadline: float) -> JobFacts:
+    def _record(self, deadline: float) -> dict[str, str]:
         text = run_until(["scontrol", "show", "job", self.job_id], deadline=deadline)
         records = parse_records(text)
         if not records:
             said = text.strip()[:80]
             raise ClusterError(f"scontrol show job {self.job_id} printed no job: {said!r}")
-        return job_facts(records[0])
+        return records[0]
 
     def _is_requeued(self, facts: JobFacts) -> bool:
         """Whether SLURM runs the job again without us: its count is ahead of this start's."""

@@ -75,7 +75,8 @@ def test_decision_table_is_what_the_code_decides(row):
     facts = JobFacts(
         state="COMPLETING" if state == "any" else state,
         restarts={"more": 3, "same": 2}.get(restarts),
-        preempt_time=1.0 if preempt_time == "set" else None,
+        preempt_time=1.0 if preempt_time.startswith("set") else None,
+        comes_back=preempt_time == "set, comes back",
         reason=None if reason in {"-", "any"} else reason,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -24,9 +25,19 @@ from hpctrain.slurm.control import NODE_DOWN, SlurmControl
 from hpctrain.slurm.executor import HpctrainExecutor
 from hpctrain.slurm.leak import clean
 from hpctrain.slurm.script import render_script
+from tests.support.slurm_boot import tail
 
 pytestmark = pytest.mark.slurm
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ENDS_AT_TERM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from hpctrain.slurm.control import SlurmControl
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+SlurmControl(os.environ["SLURM_JOB_ID"], restarts=0).forbid_requeue()
+"""
 SLEEP = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --requeue\nsleep 300\n"
 
 
@@ -196,6 +207,25 @@ def test_facts_of_a_preemption_with_grace(slurm):
 
     assert (facts.state, facts.restarts) == ("RUNNING", 0)
     assert abs(facts.preempt_time - time.time()) < 30
+    assert facts.comes_back is (slurm.version >= (24, 5))
+
+
+@pytest.mark.every_slurm
+def test_a_job_that_ends_for_good_in_its_grace_time_does_not_come_back(slurm):
+    """Since 24.05 SLURM would run it again, although it exits with 0."""
+    job_id = slurm.sbatch(
+        *("--partition=grace", "--nodelist=n1", "--requeue", "--output=ends.out"),
+        "--wrap",
+        f"srun {shlex.join([sys.executable, '-c', ENDS_AT_TERM])}",
+    )
+    slurm.wait_for(lambda: "ready" in tail(slurm.at.work / "ends.out"), 30, "the job's task")
+
+    urgent = slurm.submit_urgent(["n1"])
+    ended = slurm.wait_job(job_id, ("COMPLETED", "PREEMPTED", "PENDING", "FAILED"))
+
+    assert ended["JobState"] == ("PREEMPTED" if slurm.version >= (24, 5) else "COMPLETED")
+    assert (ended["Restarts"], ended["ExitCode"]) == ("0", "0:0")
+    slurm.cancel(urgent)
 
 
 def test_requeue_counts_as_done_where_it_has_been_asked_for_already(slurm):

@@ -37,7 +37,7 @@ def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_long
     assert json.loads((tmp_path / "end-1.json").read_text()) == children
     (stopped,) = run.events("stopped")
     assert [e.data["step"] for e in run.events("saved")] == [stopped.data["step"]]
-    assert [e.data["by"] for e in run.events("requeued")] == ["agent"]
+    assert len(run.events("requeued")) == 1
     assert (back["JobState"], back["Restarts"]) == ("PENDING", "1")
     run.wait("the end of its processes", lambda: not slurm.pids_of_job(run.job_id), KILL_WAIT_S)
     assert not [pid for pid in children if processes.alive(pid)]
@@ -45,6 +45,6 @@ def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_long
     slurm.cancel(urgent)
     run.wait_done()
     assert run.steps_lost() == [0]
-    assert run.ends() == [("preempted", "requeue"), ("completed", "stop")]
+    assert run.ends() == [slurm.end_in_grace, ("completed", "stop")]
     left = json.loads((tmp_path / "children-2.json").read_text())
     assert not [pid for pid in left if processes.alive(pid)]

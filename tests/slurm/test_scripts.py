@@ -41,7 +41,7 @@ def test_an_unchanged_torchrun_script_is_preempted_and_goes_on_from_its_own_chec
     slurm.cancel(urgent)
     run.wait_done()
 
-    assert run.ends() == [("preempted", "requeue"), ("completed", "stop")]
+    assert run.ends() == [slurm.end_in_grace, ("completed", "stop")]
     assert slurm.job(run.job_id)["Restarts"] == "1"
     assert 0 < left_at < STEPS
     for rank in (0, 1):

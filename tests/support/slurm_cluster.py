@@ -10,6 +10,7 @@ and `urgent`, which preempts them. Nodes n1..n4 pose as 8 CPUs each, all on this
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import signal
 import subprocess
@@ -72,6 +73,17 @@ class SlurmCluster:
     def at(self) -> Layout:
         """Where the cluster's files and logs lie."""
         return self._daemons.at
+
+    @functools.cached_property
+    def version(self) -> tuple[int, int]:
+        """Year and month of SLURM's version, such as (22, 5)."""
+        year, month = re.findall(r"\d+", self.run("sinfo", "--version", check=True).stdout)[:2]
+        return int(year), int(month)
+
+    @property
+    def end_in_grace(self) -> tuple[str, str]:
+        """How an attempt ends that leaves in its grace time: who runs the job again?"""
+        return ("preempted", "leave" if self.version >= (24, 5) else "requeue")
 
     @property
     def env(self) -> dict[str, str]:

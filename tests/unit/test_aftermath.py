@@ -126,3 +126,21 @@ def test_a_start_without_an_agent_tells_when_the_scheduler_began_it(story):
     BatchSide(story.run, start, control).finish()
 
     assert last(story, "attempt_started").data["job_started"] == 1_763_700_400.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "following", "again"),
+    [("completed", "stop", False), ("cancelled", "stop", False), ("preempted", "leave", True)],
+)
+def test_a_job_that_has_ended_the_run_does_not_start_again(story, reason, following, again):
+    story.add("attempt_ended", 1, reason=reason, next=following)
+
+    why = aftermath(story, Scheduler()).is_over()
+
+    assert why == ("" if again else f"job 7 has ended the run ({reason}); it does not start again")
+
+
+def test_a_run_that_another_job_has_ended_may_be_gone_on_with(story):
+    story.add("attempt_ended", 1, reason="stopped", next="stop")
+
+    assert not aftermath(story, Scheduler(), job_id="8", restarts=0).is_over()

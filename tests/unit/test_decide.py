@@ -1,4 +1,4 @@
-"""Decision table B of the research, row by row, and what must never happen."""
+"""The decision table, row by row, and what must never happen."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ RUNNING = JobFacts("RUNNING", restarts=1)
             StopCause.TERM,
             "killed",
             (EndReason.PREEMPTED, Next.REQUEUE),
+        ),
+        (
+            JobFacts("RUNNING", restarts=1, preempt_time=1.0, comes_back=True),
+            StopCause.TERM,
+            "stopped",
+            (EndReason.PREEMPTED, Next.LEAVE),
         ),
         (
             JobFacts("COMPLETING", restarts=1, preempt_time=1.0),

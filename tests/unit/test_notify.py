@@ -328,6 +328,9 @@ class Gone:
     def facts(self):
         return JobFacts(state="CANCELLED", restarts=0)
 
+    def forbid_requeue(self):
+        pass
+
 
 def test_the_batch_side_tells_of_the_end_that_agents_wrote_or_could_not(story, tmp_path, server):
     asked(story, webhook_file=hook(tmp_path, server), on=["done", "failed", "stopped"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.agent.batch_side import BatchSide, Start
@@ -10,7 +12,7 @@ from hpctrain.ledger import events as ledger
 from hpctrain.records import JobFacts
 from hpctrain.rundir.fence import read_fence, take_attempt
 from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.settings.spec import Entry, Spec, load_spec
 
 SUBMISSION = "run-12ab"
 RUNNING = JobFacts("RUNNING", restarts=0)
@@ -27,6 +29,10 @@ class Scheduler:
         self.answer = facts
         self.requeue_fails = requeue_fails
         self.requeues = 0
+        self.forbidden = 0
+
+    def forbid_requeue(self):
+        self.forbidden += 1
 
     def facts(self):
         if self.answer is None:
@@ -114,6 +120,7 @@ def test_requeue_that_fails_is_written_down_and_fails_the_job(run):
     ("facts", "reason", "requeues"),
     [
         (GRACE, "preempted", 1),
+        (replace(GRACE, comes_back=True), "preempted", 0),
         (TIME_LIMIT, "timed_out", 1),
         (CANCELLED, "cancelled", 0),
         (REQUEUED, "preempted", 0),
@@ -257,3 +264,64 @@ def test_orphan_only_leaves(run):
     assert finish(run, scheduler, rc=0) == 0
 
     assert scheduler.requeues == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "following", "forbidden"),
+    [
+        ("completed", "stop", 1),
+        ("user_error", "stop", 1),
+        ("preempted", "leave", 0),
+        ("timed_out", "requeue", 0),
+    ],
+)
+def test_a_run_that_is_over_is_not_run_again_by_slurm_either(run, reason, following, forbidden):
+    ended(run, started(run), reason, following)
+    scheduler = Scheduler(GRACE)
+
+    finish(run, scheduler, rc=0)
+
+    assert scheduler.forbidden == forbidden
+
+
+def test_a_job_that_left_the_run_alone_is_not_run_again(run):
+    ledger.append(run, "orphan_left", job_id="7", why="it belongs to an older submission")
+    scheduler = Scheduler(GRACE)
+
+    assert finish(run, scheduler) == 0
+
+    assert (scheduler.forbidden, scheduler.requeues) == (1, 0)
+
+
+def test_a_successor_that_has_the_run_keeps_its_requeue(run):
+    ended(run, started(run), "preempted", "leave")
+    started(run, restarts=1)
+    scheduler = Scheduler(REQUEUED)
+
+    assert finish(run, scheduler) == 0
+
+    assert scheduler.forbidden == 0
+
+
+def test_where_slurm_cannot_be_told_the_exit_code_stays_and_a_line_says_so(run, capsys):
+    ended(run, started(run), "completed", "stop")
+    scheduler = Scheduler(RUNNING)
+    scheduler.forbid_requeue = lambda: Scheduler(None).facts()
+
+    assert finish(run, scheduler, rc=0) == 0
+
+    assert "may be started once more, in vain: scontrol is not on PATH" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_used_up_ends_a_job_that_slurm_would_run_again(run):
+    spec = load_spec(run.spec)
+    spec.settings.budget.preemptions = 1
+    spec.dump(run.spec)
+    ended(run, started(run, job_id="6"), "preempted", "leave")
+    ended(run, started(run), "preempted", "ask_batch")
+    scheduler = Scheduler(replace(GRACE, comes_back=True))
+
+    assert finish(run, scheduler, term=True) != 0
+
+    assert last(run, "attempt_ended")["next"] == "stop"
+    assert scheduler.forbidden == 1
