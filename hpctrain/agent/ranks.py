@@ -76,6 +76,9 @@ def run_rank(task: RankTask) -> None:
 
 
 def _run_program(task: RankTask) -> None:
+    from hpctrain.agent.ddp import let_groups_go_last
+
+    let_groups_go_last()
     if task.cwd:
         os.chdir(task.cwd)
     sys.path[:0] = task.python_path

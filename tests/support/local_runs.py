@@ -1,0 +1,56 @@
+"""Runs of scripts on the embedded cluster, through the command line, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+POLL_S = 0.1
+
+
+def hpctrain(folder: Path, *words: str) -> str:
+    """Run a command in a folder, which also holds its local jobs; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", *words],
+        cwd=folder,
+        env={**os.environ, "HPCTRAIN_LOCAL_DIR": str(folder / "local")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def start(folder: Path, name: str, nodes: int, ranks: int, *words: str) -> Path:
+    """Submit a run of nodes x ranks; `words` are flags, "--", script and arguments."""
+    where = ["--cluster", "local", "--no-snapshot", "--name", name]
+    hpctrain(
+        folder, "submit", *where, "--nodes", f"{nodes}", "--ranks-per-node", f"{ranks}", *words
+    )
+    return folder / "runs" / name
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The facts of one kind, oldest first."""
+    text = (run / "events.jsonl").read_text()
+    told = [json.loads(line) for line in text.splitlines()]
+    return [event for event in told if event["kind"] == kind]
+
+
+def await_end(run: Path, attempts: int = 1, patience_s: float = 60.0) -> dict[str, Any]:
+    """Wait for the end of the last of so many attempts; each may take so long, no more."""
+    began, seen = time.monotonic(), 0
+    while len(ended := events(run, "attempt_ended")) < attempts:
+        if len(ended) > seen:
+            began, seen = time.monotonic(), len(ended)
+        logs = sorted((run / "attempts" / f"{seen + 1:04d}").glob("rank-*.log"))
+        assert time.monotonic() - began < patience_s, {log.name: log.read_text() for log in logs}
+        time.sleep(POLL_S)
+    return ended[-1]
