@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 from hpctrain.cli.log_filter import Filter
 from hpctrain.cli.log_sections import ALL, TROUBLE, Section, Source, sections
 from hpctrain.cli.output import echo_note
+from hpctrain.cli.terminal import clean, clean_log
 from hpctrain.ledger.format import paint
 from hpctrain.rundir.log_times import LATE_S, Guess, LogTimes, Mark, first_offset
 from hpctrain.rundir.logs import LogFile, line_start, tail_offset
@@ -206,7 +207,7 @@ class Printer:
             return
         else:
             marker = paint(f"{_RULE} {text} {_RULE}", _BOLD, on=self.choice.color)
-            self.out.write(f"{marker}\n".encode())
+            self.out.write(f"{clean(marker)}\n".encode(errors="replace"))
 
     @property
     def is_between(self) -> bool:
@@ -290,8 +291,10 @@ class Printer:
         if self.choice.as_json:
             self.out.write(json.dumps(_as_json(section, line)).encode() + b"\n")
             return
-        prefix = paint(f"[{line.source.label}]", _DIM, on=self.choice.color) + " "
-        self.out.write((prefix.encode() if several else b"") + line.text + b"\n")
+        label = clean(paint(f"[{line.source.label}]", _DIM, on=self.choice.color))
+        prefix = f"{label} ".encode(errors="replace") if several else b""
+        text = clean_log(line.text) if self.out.isatty() else line.text
+        self.out.write(prefix + text + b"\n")
 
 
 def _first(streams: list[Iterator[Line]]) -> Iterable[Line]:

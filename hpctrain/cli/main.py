@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 
 from hpctrain import __version__
+from hpctrain.cli.terminal import border
 from hpctrain.errors import EXIT_CODES, HpctrainError
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error that the user can mend is one line on stderr; anything else is a bug, with a traceback.
     """
+    with border():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     color = False if os.environ.get("NO_COLOR") else None
     try:
         result = cli.main(

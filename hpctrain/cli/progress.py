@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.cli.terminal import draw
 from hpctrain.ledger.meter import SPARSE_S, Meter
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Line:
         if self.in_place:
             width = shutil.get_terminal_size((80, 24)).columns - 1
             cut = text if len(text) <= width else f"{text[: width - 2]}.."
-            self.out.write(f"{_ERASE}{cut}")
+            draw(self.out, _ERASE)
+            self.out.write(cut)
         else:
             now = time.monotonic()
             if self._told is not None and now - self._told < self.sparse_s:
@@ -97,6 +99,6 @@ class Line:
     def erase(self) -> None:
         """Leave the terminal as it was; lines of a log stay."""
         if self._shown and self.in_place:
-            self.out.write(_ERASE)
+            draw(self.out, _ERASE)
             self.out.flush()
         self._shown = ""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.status_screen import Shown, colored, width
+from hpctrain.cli.terminal import clean, draw
 from hpctrain.ledger.format import clock, crop, duration, paint
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class _Screen(_Roll):
         if self._last is None:
             return
         self._size = columns, rows = shutil.get_terminal_size((80, 24))
-        lines = self._last.as_text(width(), colored()).splitlines()
+        lines = clean(self._last.as_text(width(), colored())).splitlines()
         hidden = len(lines) - (rows - 2)
         if hidden > 0:
             lines = [*lines[: rows - 3], f"... {hidden + 1} more lines in a taller terminal"]
@@ -168,5 +169,5 @@ def _padded(line: str, columns: int) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    draw(sys.stdout, text)
     sys.stdout.flush()

@@ -44,7 +44,13 @@ def test_help_lists_every_command_and_exit_code_without_importing_a_command():
         assert f"  {exit_code} " in done.stdout
         assert text in done.stdout
     assert done.stdout.splitlines()[-1] == str(
-        ["hpctrain", "hpctrain.cli", "hpctrain.cli.main", "hpctrain.errors"]
+        [
+            "hpctrain",
+            "hpctrain.cli",
+            "hpctrain.cli.main",
+            "hpctrain.cli.terminal",
+            "hpctrain.errors",
+        ]
     )
 
 
