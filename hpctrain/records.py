@@ -96,6 +96,8 @@ class JobInfo:
     start_time: float | None = None
     """Start, or the expected start of a pending job."""
     end_time: float | None = None
+    script: str = ""
+    """Path of the batch script that it runs; "" where the scheduler does not say."""
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def _run_rounds(
             job_id=context.job_id,
             restarts=context.restarts,
             nodes=list(context.nodes),
+            run_dir=str(run.root),
             world_size=world_size,
             ranks_per_node=spec.settings.slurm.ranks(),
             token=attempt.token,

@@ -47,13 +47,13 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     follow_folder(found.root)
     cluster = own_spec(found, named=run, foreign=foreign).cluster
     events = ledger.read(found)
-    answer = ask(cluster, events)
+    answer = ask(found, cluster, events)
     job_id = _live_job(found, answer, events)
     saves = save and _can_save(answer, events)
     if saves:
         _ask_to_save(found, job_id, events)
     else:
-        _cancel(found, job_id, cluster)
+        _cancel(found, job_id, cluster, problem=answer.problem)
     inside = found.root.parent == runs
     name = f"{found.name}{runs_flag(runs)}" if inside else str(found.root)
     if as_json:
@@ -68,6 +68,7 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
     """The job that may still write. Where the scheduler is silent, the one on record counts.
 
     Raises:
+        ClusterUnreachable: nobody can say whether there is one.
         UsageError: there is nothing to cancel.
     """
     from hpctrain.errors import ClusterUnreachable, UsageError
@@ -82,7 +83,8 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
                 f"{run.name}: nobody can say whether it has a job ({answer.problem}); try again"
             )
         return known
-    raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}")
+    why = f"; {answer.note}" if answer.note else ""
+    raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}{why}")
 
 
 def _can_save(answer: Answer, events: Sequence[Event]) -> bool:
@@ -119,11 +121,15 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
         ) from None
 
 
-def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
-    """Cancel the job; that it was meant to is written down first, so that it is never requeued."""
+def _cancel(run: RunDir, job_id: str, cluster: str, *, problem: str) -> None:
+    """Cancel the job; that it was meant to is written down first, so that it is never requeued.
+
+    Where the scheduler could not say that the number is this run's job, nothing is cancelled: on a
+    cluster that shares the folder it may be another one.
+    """
     from hpctrain.cli.job import TERMINAL_JOB
     from hpctrain.clusters import get_cluster
-    from hpctrain.errors import ClusterError, UsageError
+    from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
     from hpctrain.ledger import events as ledger
 
     if job_id.startswith(TERMINAL_JOB):
@@ -134,6 +140,8 @@ def _cancel(run: RunDir, job_id: str, cluster: str) -> None:
     recorded = ledger.record(run, "cancel_requested", save=False, job_id=job_id)
     known = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
     try:
+        if problem:
+            raise ClusterUnreachable(problem)
         get_cluster(cluster).cancel(job_id)
     except ClusterError as error:
         raise type(error)(f"job {job_id} was not cancelled: {error}; {known}Try again") from error

@@ -166,7 +166,7 @@ def _idle(run: RunDir, cluster: str) -> Standing | None:
     now = standing(events)
     if now.phase in OVER:  # no need to ask
         return now
-    answer = ask(cluster, events)
+    answer = ask(run, cluster, events)
     alive = answer.job is not None and answer.job.alive
     return now if answer.asked and not alive else None
 

@@ -15,33 +15,39 @@ if TYPE_CHECKING:
 
     from hpctrain.ledger.events import Event
     from hpctrain.records import JobStart
+    from hpctrain.rundir.layout import RunDir
 
 TERMINAL_JOB = "pid-"
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 _NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
 
 
-def ask(cluster: str, events: Sequence[Event]) -> Answer:
+def ask(run: RunDir, cluster: str, events: Sequence[Event]) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
     Args:
+        run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
         cluster: "slurm" or "local", from the run's spec.json.
         events: The run's ledger.
     """
     from hpctrain.clusters import get_cluster
     from hpctrain.submit.launch import newest_submission
+    from hpctrain.submit.own_job import not_own
 
     token, job_id = newest_submission(list(events))
-    if job_id is not None and job_id.startswith(TERMINAL_JOB):
-        return _ask_machine(job_id, events)
     if token is None and job_id is None:
         return Answer()
-    try:
-        scheduler = get_cluster(cluster)
-        found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
-    except (ClusterError, UsageError) as error:
-        return Answer(None, asked=False, problem=str(error))
-    return Answer(found)
+    if job_id is not None and job_id.startswith(TERMINAL_JOB):
+        answer = _ask_machine(job_id, events)
+    else:
+        try:
+            scheduler = get_cluster(cluster)
+            found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
+        except (ClusterError, UsageError) as error:
+            return Answer(None, asked=False, problem=str(error))
+        answer = Answer(found)
+    why = not_own(run, events, token, answer.job) if answer.job is not None else ""
+    return Answer(note=why) if why else answer
 
 
 def job_starts(cluster: str, events: Sequence[Event]) -> list[JobStart]:

@@ -113,7 +113,7 @@ class EndWatch:
             self._cluster = ""
             with contextlib.suppress(HpctrainError):  # then the ledger alone must do
                 self._cluster = load_spec(self.run.spec).cluster
-        before, self._answer = self._answer, ask(self._cluster, self.events)
+        before, self._answer = self._answer, ask(self.run, self._cluster, self.events)
         self._asked = time.monotonic()
         if self._answer.problem and (before is None or before.problem != self._answer.problem):
             self.tell(f"no answer from the cluster: {self._answer.problem}")

@@ -87,7 +87,7 @@ def wait_for(run: RunDir, request: Request, expected: set[int]) -> Profile:
 
 def _running(run: RunDir, events: Sequence[Event]) -> Event:
     """The beginning of the attempt that runs."""
-    answer = ask(load_spec(run.spec).cluster, events)
+    answer = ask(run, load_spec(run.spec).cluster, events)
     state = run_state(events, answer.job, asked=answer.asked)
     started = [e for e in events if e.kind == "attempt_started"]
     if state is not RunState.RUNNING:
@@ -157,7 +157,7 @@ def _state_of_attempt(run: RunDir, request: Request, events: Sequence[Event]) ->
     asked = _asked(request, events)
     if asked is not None and any((e.attempt or 0) > (asked.attempt or 0) for e in events):
         return RunState.REQUEUED
-    answer = ask(load_spec(run.spec).cluster, events)
+    answer = ask(run, load_spec(run.spec).cluster, events)
     return run_state(events, answer.job, asked=answer.asked)
 
 

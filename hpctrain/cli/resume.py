@@ -81,6 +81,7 @@ def command(
     from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.bad_nodes import kept_out
     from hpctrain.submit.launch import launch
+    from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
 
     if wait and dry_run:
@@ -98,6 +99,8 @@ def command(
     )
     spec, notes = change_spec(own_spec(found, named=run, foreign=foreign), request)
     refuse_alive(found, spec)
+    spec, more = as_own_run(found, spec)
+    notes += more
     plan = plan_resume(found, spec, from_step)
     bad = kept_out(found, spec, os.environ)
     notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]

@@ -137,7 +137,9 @@ class Looker:
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(starts)
             every = self.ask_every_s
-            answer = _lately(self._answers, run.root, jobs, every, lambda: ask(cluster, events))
+            answer = _lately(
+                self._answers, run.root, jobs, every, lambda: ask(run, cluster, events)
+            )
             return answer, beside.result()
 
 

@@ -83,6 +83,7 @@ def command(
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.spec import load_spec
+    from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
     from hpctrain.submit.resume import ResumeRequest, change_spec, refuse_alive
 
@@ -109,6 +110,9 @@ def command(
         request = ResumeRequest(engine_flags(engine, mesh), sets, alone=True)
         spec, _ = change_spec(load_spec(existing.spec), request)
         refuse_alive(existing, spec)
+        spec, notes = as_own_run(existing, spec)
+        for note in notes:
+            echo_warning(note)
         spec.dump(existing.spec)
         run = existing
     else:

@@ -58,11 +58,13 @@ class Answer:
         job: None when it knows of none.
         asked: False where there was no answer.
         problem: Why there was none.
+        note: What a user must know of the job, e.g. that it is another run's.
     """
 
     job: JobInfo | None = None
     asked: bool = True
     problem: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from enum import StrEnum
 
 T = TypeVar("T", bound="StrEnum")
+_JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+|pid-\d+", re.ASCII)
+"""SLURM's (an array's task too), the embedded cluster's, and a process in a terminal."""
 
 
 def whole(value: object) -> int | None:
@@ -38,6 +41,11 @@ def listed(value: object) -> list[Any]:
 def text(value: object) -> str:
     """Text; nothing for None."""
     return "" if value is None else str(value)
+
+
+def is_job_id(value: str) -> bool:
+    """Whether a scheduler may be asked about it: an option or a path in its place is a trap."""
+    return _JOB_ID.fullmatch(value) is not None
 
 
 def member(kind: type[T], value: object) -> T | None:

@@ -93,6 +93,8 @@ def _header(status: RunStatus, width: int, *, color: bool) -> str:
         words = (
             f"{words}\n{status.cluster or 'the cluster'} gave no answer: {status.answer.problem}"
         )
+    if status.answer.note:
+        words = f"{words}\n{status.answer.note}"
     for line in words.strip().splitlines():
         lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
+from hpctrain.errors import ClusterError
+from hpctrain.ledger.values import is_job_id
 from hpctrain.local import jobs
 from hpctrain.process import own_program
 from hpctrain.records import JobInfo, JobStart
@@ -57,17 +59,24 @@ class LocalCluster:
 
     def job(self, job_id: str) -> JobInfo | None:
         """What is known of a job."""
-        record = jobs.read(job_id)
+        record = _read(job_id)
         return None if record is None else _info(record)
 
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """Every start of these jobs, as their controllers wrote them down."""
-        records = (jobs.read(job_id) for job_id in job_ids)
+        records = (_read(job_id) for job_id in job_ids)
         return [one for record in records if record is not None for one in _starts(record)]
 
     def cancel(self, job_id: str) -> None:
         """Ask the controller to end the job."""
+        if not is_job_id(job_id):
+            raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
         jobs.request(job_id, "cancel")
+
+
+def _read(job_id: str) -> jobs.LocalJobRecord | None:
+    """The job's record; none for what is no id, which might be a path to anywhere."""
+    return jobs.read(job_id) if is_job_id(job_id) else None
 
 
 def _starts(record: jobs.LocalJobRecord) -> list[JobStart]:
@@ -98,4 +107,5 @@ def _info(record: jobs.LocalJobRecord) -> JobInfo:
         restarts=record.restarts,
         start_time=record.start_time,
         end_time=record.end_time,
+        script=f"{record.run_dir}/jobs/{record.token}.sh" if record.run_dir else "",
     )

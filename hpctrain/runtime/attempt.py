@@ -38,6 +38,7 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
             job_id=taken["job_id"],
             restarts=0,
             nodes=[os.uname().nodename],
+            run_dir=str(run.root),
             world_size=world.world_size,
             ranks_per_node=world.world_size,
             token=taken["token"],

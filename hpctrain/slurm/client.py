@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.ledger.values import is_job_id
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
 from hpctrain.slurm.jobs import accounted_job, is_alive, job_info, job_starts
 from hpctrain.slurm.parse import (
@@ -78,6 +79,7 @@ class SlurmCluster:
 
     def job(self, job_id: str) -> JobInfo | None:
         """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
+        _refuse_no_id(job_id)
         try:
             records = parse_records(self._run("scontrol", "show", "job", job_id))
         except ClusterUnreachable:
@@ -90,10 +92,11 @@ class SlurmCluster:
 
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """Every start of these jobs that accounting knows, by one question for all of them."""
-        if not job_ids:
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        if not ids:
             return []
         try:
-            text = self._run(*SACCT_COMMAND, "--jobs", ",".join(job_ids))
+            text = self._run(*SACCT_COMMAND, "--jobs", ",".join(ids))
         except ClusterUnreachable:
             raise
         except ClusterError:  # many sites have no accounting
@@ -102,7 +105,8 @@ class SlurmCluster:
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
-        self._run("scancel", job_id)
+        _refuse_no_id(job_id)
+        self._run("scancel", "--", job_id)
 
     def _accounted(self, job_id: str) -> JobInfo | None:
         """The job's last state in accounting; None without an entry, and without accounting."""
@@ -124,3 +128,9 @@ class SlurmCluster:
 
     def _run(self, *args: str) -> str:
         return run(args, timeout_s=self.query_timeout_s)
+
+
+def _refuse_no_id(job_id: str) -> None:
+    """A ledger may be of anybody's making: `--user=ME` must not reach scancel."""
+    if not is_job_id(job_id):
+        raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")

@@ -52,6 +52,7 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
         restarts=int(record.get("Restarts", "0")),
         start_time=parse_time(record.get("StartTime", "")),
         end_time=parse_time(record.get("EndTime", "")),
+        script=_or_none(record.get("Command", "")) or "",
     )
 
 

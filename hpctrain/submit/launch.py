@@ -18,6 +18,7 @@ from hpctrain.ledger import events as ledger
 from hpctrain.modes import follow_folder, make_private_folder, write_private
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
+from hpctrain.submit.own_job import not_own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,15 +79,15 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
     Raises:
         ClusterUnreachable: the scheduler gave no answer, so nobody can say.
     """
-    token, job_id = newest_submission(ledger.read(run))
+    events = ledger.read(run)
+    token, job_id = newest_submission(events)
+    if token is None and job_id is None:
+        return None
+    found = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
+    if found is None or not found.alive or not_own(run, events, token, found):
+        return None
     if job_id is not None:
-        info = cluster.job(job_id)
-        return info if info is not None and info.alive else None
-    if token is None:
-        return None
-    found = cluster.find_job(token)
-    if found is None or not found.alive:
-        return None
+        return found
     ledger.record(run, "submit_adopted", token=token, job_id=found.job_id)
     return found
 

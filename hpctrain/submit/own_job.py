@@ -1,0 +1,93 @@
+"""Whose job is it? A copied folder has the ledger of the run that it was copied from.
+
+The copy's ledger names the original's job. Taken at its word, `cancel` of the copy would end the
+original, and `resume` of the copy would wait for it. tests/unit/test_copied_run.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger import events as ledger
+from hpctrain.ledger.values import text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.ledger.events import Event
+    from hpctrain.records import JobInfo
+    from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+
+def copied_from(run: RunDir, events: Sequence[Event]) -> Path | None:
+    """The directory of which this one is a copy; None for a run that is itself, or was moved.
+
+    A run that was moved, or is seen under another path than by who submitted it, has left nothing
+    at the old place or the very same folder there.
+    """
+    written = _written_in(events)
+    if written is None or written == run.root:
+        return None
+    try:
+        same = written.samefile(run.root)
+    except FileNotFoundError:
+        return None
+    except OSError:  # there is something that we may not even look at: not what is ours here
+        return written
+    return None if same else written
+
+
+def not_own(run: RunDir, events: Sequence[Event], token: str | None, job: JobInfo) -> str:
+    """Why a job that the ledger names is not this run's, or "".
+
+    Args:
+        run: The run.
+        events: Its ledger.
+        token: Of its newest submission; None for a job of a hand-written batch script.
+        job: What the scheduler knows under the ledger's job id.
+    """
+    original = copied_from(run, events)
+    if original is not None:
+        return f"this is a copy of {original}, whose job {job.job_id} is"
+    if token and job.script and Path(job.script).name != f"{token}.sh":
+        return f"job {job.job_id} is another's by now ({job.script})"
+    return ""
+
+
+def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
+    """The spec with which a run goes on, and what its user should know.
+
+    A copy gets an identity of its own, by which trackers tell it from the original; and what lies
+    in the original's directory (the snapshot) is taken from the copy's.
+    """
+    original = copied_from(run, ledger.read(run))
+    if original is None:
+        return spec, []
+
+    def here(path: str) -> str:
+        inside = path and Path(path).is_relative_to(original)
+        return str(run.root / Path(path).relative_to(original)) if inside else path
+
+    entry = replace(
+        spec.entry,
+        path=here(spec.entry.path),
+        python_path=[here(path) for path in spec.entry.python_path],
+    )
+    own = replace(spec, name=run.name, run_id=os.urandom(8).hex(), entry=entry)
+    return own, [f"{run.name} is a copy of {original} and goes on as a run of its own"]
+
+
+def _written_in(events: Sequence[Event]) -> Path | None:
+    """Where the run lay when its ledger was last written by a submission or a job of its own."""
+    for event in reversed(events):
+        if event.kind == "submit_intent" and text(event.data.get("script")):
+            script = Path(text(event.data.get("script")))
+            return script.parent.parent if script.is_absolute() else None
+        if event.kind == "attempt_started" and text(event.data.get("run_dir")):
+            return Path(text(event.data.get("run_dir")))
+    return None
