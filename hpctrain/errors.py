@@ -6,7 +6,7 @@
       NotFound                      4   no such run, site, checkpoint, script
       RunExists / RunAlive          5   would make two writers, or a second run of that name
       ClusterError                  6   SLURM refused, or cannot be reached
-      CheckpointError               7   (TornCheckpoint, NoCheckpoint, Fenced)
+      CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later
       NoProgress                   93   "do not requeue": attempts end without a new checkpoint
 
@@ -73,6 +73,18 @@ class CheckpointError(HpctrainError):
 
 class TornCheckpoint(CheckpointError):
     """A checkpoint whose bytes are not what its manifest says."""
+
+
+class IncompleteCheckpoint(TornCheckpoint):
+    """A file of it is missing, or not of its size; a node's stale view of it looks the same."""
+
+
+class FileSystemFault(CheckpointError):
+    """The file system gave an error: nobody knows whether what lies there is whole or damaged."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a newer hpctrain has written: neither damaged, nor to be passed over."""
 
 
 class NoCheckpoint(CheckpointError):

@@ -28,6 +28,8 @@ class EndReason(StrEnum):
     NODE_FAILED = "node_failed"
     CRASHED = "crashed"
     """A rank or an agent died, by a signal or by an error after progress."""
+    STORAGE_FAILED = "storage_failed"
+    """The file system refused what the run needs, for longer than it waits; it may come back."""
     USER_ERROR = "user_error"
     """The program raised before it had done a step: starting again cannot help."""
     REQUEUED = "requeued"

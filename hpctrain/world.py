@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,20 +105,24 @@ def on_rank_0(world: World, act: Callable[[], T]) -> T:
     Collective. An error on rank 0 alone would leave the others waiting in the next collective.
 
     Raises:
-        HpctrainError: rank 0's own; an OSError becomes a CheckpointError.
+        HpctrainError: rank 0's own; an OSError becomes a FileSystemFault, any other error one that
+            names it.
     """
     result: Any = None
-    error: BaseException | None = None
+    error: HpctrainError | None = None
+    cause: Exception | None = None
     if world.rank == 0:
         try:
             result = act()
-        except (HpctrainError, OSError) as problem:
+        except HpctrainError as problem:
             error = problem
+        except OSError as problem:
+            error, cause = FileSystemFault(one_line(problem)), problem
+        except Exception as problem:  # noqa: BLE001 - whatever it is, every rank must hear of it
+            error, cause = HpctrainError(f"rank 0: {one_line(problem)}"), problem
     result, error = broadcast(world, (result, error))
-    if isinstance(error, HpctrainError):
-        raise error
     if error is not None:
-        raise CheckpointError(one_line(error))
+        raise error from cause
     answer: T = result
     return answer
 

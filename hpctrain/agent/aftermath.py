@@ -15,6 +15,7 @@ from hpctrain.agent.notify import notify
 from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
+from hpctrain.ledger.causes import EndCause, told_in
 from hpctrain.ledger.fields import count
 from hpctrain.ledger.values import member
 from hpctrain.plain_files import read_plain
@@ -139,7 +140,7 @@ class Aftermath:
         """Write down a failed round; whether the ranks may start again in this allocation."""
         events = ledger.read(self._run)
         outcome = self._crash_kind(attempt, failure)
-        reason = EndReason.USER_ERROR if outcome == "user_error" else EndReason.CRASHED
+        reason = decide(None, self._context.restarts, None, outcome)[0]
         restarts = sum(
             1
             for e in events
@@ -196,7 +197,7 @@ class Aftermath:
             reason = EndReason.NODE_FAILED if reason is EndReason.CRASHED else reason
         if reason is EndReason.COMPLETED and left.get("outcome") != "done":
             ledger.append(self._run, "done", attempt=attempt, step=left.get("step"))
-        if end.failure is not None and outcome in {"crashed", "user_error"}:
+        if end.failure is not None and outcome in {"crashed", "storage_failed", "user_error"}:
             self._record_failure(attempt, end.failure)
         return self._carry_out(attempt, reason, following, facts, why)
 
@@ -234,6 +235,8 @@ class Aftermath:
         """A program's error before its first step is its user's: it would come at every start."""
         if failure is None or failure.kind == "signal" or is_echo(failure):
             return "crashed"
+        if told_in(failure.summary) is EndCause.STORAGE_ERROR:
+            return "storage_failed"  # also before the first step: it need not be so the next time
         moved = any(_is_of_a_step(e) and e.attempt == attempt for e in ledger.read(self._run))
         return "crashed" if moved else "user_error"
 

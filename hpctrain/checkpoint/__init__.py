@@ -1,4 +1,4 @@
 """Checkpoints are committed or not there: names, manifest, commit, choice, proof, retention.
 
-Only `store.py` imports torch; everything else works on a login node.
+Only `boxes`, `save`, `saver`, `restore` and `dcp` import torch; the rest works on a login node.
 """

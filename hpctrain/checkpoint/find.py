@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import manifest as manifests
 from hpctrain.checkpoint import names
-from hpctrain.errors import NoCheckpoint, TornCheckpoint
+from hpctrain.checkpoint.patience import proves_absence
+from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
 from hpctrain.records import Skipped
+from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,12 +37,19 @@ class Found:
         path: The directory.
         manifest: None if it could not be read.
         problem: Why it must not be loaded; None if the cheap checks found nothing.
+        doubt: "unreadable" or "newer format" where nobody could judge it; only from `glance`.
     """
 
     step: int
     path: Path
     manifest: Manifest | None
     problem: str | None
+    doubt: str | None = None
+
+    @property
+    def state(self) -> str:
+        """In a word: ok, torn, unreadable, or newer format."""
+        return self.doubt or ("torn" if self.problem else "ok")
 
     @property
     def name(self) -> str:
@@ -85,8 +94,8 @@ def step_path(run: RunDir, step: int) -> Path:
 
 
 def candidates(run: RunDir) -> list[Found]:
-    """Every directory with a committed checkpoint's name, looked at, newest first by step."""
-    return [look(run, step) for step in steps(run)]
+    """Every directory with a committed checkpoint's name, newest first by step; to be shown."""
+    return [glance(run, step) for step in steps(run)]
 
 
 def steps(run: RunDir) -> list[int]:
@@ -116,7 +125,12 @@ def set_aside(run: RunDir) -> list[SetAside]:
 
 
 def look(run: RunDir, step: int) -> Found:
-    """The cheap checks: the manifest proves itself, every file is there with its size."""
+    """The cheap checks: the manifest proves itself, every file is there with its size.
+
+    Raises:
+        FileSystemFault: the file system gave an error; nobody knows whether it is whole.
+        NewerFormat: a newer hpctrain has written it.
+    """
     path = step_path(run, step)
     try:
         manifest = manifests.load(path / manifests.MANIFEST_NAME)
@@ -124,31 +138,43 @@ def look(run: RunDir, step: int) -> Found:
         return Found(step, path, None, str(error))
     if manifest.step != step:
         return Found(step, path, manifest, f"manifest is of step {manifest.step}, not {step}")
-    try:
-        problems = size_problems(path, manifest.files)
-    except OSError as error:
-        problems = [f"{path.name} cannot be listed: {error}"]
+    problems = size_problems(path, manifest.files)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return Found(step, path, manifest, problems[0] + more if problems else None)
 
 
-def choose(run: RunDir, *, at_step: int | None = None) -> Choice:
+def glance(run: RunDir, step: int) -> Found:
+    """The same to be shown, not to act upon: what nobody can judge has a `doubt`."""
+    try:
+        return look(run, step)
+    except FileSystemFault as error:
+        return Found(step, step_path(run, step), None, str(error), "unreadable")
+    except NewerFormat as error:
+        return Found(step, step_path(run, step), None, str(error), "newer format")
+
+
+def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) -> Choice:
     """The newest checkpoint that the cheap checks find whole; its bytes are still to be verified.
 
     Args:
         run: Whose checkpoints.
-        at_step: Only this one will do.
+        at_step: Only this one will do; 0 is the beginning, where no checkpoint has that step.
+        to_show: Nothing is loaded; what nobody can judge is passed over like a damaged one.
 
     Raises:
         NoCheckpoint: `at_step` was asked for and cannot be had. Without it, no checkpoint is no
             error.
+        FileSystemFault: the file system gave an error, at one that would be loaded or passed over.
+        NewerFormat: the same, of one that a newer hpctrain has written.
     """
     if at_step is not None:
-        return Choice(_exactly(run, at_step))
+        _refuse_newer_formats(run, at_step)
+        return Choice(_exactly(run, at_step) if at_step or 0 in steps(run) else None)
+    see = glance if to_show else look
     taken: Found | None = None
     skipped: list[Skipped] = []
     for step in steps(run):
-        found = look(run, step)
+        found = see(run, step)
         if found.problem is None:
             taken = found
             break
@@ -177,22 +203,29 @@ def file_sizes(path: Path) -> dict[str, int | None]:
     """Name to bytes of everything in a directory; None for what is not a regular file.
 
     A directory that is not there has nothing in it.
+
+    Raises:
+        FileSystemFault: it cannot be listed, or a file in it not be asked.
     """
     sizes: dict[str, int | None] = {}
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 sizes[entry.name] = _size(entry)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    except OSError as error:
+        if proves_absence(error):
+            return {}
+        raise FileSystemFault(f"{path.name} cannot be listed: {error}") from error
     return sizes
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
     try:
         status = entry.stat()
-    except FileNotFoundError:  # a dangling link, or deleted while we look
-        return None
+    except OSError as error:
+        if proves_absence(error):  # a dangling link, or deleted while we look
+            return None
+        raise
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
@@ -206,11 +239,26 @@ def _exactly(run: RunDir, step: int) -> Found:
     raise NoCheckpoint(f"checkpoint of step {step} of {run.name} {why}; {there}")
 
 
+def _refuse_newer_formats(run: RunDir, at_step: int) -> None:
+    """Going back sets newer ones aside; an older hpctrain must not do that to a newer one's."""
+    for step in steps(run):
+        if step > at_step:
+            doubt = glance(run, step)
+            if doubt.doubt == "newer format":
+                raise NewerFormat(
+                    f"{doubt.problem}; to go back without it, delete it with `hpctrain "
+                    f"checkpoints rm {run.name} {step} --force`"
+                )
+
+
 def _listing(run: RunDir) -> list[str]:
     try:
+        points.reach("choose.list", path=run.checkpoints)
         return [path.name for path in run.checkpoints.iterdir()]
     except FileNotFoundError:  # nothing was saved yet
         return []
+    except OSError as error:
+        raise FileSystemFault(f"checkpoints of {run.name} cannot be listed: {error}") from error
 
 
 def _reason(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint's files, read by several threads; what cannot be read is named as torn."""
+"""Parts of a checkpoint's files, read by several threads; the file system's errors are named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 import numpy as np
 
 from hpctrain.checkpoint.digest import PREFIX
-from hpctrain.errors import TornCheckpoint
+from hpctrain.checkpoint.patience import Patience, proves_absence
+from hpctrain.errors import FileSystemFault, IncompleteCheckpoint
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ WINDOW_BYTES = 1 << 20
 class Files:
     """A checkpoint's files for one thread: one is open at a time, beside memory for a window."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, patience: Patience | None = None) -> None:
         self._path = path
         self._manifest = manifest
+        self._patience = patience or Patience()
         self._open: tuple[int, int, Path] | None = None
         nbytes = window_blocks(manifest.block_bytes) * manifest.block_bytes
         self.scratch: memoryview = np.empty(nbytes, np.uint8).data
@@ -44,8 +46,12 @@ class Files:
             position: Where in the file.
 
         Raises:
-            TornCheckpoint: the file is missing, ends too early, or cannot be read.
+            IncompleteCheckpoint: the file is missing or ends too early.
+            FileSystemFault: it cannot be read; that proves no damage.
         """
+        return self._patience(lambda: self._read(number, buffers, position))
+
+    def _read(self, number: int, buffers: list[memoryview], position: int) -> int:
         name, step = self._manifest.files[number].name, self._manifest.step
         wanted = sum(map(len, buffers))
         try:
@@ -56,12 +62,17 @@ class Files:
                 count = os.preadv(file, _rest(buffers, done), position + done)
                 if not count:
                     size, said = os.fstat(file).st_size, self._manifest.files[number].size
-                    raise TornCheckpoint(f"shard {name} is {size:,} bytes, manifest says {said:,}")
+                    self.close()
+                    raise IncompleteCheckpoint(
+                        f"shard {name} is {size:,} bytes, manifest says {said:,}"
+                    )
                 done += count
         except FileNotFoundError:
-            raise TornCheckpoint(f"shard {name} is missing") from None
-        except OSError as error:  # a bad sector is damage like any other
-            raise TornCheckpoint(f"shard {name} cannot be read: {error}") from error
+            raise IncompleteCheckpoint(f"shard {name} is missing") from None
+        except OSError as error:
+            self.close()  # a stale handle stays stale
+            kind = IncompleteCheckpoint if proves_absence(error) else FileSystemFault
+            raise kind(f"shard {name} cannot be read: {error}") from error
         return done
 
     def close(self) -> None:

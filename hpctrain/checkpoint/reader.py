@@ -17,6 +17,7 @@ import numpy as np
 from hpctrain.checkpoint import table as tables
 from hpctrain.checkpoint.digest import block_digest
 from hpctrain.checkpoint.overlap import Region, overlap
+from hpctrain.checkpoint.patience import Patience
 from hpctrain.checkpoint.ranged import Files, damage, in_threads, window_blocks
 from hpctrain.checkpoint.shard import DTYPES
 from hpctrain.errors import CheckpointError, TornCheckpoint
@@ -88,19 +89,33 @@ class Window(NamedTuple):
 class Source:
     """A checkpoint to read from."""
 
-    def __init__(self, path: Path, manifest: Manifest, table: ChunkTable) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        table: ChunkTable,
+        patience: Patience | None = None,
+    ) -> None:
+        self._patience = patience or Patience()
         self.path = path
         self.manifest = manifest
         self.table = table
 
     @classmethod
-    def open(cls, path: Path, manifest: Manifest) -> Source:
+    def open(cls, path: Path, manifest: Manifest, patience: Patience | None = None) -> Source:
         """A checkpoint whose manifest is known already; its chunk table is read.
+
+        Args:
+            path: Its directory.
+            manifest: Its manifest.
+            patience: For what the file system refuses; none by default.
 
         Raises:
             TornCheckpoint: the table is missing or damaged.
+            FileSystemFault: it cannot be read.
         """
-        return cls(path, manifest, tables.load(path, manifest))
+        patience = patience or Patience()
+        return cls(path, manifest, patience(lambda: tables.load(path, manifest)), patience)
 
     @property
     def names(self) -> list[str]:
@@ -137,11 +152,12 @@ class Source:
         Raises:
             CheckpointError: a target is not in the checkpoint as it is: name, dtype, shape, region.
             TornCheckpoint: bytes are missing, or are not what was written.
+            FileSystemFault: they cannot be read.
         """
         windows = self._plan(targets)
 
         def work(mine: Iterator[Window]) -> int:
-            with Files(self.path, self.manifest) as files:
+            with Files(self.path, self.manifest, self._patience) as files:
                 return sum(self._read(files, window, on_bytes) for window in mine)
 
         total = in_threads(windows, min(threads, len(windows)), work)

@@ -20,10 +20,18 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.checkpoint import find, verify
+from hpctrain.checkpoint.beginning import asked_step, refuse_to_forget
 from hpctrain.checkpoint.boxes import bytes_of, held
+from hpctrain.checkpoint.patience import Patience
 from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.spread import my_part
-from hpctrain.errors import CheckpointError, HpctrainError, TornCheckpoint
+from hpctrain.errors import (
+    CheckpointError,
+    FileSystemFault,
+    HpctrainError,
+    IncompleteCheckpoint,
+    TornCheckpoint,
+)
 from hpctrain.ledger import events as ledger
 from hpctrain.ledger.meter import Meter
 from hpctrain.world import gather, on_rank_0, one_line
@@ -72,7 +80,6 @@ class Restored:
         path: Its directory.
         manifest: Its manifest.
         skipped: Newer ones that were passed over: step, name, reason.
-        spoiled: Fresh tensors were written, and then no whole checkpoint was left.
         bytes_read: By this rank, from files.
         seconds: For the reading.
     """
@@ -81,9 +88,17 @@ class Restored:
     path: Path | None = None
     manifest: Manifest | None = None
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    spoiled: bool = False
     bytes_read: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a checkpoint is read: see `checkpoint.read_once`, `restore`, `checkpoint.patience_s`."""
+
+    once: bool
+    arena: Arena | None
+    patience: Patience
 
 
 def restore(
@@ -102,22 +117,30 @@ def restore(
         arena: Host memory to read into before anything is touched; new memory where None.
 
     Raises:
-        CheckpointError: the directory cannot be read, the checkpoint is whole but does not fit the
-            program, or the step that `resume --from` asked for is damaged; on every rank.
+        CheckpointError: the checkpoint is whole but does not fit the program, or the step that
+            `resume --from` asked for is damaged; on every rank.
+        FileSystemFault: the file system refused for longer than `checkpoint.patience_s`, on one
+            rank or all; nothing was set aside. On every rank.
+        NewerFormat: a newer hpctrain has written the newest checkpoint; on every rank.
+        NoCheckpoint: the run has saved, and nothing of it can be loaded; on every rank.
         Fenced: a newer attempt has taken the run over; on every rank.
     """
     run, attempt = place.run, place.attempt
-    asked = on_rank_0(world, lambda: asked_step(run))
-    skipped = on_rank_0(world, lambda: _staged_leftovers(run))
-    spoiled = False
+    patience = Patience(place.settings.patience_s)
+    asked, skipped = on_rank_0(
+        world, lambda: patience(lambda: (asked_step(ledger.read(run)), _staged_leftovers(run)))
+    )
     while True:
-        choice = on_rank_0(world, lambda: find.choose(run, at_step=asked))
+        choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
         newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
         found = choice.found
         if found is None or found.manifest is None:
-            return Restored(skipped=_unique(skipped + newer), spoiled=spoiled)
+            skipped = _unique(skipped + newer)
+            on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
+            return Restored(skipped=skipped)
         started = time.monotonic()
-        bytes_read, damage = _try(found, world, wanted, place.settings.read_once, arena)
+        reading = _Reading(place.settings.read_once, arena, patience)
+        bytes_read, damage = _try(found, world, wanted, reading)
         if not damage:
             if asked is not None:
                 on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
@@ -131,7 +154,6 @@ def restore(
                 bytes_read=bytes_read,
                 seconds=seconds,
             )
-        spoiled = True
         if asked is not None:
             raise CheckpointError(
                 f"step {asked}, which `resume --from` asked for, is damaged: {damage}; "
@@ -146,8 +168,7 @@ def _try(
     found: Found,
     world: World,
     wanted: Callable[[Manifest], Wanted],
-    read_once: bool,
-    arena: Arena | None,
+    reading: _Reading,
 ) -> tuple[int, str]:
     """Read one checkpoint. Collective.
 
@@ -156,19 +177,26 @@ def _try(
 
     Raises:
         CheckpointError: it is whole but does not fit, on every rank.
+        FileSystemFault: some rank could not read it, on every rank.
     """
-    filling, torn, misfit, count = None, "", "", 0
+    filling, torn, misfit, fault, count = None, "", "", "", 0
     try:
-        filling, count = _read(found, world, wanted, read_once, arena)
+        filling, count = _read(found, world, wanted, reading)
+    except FileSystemFault as error:
+        fault = f"rank {world.rank}: {error}"
+    except IncompleteCheckpoint as error:
+        # Rank 0 has just seen all files with their sizes: two nodes see different things.
+        fault = f"rank {world.rank}: {error}; rank 0 saw it whole"
     except TornCheckpoint as error:
         torn = f"rank {world.rank}: {error}"
     except HpctrainError as error:
         misfit = str(error)
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         misfit = f"rank {world.rank}: {one_line(error)}"
-    answers = gather(world, (torn, misfit))
-    torn = next((text for text, _ in answers if text), "")
-    misfit = next((text for _, text in answers if text), "")
+    answers = gather(world, (torn, misfit, fault))
+    torn, misfit, fault = (next(filter(None, texts), "") for texts in zip(*answers, strict=True))
+    if fault:
+        raise FileSystemFault(f"{found.path} cannot be read now, and stays: {fault}")
     if misfit and not torn:
         raise CheckpointError(f"{found.path} is whole but does not fit this program: {misfit}")
     if filling is not None and not torn:
@@ -180,16 +208,15 @@ def _read(
     found: Found,
     world: World,
     wanted: Callable[[Manifest], Wanted],
-    read_once: bool,
-    arena: Arena | None,
+    reading: _Reading,
 ) -> tuple[_Filling, int]:
     if found.manifest is None:
         raise TornCheckpoint("manifest is missing")
     # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
     want = wanted(found.manifest)
-    source = Source.open(found.path, found.manifest)
+    source = Source.open(found.path, found.manifest, reading.patience)
     _require_all_weights(source, want.state)
-    filling = _Filling(world, want, once=read_once, arena=arena)
+    filling = _Filling(world, want, once=reading.once, arena=reading.arena)
     return filling, filling.read(source)
 
 
@@ -361,15 +388,13 @@ def _broadcast(tensor: torch.Tensor, rank: int, world: World) -> None:
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=rank, group=group)
 
 
-def asked_step(run: RunDir) -> int | None:
-    """The step of `resume --from STEP`, until an attempt of that submission has restored it."""
-    step: int | None = None
-    for event in ledger.read(run):
-        if event.kind == "submitted":
-            step = event.data.get("from_step")
-        elif event.kind == "restored":
-            step = None
-    return step
+def _begin_anew(
+    run: RunDir, attempt: Attempt, asked: int | None, skipped: list[dict[str, Any]]
+) -> None:
+    if asked is None:
+        refuse_to_forget(run, skipped)
+    else:
+        _set_newer_aside(run, attempt, asked)
 
 
 def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
@@ -394,8 +419,9 @@ def _give_up(run: RunDir, attempt: Attempt, found: Found, damaged: dict[str, Any
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
     """So that their steps can be saved anew; nothing is deleted."""
-    for found in find.candidates(run):
-        if found.step > step:
-            reason = f"newer than `resume --from {step}`"
-            row = {"step": found.step, "name": found.path.name, "reason": reason}
-            _give_up(run, attempt, found, row)
+    for newer in find.steps(run):
+        if newer > step:
+            path = find.step_path(run, newer)
+            row = {"step": newer, "name": path.name}
+            row["reason"] = f"newer than `resume --from {step}`"
+            _give_up(run, attempt, find.Found(newer, path, None, None), row)

@@ -279,11 +279,14 @@ def refuse(
                 f"step {step} of {run.name} is pinned{why} and was not deleted; unpin it with "
                 f"`hpctrain checkpoints pin {run.name} {step} --remove`, or add --force"
             )
+    if force:
+        return
     valid = {row.step for row in _looked_at(run, None) if row.valid}
-    if not force and valid and valid <= set(steps):
+    if valid and valid <= set(steps):
         raise ChecksFailed(
             f"step {max(valid)} is the last valid checkpoint of {run.name}: nothing was deleted, "
-            "since the run could only begin anew; add --force if it may"
+            f"since the run could only begin anew, by `hpctrain resume {run.name} --from 0`; add "
+            "--force if it may"
         )
 
 

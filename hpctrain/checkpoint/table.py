@@ -19,8 +19,10 @@ import numpy as np
 
 from hpctrain.checkpoint.digest import bytes_digest
 from hpctrain.checkpoint.manifest import TABLE_NAME, FileEntry
+from hpctrain.checkpoint.patience import proves_absence
 from hpctrain.checkpoint.shard import DTYPES, encode_header
-from hpctrain.errors import TornCheckpoint
+from hpctrain.errors import FileSystemFault, IncompleteCheckpoint, TornCheckpoint
+from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,16 +144,23 @@ def load(path: Path, manifest: Manifest) -> ChunkTable:
 
     Raises:
         TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
+        FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
     entry = next((one for one in manifest.files if one.name == TABLE_NAME), None)
     if entry is None:
         raise TornCheckpoint(f"manifest names no {TABLE_NAME}")
     try:
+        points.reach("read.table", path=path / TABLE_NAME, step=manifest.step)
         content = (path / TABLE_NAME).read_bytes()
     except FileNotFoundError:
-        raise TornCheckpoint(f"{TABLE_NAME} is missing") from None
-    except OSError as error:  # a bad sector is damage like any other
-        raise TornCheckpoint(f"{TABLE_NAME} cannot be read: {error}") from error
+        raise IncompleteCheckpoint(f"{TABLE_NAME} is missing") from None
+    except OSError as error:
+        kind = IncompleteCheckpoint if proves_absence(error) else FileSystemFault
+        raise kind(f"{TABLE_NAME} cannot be read: {error}") from error
+    if len(content) != entry.size:
+        raise IncompleteCheckpoint(
+            f"{TABLE_NAME} is {len(content):,} bytes, manifest says {entry.size:,}"
+        )
     if bytes_digest(content) != entry.digest:
         raise TornCheckpoint(
             f"{TABLE_NAME}: digest {bytes_digest(content)}, manifest says {entry.digest} "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.beginning import asked_step
 from hpctrain.ledger.standing import OVER, RunState, live, standing
 from hpctrain.ledger.values import whole
 
@@ -50,7 +51,7 @@ def in_use(events: Sequence[Event], idle: Standing | None = None) -> Usage | Non
         return None
     if now.phase is RunState.RUNNING:
         return _running(events, now)
-    asked = _asked(events)
+    asked = asked_step(events)
     if asked is None:
         return None
     return Usage(f"the job that is to go on from step {asked} waits to start", only=asked)
@@ -66,14 +67,3 @@ def _running(events: Sequence[Event], now: Standing) -> Usage:
         return Usage(f"attempt {now.attempt} is choosing which checkpoint to load", since=0)
     reason = f"attempt {now.attempt} is running on it: it restored step {restored[-1]}"
     return Usage(reason, since=restored[-1])
-
-
-def _asked(events: Sequence[Event]) -> int | None:
-    """The step of `resume --from STEP`, until an attempt has restored it."""
-    step = None
-    for event in events:
-        if event.kind == "submitted":
-            step = whole(event.data.get("from_step"))
-        elif event.kind == "restored":
-            step = None
-    return step

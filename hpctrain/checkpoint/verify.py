@@ -16,7 +16,7 @@ from hpctrain.checkpoint.digest import BLOCKS_PREFIX, block_digest, file_digest
 from hpctrain.checkpoint.manifest import TABLE_NAME
 from hpctrain.checkpoint.ranged import Files, damage, in_threads, window_blocks
 from hpctrain.checkpoint.shard import blocks_digest
-from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from hpctrain.rundir.fence import publishing, run_lock
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def verify(
     threads: int = 1,
     on_bytes: Callable[[int], object] | None = None,
     deep: bool = True,
+    unreadable: list[str] | None = None,
 ) -> list[str]:
     """What is wrong with a checkpoint: one line for each damage, with file, tensor and place.
 
@@ -51,36 +52,66 @@ def verify(
         on_bytes: Told how many bytes of `files` were read, from those threads, for a progress bar.
         deep: Read every byte. Otherwise only what is small: the manifest proves itself and the
             chunk table, the table covers every tensor, all files are there with their sizes.
+        unreadable: Takes a line for each place that the file system refused, which is no damage.
+
+    Raises:
+        FileSystemFault: such a place, where no list takes it.
     """
+    refused: list[str] = []
+    try:
+        problems, table = _small(found, files, deep=deep)
+    except FileSystemFault as error:
+        problems, table = [], None
+        refused.append(str(error))
+    if deep and table is not None and found.manifest is not None:
+        known = [entry.name for entry in found.manifest.files]
+        numbers = [
+            number
+            for number, name in enumerate(known)
+            if (files is None or name in files) and not _names(problems, name)
+        ]
+        scrub = _Scrub(found.path, found.manifest, table, on_bytes, {}, {})
+        in_threads(scrub.tasks(numbers), threads, scrub.work)
+        problems += scrub.lines()
+        refused += [line for _, line in sorted(scrub.refused.items())]
+    if unreadable is not None:
+        unreadable += refused
+    elif refused:
+        raise FileSystemFault(f"{found.name}: {refused[0]}")
+    return problems
+
+
+def _small(
+    found: Found, files: Sequence[str] | None, *, deep: bool
+) -> tuple[list[str], ChunkTable | None]:
+    """What is wrong with all that is small; and the chunk table, if it is right.
+
+    Raises:
+        FileSystemFault: something of it cannot be read.
+    """
+    if found.doubt is not None:
+        raise FileSystemFault(found.problem)
     manifest = found.manifest
     if manifest is None:
-        return [found.problem or "manifest is missing"]
+        return [found.problem or "manifest is missing"], None
     known = [entry.name for entry in manifest.files]
     wanted = set(known) if files is None else set(files)
     problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(known))]
-    try:
-        sizes = find.size_problems(
-            found.path, [entry for entry in manifest.files if entry.name in wanted]
-        )
-    except OSError as error:  # a bad sector is damage like any other
-        return [*problems, f"{found.name} cannot be listed: {error}"]
+    sizes = find.size_problems(
+        found.path, [entry for entry in manifest.files if entry.name in wanted]
+    )
     problems += sizes
     if files is None and found.problem is not None and not sizes:
         problems.append(found.problem)  # e.g. it lies under another step's name
     try:
         table = tables.load(found.path, manifest)
         require_cover(manifest.tensors, table)
+    except FileSystemFault:
+        raise
     except CheckpointError as error:  # where the blocks lie is not known then
         left = "; no shard was read" if deep else ""
-        return problems + ([] if _names(sizes, TABLE_NAME) else [f"{error}{left}"])
-    if not deep:
-        return problems
-    scrub = _Scrub(found.path, manifest, table, on_bytes, {})
-    numbers = [
-        number for number, name in enumerate(known) if name in wanted and not _names(sizes, name)
-    ]
-    in_threads(scrub.tasks(numbers), threads, scrub.work)
-    return problems + scrub.lines()
+        return problems + ([] if _names(sizes, TABLE_NAME) else [f"{error}{left}"]), None
+    return problems, table
 
 
 def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -> Path:
@@ -125,6 +156,8 @@ class _Scrub:
     on_bytes: Callable[[int], object] | None
     found: dict[tuple[int, int], str]
     """File and place in it: what is wrong there."""
+    refused: dict[int, str]
+    """File: why the file system does not give it."""
 
     def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
         """What is to be done, each about a window's bytes, in the order of the files."""
@@ -138,8 +171,13 @@ class _Scrub:
         total = 0
         with Files(self.path, self.manifest) as files:
             for task in tasks:
+                if task.file in self.refused:
+                    continue
                 try:
                     count = self._check(files, task)
+                except FileSystemFault as error:
+                    self.refused[task.file] = str(error)
+                    continue
                 except TornCheckpoint as error:
                     place = int(task.edges[0]) if len(task.edges) else 0
                     self.found[task.file, place] = str(error)
@@ -207,7 +245,7 @@ class _Scrub:
         try:
             digest = file_digest(self.path / entry.name)
         except OSError as error:
-            raise TornCheckpoint(f"shard {entry.name} cannot be read: {error}") from error
+            raise FileSystemFault(f"shard {entry.name} cannot be read: {error}") from error
         if digest != entry.digest:
             raise TornCheckpoint(
                 f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"

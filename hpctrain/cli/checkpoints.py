@@ -71,7 +71,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
         (
             row["step"],
             _when(row["created"]),
-            _human(row["size_bytes"]),
+            None if row["size_bytes"] is None else _human(row["size_bytes"]),
             row["world_size"],
             row["engine"],
             _state(row),
@@ -140,17 +140,20 @@ def verify_command(
     threads = threads or min(READERS, os.cpu_count() or 1)
     verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
     damaged = sum(bool(verdict["problems"]) for verdict in verdicts)
+    unreadable = sum(bool(verdict["unreadable"]) for verdict in verdicts)
     if deep:
         _note_verified(directory, verdicts)
     if as_json:
         facts = {"run": directory.name, "deep": deep, "damaged": damaged}
+        facts["unreadable"] = unreadable
         echo_json(facts | {"checkpoints": verdicts})
     elif not wanted:
         click.echo(f"{directory.name} has no checkpoints")
     else:
         done = "every byte was read" if deep else "sizes and tables only, --deep reads every byte"
-        click.echo(f"{len(wanted)} verified ({done}), {damaged} damaged")
-    if damaged:
+        refused = f", {unreadable} could not be read" if unreadable else ""
+        click.echo(f"{len(wanted)} verified ({done}), {damaged} damaged{refused}")
+    if damaged or unreadable:
         ctx.exit(EXIT_DAMAGED)
 
 
@@ -168,7 +171,7 @@ def _one(run: RunDir, step: int) -> Found:
     if step not in there:
         listed = ", ".join(map(str, there)) or "none"
         raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
-    return find.look(run, step)
+    return find.glance(run, step)
 
 
 def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> list[dict[str, Any]]:
@@ -179,12 +182,16 @@ def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> l
     total = sum(_size(found) or 0 for found in wanted) if deep else 0
     with progress("reading", total) as on_bytes:
         for found in wanted:
-            problems = verify.verify(found, threads=threads, on_bytes=on_bytes, deep=deep)
-            verdicts.append({"step": found.step, "name": found.name, "problems": problems})
+            refused: list[str] = []
+            problems = verify.verify(
+                found, threads=threads, on_bytes=on_bytes, deep=deep, unreadable=refused
+            )
+            verdict: dict[str, Any] = {"step": found.step, "name": found.name}
+            verdicts.append(verdict | {"problems": problems, "unreadable": refused})
     if echo:
-        for verdict in verdicts:
-            for problem in verdict["problems"] or ["ok"]:
-                click.echo(f"{verdict['name']}: {problem}")
+        for one in verdicts:
+            for problem in one["problems"] + one["unreadable"] or ["ok"]:
+                click.echo(f"{one['name']}: {problem}")
     return verdicts
 
 
@@ -194,7 +201,7 @@ def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
 
     try:
         for verdict in verdicts:
-            if not verdict["problems"]:
+            if not verdict["problems"] and not verdict["unreadable"]:
                 ledger.append(run, "verified", step=verdict["step"], name=verdict["name"])
     except OSError as error:
         click.echo(f"hpctrain: not noted in the ledger: {error}", err=True)
@@ -213,7 +220,7 @@ def _rows(run: RunDir) -> list[dict[str, Any]]:
 
 
 def _row(found: Found) -> dict[str, Any]:
-    row = _bare(found.step, found.path, "torn" if found.problem else "ok", found.problem)
+    row = _bare(found.step, found.path, found.state, found.problem)
     if found.manifest is not None:
         row["created"] = found.manifest.created
         row["world_size"] = found.manifest.world_size
@@ -222,13 +229,11 @@ def _row(found: Found) -> dict[str, Any]:
 
 
 def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
-    from hpctrain.checkpoint import find
-
     return {
         "step": step,
         "name": path.name,
         "created": None,
-        "size_bytes": sum(size or 0 for size in find.file_sizes(path).values()),
+        "size_bytes": _bytes_in(path),
         "world_size": None,
         "engine": None,
         "state": state,
@@ -237,11 +242,25 @@ def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
     }
 
 
+def _bytes_in(path: Path) -> int | None:
+    """Bytes of all files; None where the file system does not say."""
+    from hpctrain.checkpoint import find
+    from hpctrain.errors import FileSystemFault
+
+    try:
+        return sum(size or 0 for size in find.file_sizes(path).values())
+    except FileSystemFault:  # the row's state tells it
+        return None
+
+
 def _pin(found: Found) -> str | None:
-    """Why a checkpoint is pinned, maybe without a word; None if it is not."""
+    """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
     from hpctrain.checkpoint import pins
 
-    return pins.reason_of(found.path) if pins.carries(found.path) else None
+    try:
+        return pins.reason_of(found.path) if pins.carries(found.path) else None
+    except OSError as error:
+        return f"nobody can say: {error.strerror}"
 
 
 def _facts(found: Found) -> dict[str, Any]:
@@ -250,7 +269,7 @@ def _facts(found: Found) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": found.name,
         "path": str(found.path),
-        "state": "torn" if found.problem else "ok",
+        "state": found.state,
         "why": found.problem,
         "pinned": _pin(found),
         "files": [],

@@ -42,7 +42,13 @@ Examples:
 @engine_options
 @profile_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
-@click.option("--from", "from_step", type=int, metavar="STEP", help="Go on from this checkpoint.")
+@click.option(
+    "--from",
+    "from_step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Go on from this checkpoint; newer ones are set aside. 0 begins anew.",
+)
 @wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -179,7 +179,7 @@ def _checkpoints(
     from hpctrain.checkpoint import find
     from hpctrain.ledger.status import Checkpoint
 
-    choice = find.choose(run)
+    choice = find.choose(run, to_show=True)
     writing = _being_written(run, events)
     newest = None
     if choice.found is not None and choice.found.manifest is not None:

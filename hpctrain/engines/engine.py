@@ -180,10 +180,6 @@ class Engine(abc.ABC):
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """Go on with what `state` gave and what was filled in since. Collective."""
 
-    def forget_moments(self) -> None:
-        """Drop the optimizer's state: the next step makes it anew."""
-        self.optimizer.state.clear()
-
     # ---- for programs with a loop of their own over microbatches
 
     @contextlib.contextmanager

@@ -152,10 +152,6 @@ class Zero(Engine):
             self._holdings.apply_counts(tensors)
         self._holdings.push()
 
-    def forget_moments(self) -> None:
-        """See `Engine`."""
-        self._holdings.forget()
-
 
 def _config(
     settings: EngineSettings, stage: int, precision: torch.dtype, data_ranks: int

@@ -85,10 +85,6 @@ class Disk:
                 self._swapper.release_swap_buffers(row)
             row.grad = None
 
-    def forget_moments(self) -> None:
-        """The optimizer's state is dropped; it is made anew at the next step."""
-        self._swapper.purge_state()
-
     def fill_gradients(self) -> None:
         """Give zeros to what got no gradient, before a step.
 

@@ -309,14 +309,6 @@ class Holdings:
         if missing:
             self._link()
 
-    def forget(self) -> None:
-        """Drop the optimizer's state."""
-        self._optimizer.state.clear()
-        if self._disk is not None:
-            self._disk.forget_moments()
-        if self._links:
-            self._zero._hp_optimizer_states_linked = False  # noqa: SLF001 - it looks anew then
-
     def _link(self) -> None:
         """Tell DeepSpeed's own `safe_get_*` of new state."""
         if self._links:

@@ -39,6 +39,8 @@ class EndCause(StrEnum):
     NAN = "nan"
     NO_PROGRESS = "no_progress"
     STORAGE_FULL = "storage_full"
+    STORAGE_ERROR = "storage_error"
+    """The file system refused: a stale handle, a server that is away, an expired ticket."""
     USER_ERROR = "user_error"
     """The program raised before its first step, or was started in a wrong way."""
     CRASHED = "crashed"
@@ -62,6 +64,7 @@ _BY_REASON = {
     EndReason.CANCELLED: EndCause.CANCELLED,
     EndReason.STOPPED: EndCause.STOPPED,
     EndReason.NODE_FAILED: EndCause.NODE_FAIL,
+    EndReason.STORAGE_FAILED: EndCause.STORAGE_ERROR,
     EndReason.REQUEUED: EndCause.REQUEUED,
     EndReason.FENCED: EndCause.FENCED,
 }
@@ -87,6 +90,8 @@ _LOSS = r"\b(?:loss|grad\w*|norm)\b"
 _NOT_FINITE = r"(?:\b(?i:nan|inf)\b|\bnon-finite\b|\bnot finite\b)"
 
 _PATTERNS = (
+    # Our own word for it, whatever errno's text is behind it.
+    (EndCause.STORAGE_ERROR, "FileSystemFault", r"\bFileSystemFault\b"),
     # torch/cuda/memory.py, c10/cuda/CUDACachingAllocator.cpp: "CUDA out of memory. Tried to..."
     (EndCause.GPU_OOM, "OutOfMemoryError", r"\bOutOfMemoryError\b"),
     (EndCause.GPU_OOM, " out of memory", r"\b(?:CUDA|HIP|XPU)(?: error:)? out of memory\b"),
@@ -102,6 +107,12 @@ _PATTERNS = (
     (EndCause.STORAGE_FULL, "ENOSPC", r"\bENOSPC\b"),
     (EndCause.STORAGE_FULL, "EDQUOT", r"\bEDQUOT\b"),
     (EndCause.STORAGE_FULL, "[Errno ", r"\[Errno (?:28|122)\]"),
+    # What NFS, Lustre and a bad disk say; a time-out or a closed connection may be the network's.
+    (EndCause.STORAGE_ERROR, "Stale file handle", r"\bStale file handle\b"),
+    (EndCause.STORAGE_ERROR, "I/O error", r"\bRemote I/O error\b"),
+    (EndCause.STORAGE_ERROR, "/output error", r"\bInput/output error\b"),
+    (EndCause.STORAGE_ERROR, "endpoint shutdown", r"\bafter transport endpoint shutdown\b"),
+    (EndCause.STORAGE_ERROR, "[Errno ", r"\[Errno (?:5|108|116|121)\]"),
     # NVIDIA's driver in the kernel's log: "NVRM: Xid (PCI:0000:3b:00): 79, ..."
     (EndCause.GPU_ERROR, "Xid", r"\bXid\b.{0,40}?\b\d{1,3}\b"),
     (EndCause.GPU_ERROR, "ECC", r"\b[Uu]ncorrectable ECC\b"),
@@ -166,8 +177,11 @@ def _by_default(view: AttemptView, reason: EndReason, state: str) -> EndCause:
 
 def said_by(failure: Failure) -> EndCause | None:
     """What a failure's own words tell; None where they tell nothing."""
-    if failure.kind in _SAID:
-        return _SAID[failure.kind]
-    line = failure.summary[:_LONGEST]
+    return _SAID.get(failure.kind) or told_in(failure.summary)
+
+
+def told_in(summary: str) -> EndCause | None:
+    """What a failure's one line tells; None where it tells nothing."""
+    line = summary[:_LONGEST]
     fit = (cause for cause, word, known in _COMPILED if word in line and known.search(line))
     return next(fit, None)

@@ -27,6 +27,7 @@ _LIMITS = {
     EndReason.TIMED_OUT: "time_limits",
     EndReason.NODE_FAILED: "nodes",
     EndReason.CRASHED: "crashes",
+    EndReason.STORAGE_FAILED: "storage",
     EndReason.USER_ERROR: "crashes",
     EndReason.UNKNOWN: "crashes",
 }

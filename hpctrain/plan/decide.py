@@ -14,9 +14,15 @@ from hpctrain.records import EndReason, Next, StopCause
 if TYPE_CHECKING:
     from hpctrain.records import JobFacts
 
-Outcome = Literal["done", "stopped", "killed", "crashed", "user_error"]
+Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because
-they did not leave in time; a rank died; the program raised before it had done a step."""
+they did not leave in time; a rank died; the file system refused; the program raised before it had
+done a step."""
+
+_BY_OUTCOME: dict[Outcome, EndReason] = {
+    "storage_failed": EndReason.STORAGE_FAILED,
+    "user_error": EndReason.USER_ERROR,
+}
 
 ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
 
@@ -86,4 +92,4 @@ def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:
         return EndReason.TIMED_OUT
     if cause in {StopCause.TERM, StopCause.INTERRUPT}:
         return EndReason.PREEMPTED
-    return EndReason.USER_ERROR if outcome == "user_error" else EndReason.CRASHED
+    return _BY_OUTCOME.get(outcome, EndReason.CRASHED)

@@ -39,7 +39,15 @@ SHORTEST_S = 10.0
 SAVES_COUNTED = 5
 """Newest saves that tell the cost: few enough to follow a change of ranks or of the file system."""
 
-_SUDDEN = frozenset({EndReason.NODE_FAILED, EndReason.CRASHED, EndReason.UNKNOWN, None})
+_SUDDEN = frozenset(
+    {
+        EndReason.NODE_FAILED,
+        EndReason.STORAGE_FAILED,
+        EndReason.CRASHED,
+        EndReason.UNKNOWN,
+        None,
+    }
+)
 _WARNED = frozenset({EndReason.PREEMPTED, EndReason.REQUEUED, EndReason.TIMED_OUT})
 
 

@@ -110,14 +110,6 @@ class Program:
         if self._has_generators(manifest):
             rng.apply(self._world, tensors)
 
-    def forget(self) -> None:
-        """Drop moments that were made of a damaged checkpoint's bytes."""
-        self._loading = {}
-        if self.engine is not None:
-            self.engine.forget_moments()
-        elif self.optimizer is not None:
-            self.optimizer.state.clear()
-
     def seed(self, manifest: Manifest | None, seed: int, step: int) -> None:
         """Start this rank's generators, unless they went on from the checkpoint's."""
         if manifest is None or not self._has_generators(manifest):

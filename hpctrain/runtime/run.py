@@ -21,7 +21,7 @@ from hpctrain.checkpoint.restore import Restored, Wanted, restore
 from hpctrain.checkpoint.retention import sweep
 from hpctrain.checkpoint.save import Place
 from hpctrain.clusters import get_control
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, Fenced, UsageError
 from hpctrain.profile.names import folder_name
 from hpctrain.records import StopCause
 from hpctrain.rundir.layout import RunDir
@@ -410,12 +410,10 @@ class Run:
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)
-        on_rank_0(self.world, lambda: sweep(place.run, place.attempt))
+        on_rank_0(self.world, lambda: _sweep(place))
         if restored.manifest is not None:
             self._program.take_over(restored.manifest)
             self.step = restored.manifest.step
-        elif restored.spoiled:
-            self._program.forget()
         self._event(
             "restored",
             step=self.step,
@@ -479,3 +477,13 @@ class Run:
             self._trackers.flush()
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
             write_outcome(self.dir, self._attempt, outcome, step=self.step, cause=cause)
+
+
+def _sweep(place: Place) -> None:
+    """Housekeeping: where the disk refuses, room is lost and nothing else."""
+    try:
+        sweep(place.run, place.attempt)
+    except Fenced:
+        raise
+    except CheckpointError as error:
+        print(f"hpctrain: {error}; the next attempt tries again", file=sys.stderr, flush=True)

@@ -42,11 +42,13 @@ _AT_LEAST: dict[str, float] = {
     "budget.time_limits": 0,
     "budget.nodes": 0,
     "budget.crashes": 0,
+    "budget.storage": 0,
     "budget.no_progress": 0,
     "checkpoint.interval_steps": 0,
     "checkpoint.interval_s": 0,
     "checkpoint.max_loss_s": 0,
     "checkpoint.timeout_s": 0,
+    "checkpoint.patience_s": 0,
     "checkpoint.write_mib": 1,
     "checkpoint.write_threads": 1,
     "checkpoint.keep_last": 2,
@@ -77,8 +79,10 @@ _AT_LEAST: dict[str, float] = {
 # Of these, 0 itself would mean a save at every moment, or one that has failed when it begins.
 _ABOVE_0 = ("checkpoint.max_loss_s", "checkpoint.timeout_s")
 
-# Past these, one save takes the memory or the threads of a whole node.
+# Past these, one save takes the memory or the threads of a whole node; or the ranks that wait for
+# one that waits for its file system end by their collective's time-out.
 _AT_MOST: dict[str, float] = {
+    "checkpoint.patience_s": 300,
     "checkpoint.write_mib": 1024,
     "checkpoint.write_threads": 64,
 }

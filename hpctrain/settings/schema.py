@@ -113,6 +113,7 @@ class BudgetSettings:
     time_limits: int = setting(0, "time limits")
     nodes: int = setting(20, "node failures")
     crashes: int = setting(5, "crashes")
+    storage: int = setting(10, "file-system faults")
     no_progress: int = setting(3, "attempts in a row without one new committed step")
 
 
@@ -140,6 +141,10 @@ class CheckpointSettings:
     )
     timeout_s: float = setting(
         1800.0, "a background save that takes longer has failed; training goes on"
+    )
+    patience_s: float = setting(
+        120.0,
+        "reading is tried again so long where the file system gives errors; then the attempt fails",
     )
     write_mib: int = setting(4, "MiB handed to the file system at a time")
     write_threads: int = setting(1, "threads of each rank that write its shard")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import find
+from hpctrain.checkpoint.beginning import refuse_to_forget
 from hpctrain.errors import RunAlive, UsageError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.nodes import meshes
@@ -120,7 +121,10 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     """What the next attempt will find, without reading the shards' bytes (the ranks do, at load).
 
     Raises:
-        NoCheckpoint: the step that was asked for has no whole checkpoint.
+        NoCheckpoint: the step that was asked for has no whole checkpoint; or the run has saved and
+            there is none at all.
+        FileSystemFault: nobody can say which checkpoint would be loaded.
+        NewerFormat: a newer hpctrain has written it.
         UsageError: the run is done, or some number of nodes has no mesh.
     """
     ends = [event.data.get("step") for event in ledger.read(run) if event.kind == "done"]
@@ -132,6 +136,8 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         )
     choice = find.choose(run, at_step=from_step)
     found = choice.found
+    if found is None and from_step is None:
+        refuse_to_forget(run, [asdict(one) for one in choice.skipped])
     manifest = found.manifest if found is not None else None
     is_recipe = spec.entry.kind == "recipe"
     found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)

@@ -30,6 +30,9 @@ POINTS = {
     "publish.flush": "it has that name, which is about to be flushed",
     "prune.rename": "a checkpoint that may go is about to lose its name",
     "prune.delete": "it has lost its name, and its files are about to be deleted",
+    "choose.list": "the folder of checkpoints is about to be listed",
+    "read.manifest": "a manifest is about to be read",
+    "read.table": "a chunk table is about to be read",
     "read.block": "bytes of a shard are about to be read",
     "read.done": "everything asked for has been read and checked",
 }

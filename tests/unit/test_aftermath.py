@@ -109,6 +109,41 @@ def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_writ
     assert aftermath(story, Scheduler()).after_crash(number, failure) is stepped
 
 
+REFUSED = (
+    "hpctrain.errors.FileSystemFault: step-0000000010 cannot be read now, and stays: rank 1: "
+    "manifest cannot be read: [Errno 116] Stale file handle"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "following"), [(0, "requeue"), (9, "requeue"), (10, "stop"), (11, "stop")]
+)
+def test_a_file_system_that_refuses_costs_an_attempt_of_its_own_budget(tmp_path, before, following):
+    """It comes before the first step, and yet is not the user's error: it may pass."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    for number in range(1, before + 1):
+        story.started(number, "7").ended(number, "storage_failed", "requeue")
+        take_attempt(story.run, job_id="7", restarts=1)
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.run.attempt(number).mkdir(parents=True)
+    story.started(number, "7", restarts=1)
+    scheduler = Scheduler()
+    scheduler.requeue = lambda: scheduler.asked.append("requeue")
+    failure = FailureReport(1, "n2", "exception", REFUSED)
+    mine = aftermath(story, scheduler)
+
+    assert not mine.after_crash(number, failure)
+    end = SimpleNamespace(ending="failed", failure=failure, why=REFUSED, silent_nodes=[])
+    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    code = mine.conclude(number, end, watch)
+
+    told = last(story, "attempt_ended").data
+    assert (told["reason"], told["next"]) == ("storage_failed", following)
+    assert scheduler.asked.count("requeue") == (following == "requeue")
+    assert code == (0 if following == "requeue" else 93)
+    assert "Stale file handle" in last(story, "failure").data["summary"]
+
+
 def test_the_batch_side_tells_the_same(story):
     write_heartbeat(story.run, 1, Heartbeat(story.t + 3, 8))
     control = SimpleNamespace(facts=lambda: JobFacts("COMPLETING", restarts=1))

@@ -19,10 +19,18 @@ BUDGET_OF = {
     EndReason.TIMED_OUT: "time_limits",
     EndReason.NODE_FAILED: "nodes",
     EndReason.CRASHED: "crashes",
+    EndReason.STORAGE_FAILED: "storage",
     EndReason.USER_ERROR: "crashes",
     EndReason.UNKNOWN: "crashes",
 }
-NO_LIMITS = {"preemptions": 0, "time_limits": 0, "nodes": 0, "crashes": 0, "no_progress": 0}
+NO_LIMITS = {
+    "preemptions": 0,
+    "time_limits": 0,
+    "nodes": 0,
+    "crashes": 0,
+    "storage": 0,
+    "no_progress": 0,
+}
 UNBUDGETED = sorted(set(EndReason) - set(BUDGET_OF))
 reasons = st.sampled_from(sorted(EndReason))
 
@@ -92,7 +100,9 @@ def test_a_limit_of_zero_is_no_limit(history, reason):
 def test_an_end_that_nobody_can_repeat_has_no_budget(reason):
     history = ends(*[reason] * 50)
 
-    tight = BudgetSettings(preemptions=1, time_limits=1, nodes=1, crashes=1, no_progress=0)
+    tight = BudgetSettings(
+        preemptions=1, time_limits=1, nodes=1, crashes=1, storage=1, no_progress=0
+    )
 
     assert allow(history, reason, tight).ok
 

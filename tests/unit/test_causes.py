@@ -62,6 +62,16 @@ def test_every_reason_has_a_cause():
         ("OSError: [Errno 28] No space left on device: '/scratch/x'", EndCause.STORAGE_FULL),
         ("CheckpointError: shard 3: [Errno 122] Disk quota exceeded", EndCause.STORAGE_FULL),
         ("CheckpointError: write failed (ENOSPC)", EndCause.STORAGE_FULL),
+        (
+            "hpctrain.errors.FileSystemFault: x cannot be read: [Errno 12] Cannot allocate memory",
+            EndCause.STORAGE_ERROR,
+        ),
+        ("OSError: [Errno 116] Stale file handle: '/data/x'", EndCause.STORAGE_ERROR),
+        ("OSError: [Errno 5] Input/output error", EndCause.STORAGE_ERROR),
+        (
+            "OSError: [Errno 108] Cannot send after transport endpoint shutdown: '/lustre/x'",
+            EndCause.STORAGE_ERROR,
+        ),
         ("RuntimeError: CUDA error: an illegal memory access", EndCause.GPU_ERROR),
         ("AcceleratorError: CUDA error: uncorrectable ECC error", EndCause.GPU_ERROR),
         ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", EndCause.GPU_ERROR),

@@ -13,6 +13,7 @@ from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.cli import checkpoints
 from hpctrain.cli.main import main
 from hpctrain.ledger import events as ledger
+from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 
@@ -195,14 +196,49 @@ def test_verify_as_json_lists_problems_and_exits_7(run, attempt, deep):
         "run": "gpt-a",
         "deep": bool(deep),
         "damaged": 1,
+        "unreadable": 0,
         "checkpoints": [
             {
                 "step": 1000,
                 "name": "step-0000001000",
                 "problems": ["shard chunks.table is 1 bytes, manifest says 636"],
+                "unreadable": [],
             }
         ],
     }
+
+
+@pytest.mark.parametrize(
+    ("point", "state"),
+    [("read.manifest", "unreadable"), ("read.table", "ok"), ("read.block", "ok")],
+)
+def test_what_cannot_be_read_is_told_and_is_not_called_damaged(run, attempt, point, state):
+    support.save(run, attempt, 1000)
+
+    with faults.armed(f"fail:{point},error=ESTALE"):
+        listed = call(run, "list", "gpt-a", "--json")
+        verified = call(run, "verify", "gpt-a", "--deep", "--json")
+        told = call(run, "verify", "gpt-a", "--deep")
+
+    (row,) = json.loads(listed[1])["checkpoints"]
+    assert (listed[0], row["state"]) == (0, state)
+    facts = json.loads(verified[1])
+    assert (verified[0], facts["damaged"], facts["unreadable"]) == (7, 0, 1)
+    assert "Stale file handle" in facts["checkpoints"][0]["unreadable"][0]
+    assert told[1].endswith("0 damaged, 1 could not be read\n")
+    assert not [e for e in ledger.read(run) if e.kind == "verified"]
+
+
+def test_a_newer_format_is_shown_as_what_it_is(run, attempt):
+    (path,) = support.save(run, attempt, 1000)
+    (path / "MANIFEST.json").write_text('{"format": 3}\n')
+
+    code, out = call(run, "list", "gpt-a")
+
+    assert code == 0
+    assert (
+        "newer format: step-0000001000: manifest has format 3, this hpctrain reads up to 2" in out
+    )
 
 
 def test_a_checkpoint_under_another_steps_name_fails_verification(run, attempt):

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, verify
+from hpctrain.checkpoint import commit, find, pins, retention, verify
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
-from hpctrain.errors import NoCheckpoint
+from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint
+from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 
@@ -229,3 +230,64 @@ def test_a_link_to_another_disk_is_followed(run, attempt, tmp_path):
     path.symlink_to(tmp_path / "elsewhere")
 
     assert support.chosen(run) == 1000
+
+
+ERRORS = ["ESTALE", "EIO", "ETIMEDOUT", "EACCES", "EMFILE"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", ["choose.list", "read.manifest,step=2000"])
+def test_what_the_file_system_refuses_is_neither_chosen_nor_passed_over(run, attempt, point, error):
+    support.save(run, attempt, 1000, 2000)
+
+    with faults.armed(f"fail:{point},error={error}"), pytest.raises(FileSystemFault):
+        find.choose(run)
+    assert support.chosen(run) == 2000
+
+
+def _stage_again(run, attempt):
+    commit.stage(run, 2000, attempt)
+
+
+def _prune(run, attempt):
+    retention.prune(run, keep_last=1, attempt=attempt)
+
+
+def _prune_best(run, attempt):
+    retention.prune(run, keep_last=1, keep_best=1, best_metric="loss", attempt=attempt)
+
+
+def _remove(run, _):
+    retention.remove(run, [1000])
+
+
+def _pin(run, _):
+    pins.pin(run, 2000)
+
+
+@pytest.mark.parametrize("act", [_stage_again, _prune, _prune_best, _remove, _pin])
+@pytest.mark.parametrize(
+    "trouble", [f"fail:read.manifest,error={error}" for error in ERRORS] + ["newer format"]
+)
+def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, act, trouble):
+    support.save(run, attempt, 1000, 2000, 3000)
+    if trouble == "newer format":
+        (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 3}\n')
+        (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 3}\n')
+    before = support.names_in(run)
+
+    doubts = (FileSystemFault, NewerFormat)
+    with faults.armed("" if trouble == "newer format" else trouble), pytest.raises(doubts):
+        act(run, attempt)
+
+    assert support.names_in(run) == before
+
+
+def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
+    support.save(run, attempt, 1000, 2000)
+    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 3}\n')
+
+    with pytest.raises(NewerFormat, match="checkpoints rm gpt-a 2000 --force"):
+        find.choose(run, at_step=1000)
+    assert retention.remove(run, [2000], force=True) == [2000]
+    assert find.choose(run, at_step=1000).found.step == 1000

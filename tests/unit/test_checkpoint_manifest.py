@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint import manifest as manifests
 from hpctrain.checkpoint.digest import bytes_digest, file_digest
 from hpctrain.checkpoint.manifest import FileEntry
-from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 ENTRY = FileEntry("shard-00000.safetensors", 2097152, "xxh3_64:2d06800538d394c2")
@@ -140,7 +141,28 @@ def test_json_that_is_no_object_is_not_ours(path):
 def test_a_newer_format_asks_for_a_newer_hpctrain(path):
     path.write_text('{"format": 3, "something": "else"}\n')
 
-    assert reason(path) == "manifest has format 3, this hpctrain reads up to 2; use a newer one"
+    with pytest.raises(NewerFormat) as caught:
+        manifests.load(path)
+    assert str(caught.value) == (
+        f"{path.parent.name}: manifest has format 3, this hpctrain reads up to 2; use a newer "
+        "hpctrain"
+    )
+
+
+def test_a_flipped_bit_in_the_formats_number_is_damage_and_no_newer_format(path):
+    manifests.dump(support.manifest(1000, [ENTRY]), path)
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+
+    assert reason(path) == "manifest's own digest does not match"
+
+
+@pytest.mark.parametrize("error", ["ESTALE", "EIO", "EACCES", "EMFILE"])
+def test_a_manifest_that_cannot_be_read_is_not_torn(path, error):
+    manifests.dump(support.manifest(1000, [ENTRY]), path)
+
+    with faults.armed(f"fail:read.manifest,error={error}"), pytest.raises(FileSystemFault) as told:
+        manifests.load(path)
+    assert str(told.value).startswith("manifest cannot be read: [Errno ")
 
 
 @pytest.mark.parametrize("version", [None, 0, "1"])

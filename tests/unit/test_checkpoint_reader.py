@@ -20,7 +20,7 @@ from hpctrain.checkpoint.digest import BLOCK_BYTES
 from hpctrain.checkpoint.manifest import TABLE_NAME, TensorEntry
 from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.shard import Piece
-from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from hpctrain.testing import points
 from tests.support import checkpoints as support
 from tests.support import tilings
@@ -147,17 +147,17 @@ def test_an_error_of_the_disk_names_the_file(source, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(TornCheckpoint, match=rf"^shard {SHARD_0} cannot be read: \[Errno 5\]"):
+    with pytest.raises(FileSystemFault, match=rf"^shard {SHARD_0} cannot be read: \[Errno 5\]"):
         source.read(everything())
 
 
-def test_a_fault_put_at_the_read_point_is_damage_too(source, monkeypatch):
+def test_a_fault_put_at_the_read_point_is_the_disks(source, monkeypatch):
     def reach(name, **_):
         if name == "read.block":
             raise OSError(5, "put there")
 
     monkeypatch.setattr(points, "reach", reach)
-    with pytest.raises(TornCheckpoint, match="put there"):
+    with pytest.raises(FileSystemFault, match="put there"):
         source.read(everything())
 
 
