@@ -182,7 +182,7 @@ def test_a_run_that_has_saved_never_begins_anew_unasked(root, lose, why):
         assert why in answer["why"]
         assert "`hpctrain resume run --from 0`" in answer["why"]
 
-    ledger.append(run, "submitted", token="t", from_step=0)
+    ledger.append(run, "submitted", token="t", job_id="7", from_step=0)
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
         assert answer["step"] == 0
     assert find.steps(run) == []
