@@ -143,6 +143,26 @@ def costs(events: Sequence[Event]) -> Costs | None:
     return Costs(statistics.median(stalls), statistics.median(writes))
 
 
+def longest_save_s(events: Sequence[Event], world_size: int) -> float | None:
+    """The longest of the newest saves of all attempts, from begin to commit; None before the first.
+
+    Also of those on the way out, since it is for one of them that the answer is needed.
+
+    Args:
+        events: The run's ledger.
+        world_size: Ranks that are to save now. Fewer than then share in more each.
+    """
+    sizes: dict[int | None, float] = {}
+    found: list[float] = []
+    for event in live(events):
+        if event.kind == "attempt_started":
+            sizes[event.attempt] = number(event.data.get("world_size")) or 0.0
+        seconds = number(event.data.get("seconds")) if event.kind == "saved" else None
+        if seconds is not None and math.isfinite(seconds) and seconds >= 0:
+            found.append(seconds * max(1.0, sizes.get(event.attempt, 0.0) / world_size))
+    return max(found[-SAVES_COUNTED:], default=None)
+
+
 def mtbf_s(record: Failures, nodes: int) -> float:
     """Seconds between failures to be expected, from a prior and the run's own record.
 

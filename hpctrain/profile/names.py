@@ -79,7 +79,7 @@ def read_request(path: Path, job_id: str) -> Request | None:
             float(raw["t"]),
         )
     # Not there, or seen while NFS still shows half of it.
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
         return None
     holds = request.job_id == job_id and abs(time.time() - request.t) < REQUEST_HOLDS_S
     return request if holds else None

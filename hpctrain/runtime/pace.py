@@ -1,4 +1,7 @@
-"""Rank 0: how often to save, learnt from what saves cost and how often this run has died."""
+"""Rank 0: how often to save, learnt from what saves cost and how often this run has died.
+
+Also tells the job's clock what earlier attempts' saves took.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Pace:
     def __init__(self, place: Place, world: World, clock: JobClock) -> None:
         self._settings = place.settings
         self._is_chosen = interval.as_set(place.settings) is None
-        events = ledger.read(place.run) if self._is_chosen else []
+        events = ledger.read(place.run)
+        clock.earlier_s = interval.longest_save_s(events, world.world_size)
         self._record = interval.failures(events)
         known = interval.costs(events)
         self._costs = [] if known is None else [known]

@@ -60,10 +60,15 @@ class Program:
 
     @property
     def state_bytes(self) -> int:
-        """About what this rank saves: weights and two moments; 0 without a model."""
+        """About what this rank writes: its share of weights and two moments; 0 without a model.
+
+        Ranks share evenly in what they hold together, copies and shards alike; pipeline stages
+        hold parts of their own.
+        """
         if self.model is None:
             return 0
-        return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        whole = sum(_whole_numel(p) * p.element_size() for p in self.model.parameters())
+        return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""
@@ -126,6 +131,11 @@ class Program:
     def _has_generators(self, manifest: Manifest) -> bool:
         """Whether this rank's generators are in a checkpoint: it was saved on the same mesh."""
         return manifest.world_size == self._world.world_size and manifest.mesh == self.mesh
+
+
+def _whole_numel(parameter: torch.Tensor) -> int:
+    """Of a sharded parameter too; ZeRO-3 leaves an empty tensor in its place."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _has_optimizer(manifest: Manifest) -> bool:

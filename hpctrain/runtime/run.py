@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,8 +63,8 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 
-LEAVE_S = 3.0
-"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
+ASK_S = 2.0
+"""So long may the scheduler take to say how long a preemption's grace time is."""
 
 
 class Stopped(SystemExit):
@@ -123,7 +124,11 @@ class Run:
         self._agreement = Agreement(world)
         self._program = Program(world)
         end = os.environ.get("HPCTRAIN_JOB_END")
-        self._clock = JobClock(float(end) if end else None, settings.run.stop_margin_s)
+        self._clock = JobClock(
+            float(end) if end else None,
+            settings.run.stop_margin_s,
+            float(end) - time.time() if end else None,
+        )
         self._watcher = self._start_watcher()
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
@@ -131,7 +136,7 @@ class Run:
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
-        self._has_stepped = False
+        self._has_stepped = self._told_late = False
         self._event("phase", name="initialised", device=device_name(world.device))
 
     # ---- what a program calls
@@ -296,13 +301,29 @@ class Run:
             stop = STOP_TERM
         elif self._watcher is not None and self._watcher.stop:
             stop = self._watcher.stop
-        elif self.world.rank == 0 and self._clock.is_due(time.time()):
+        elif self.world.rank == 0 and self._is_due():
             stop = STOP_CLOCK
         elif heard.warned:
             stop = WARNED
         wishes = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
         profile = self._watcher.profile if self._watcher is not None else 0
         return Wish(stop, wishes, self._telemetry.wishes_to_tell(), profile)
+
+    def _is_due(self) -> bool:
+        now = time.time()
+        late = self._clock.is_late(now)
+        if late and not self._clock.has_stepped and not self._told_late:
+            self._told_late = True
+            left = (self._clock.end_time or now) - now
+            print(
+                f"hpctrain: the job ends in {left:.0f} s, and a stop with a save would have to "
+                f"begin {self._clock.lead_s():.0f} s before that (run.stop_margin_s, and a save of "
+                f"about {self._clock.expected_save_s():.0f} s); one step is tried all the same: "
+                "ask for more time (--time)",
+                file=sys.stderr,
+                flush=True,
+            )
+        return self._clock.is_due(now)
 
     def _obey(self, agreed: Wish) -> None:
         cause = agreed.cause or self._cause
@@ -320,16 +341,22 @@ class Run:
             self._trackers.flush()
 
     def _left_s(self, cause: StopCause) -> float | None:
-        """Seconds until the processes are killed; None where nobody says."""
-        if cause is StopCause.TERM:
-            kill_wait_s = os.environ.get("HPCTRAIN_KILL_WAIT_S")
-            if kill_wait_s is None:
-                return None
-            heard = self._listener.term_at or time.time()
-            return max(0.0, heard + float(kill_wait_s) - LEAVE_S - time.time())
-        if cause is StopCause.CLOCK and self._clock.end_time is not None:
-            return max(0.0, self._clock.end_time - time.time() - LEAVE_S)
-        return None
+        """Seconds until the processes are killed; None where nobody says.
+
+        Rank 0's counts: it alone asks the scheduler, and all ranks do as it does.
+        """
+        kill_wait = os.environ.get("HPCTRAIN_KILL_WAIT_S")
+        return self._clock.left_s(
+            cause,
+            time.time(),
+            term_at=self._listener.term_at,
+            kill_wait_s=float(kill_wait) if kill_wait else None,
+            grace_end=self._grace_end if cause is StopCause.TERM else None,
+        )
+
+    @cached_property
+    def _grace_end(self) -> float | None:
+        return self._watcher.grace_end(ASK_S) if self._watcher is not None else None
 
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event("stop_requested", cause=cause.value, rank=self.world.rank)

@@ -115,7 +115,7 @@ class Saves:
     def final(self, step: int, snapshot: Snapshot, left_s: float | None) -> None:
         """Save before a stop, in the time that is left; a failure must not become a crash.
 
-        Collective.
+        Collective; rank 0's `left_s` counts.
 
         Raises:
             Fenced: a newer attempt has taken the run over.
@@ -211,10 +211,10 @@ class Saves:
 
     def _hangs(self, choice: LastSave, left_s: float | None) -> bool:
         """Whether the save in flight takes so long that a new one would not fit any more."""
-        if self._saver is None or choice is not LastSave.BOTH or left_s is None:
+        if self._saver is None or choice is not LastSave.BOTH:
             return False
         hangs = False
-        if self._world.rank == 0:
+        if self._world.rank == 0 and left_s is not None:
             patience = patience_s(left_s, self._clock.expected_save_s())
             hangs = not self._saver.settle(patience)
         return bool(broadcast(self._world, hangs))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
 from hpctrain.profile.names import Request, read_request
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
+from hpctrain.world import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from hpctrain.records import JobControl, JobFacts
@@ -54,6 +57,7 @@ class Watcher:
         self._clock = clock
         self._control = control
         self._warned = threading.Event()
+        self._told: set[str] = set()
 
     def start(self) -> None:
         """Begin to watch, for the life of this process."""
@@ -62,6 +66,27 @@ class Watcher:
     def warn(self) -> None:
         """Somebody got SIGUSR2: find out whether the job is preempted or near its time limit."""
         self._warned.set()
+
+    def grace_end(self, patience_s: float) -> float | None:
+        """When the grace time of a preemption ends.
+
+        None where the job is not in one, or the scheduler takes longer than this to say so.
+        """
+        found: list[float] = []
+
+        def ask() -> None:
+            facts = self._ask()
+            if facts is None or facts.preempt_time is None or is_ending(facts):
+                return
+            if facts.end_time is not None:
+                found.append(facts.end_time)
+
+        asking = threading.Thread(
+            target=self._try, args=("the end of the grace time", ask), daemon=True
+        )
+        asking.start()
+        asking.join(patience_s)
+        return found[0] if found else None
 
     def take_profile(self) -> Request | None:
         """The request to profile, which is answered by this; None where it was taken already."""
@@ -81,38 +106,51 @@ class Watcher:
         self.profile = len(self._profiled)
 
     def _watch(self) -> None:
-        self.stop = self._missed_stop()
+        self._try("the job's state", self._hear_what_was_missed)
         while not self.stop:
             if self._warned.wait(POLL_S):
                 self._warned.clear()
                 self.stop = self._meaning_of_warning()
-            if not self.stop and self._is_requested():
-                self.stop = STOP_USER
-            self._look_for_profile()
+            if not self.stop:
+                self._try(str(self._request), self._look_for_stop)
+            self._try(str(self._profile_request), self._look_for_profile)
 
-    def _is_requested(self) -> bool:
+    def _try(self, what: str, look: Callable[[], None]) -> None:
+        """Look once; whatever comes of it, there is a next time: nobody else hears a stop."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 - a file server's hiccup, a stranger's file
+            if what not in self._told:
+                self._told.add(what)
+                print(
+                    f"hpctrain: cannot look at {what} ({one_line(error)}); looks again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _look_for_stop(self) -> None:
         try:
             request = json.loads(self._request.read_text())
-        except (
-            FileNotFoundError,
-            ValueError,
-        ):  # not there, or seen while NFS still shows half of it
-            return False
-        return str(request.get("job_id")) == self._job_id
+        except (FileNotFoundError, ValueError):  # not there, or NFS still shows half of it
+            return
+        if isinstance(request, dict) and str(request.get("job_id")) == self._job_id:
+            self.stop = STOP_USER
 
-    def _missed_stop(self) -> int:
-        """A preemption announced before the listener stood; SLURM does not say it twice."""
-        try:
+    def _hear_what_was_missed(self) -> None:
+        """A preemption announced before the listener stood; SLURM does not say it twice.
+
+        Where nobody can tell, the agent ends the ranks in time, if it has heard of one.
+        """
+        with contextlib.suppress(ClusterError):
             facts = self._ask()
-        except ClusterError:  # then the agent ends the ranks in time, if it has heard of one
-            return 0
-        return STOP_TERM if facts is not None and _is_ending(facts) else 0
+            if facts is not None and _is_ending(facts):
+                self.stop = STOP_TERM
 
     def _meaning_of_warning(self) -> int:
         """Stop now, or 0 where the job's clock will say when (as late as is safe)."""
         try:
             facts = self._ask()
-        except ClusterError:
+        except Exception:  # noqa: BLE001 - whatever the reason:
             return STOP_WARNED  # nobody can tell that it is not a preemption
         if facts is None or _is_ending(facts) or self._clock.end_time is None:
             return STOP_WARNED

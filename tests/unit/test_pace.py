@@ -64,6 +64,18 @@ def saved(stall_s, seconds, step=100) -> Saved:
     return Saved(step, f"step-{step:010d}", 1, seconds, stall_s, "")
 
 
+@pytest.mark.parametrize("settings", [{}, {"interval_s": 60.0}, {"interval_steps": 5}])
+def test_the_jobs_clock_hears_what_earlier_attempts_saves_took(story, clock, settings):
+    story.started(1).add("saved", 1, step=5, seconds=40.0, stall_s=0.1)
+    attempt = take_attempt(story.run, job_id="17", restarts=0)
+    place = Place(story.run, attempt, CheckpointSettings(**settings))
+    job = JobClock(None, margin_s=60.0)
+
+    Pace(place, World(0, 0, 2, torch.device("cpu")), job)
+
+    assert job.earlier_s == 80.0, "by half as many ranks"
+
+
 def test_before_anything_was_saved_the_interval_is_a_guess(pace_of):
     pace = pace_of(max_loss_s=1200.0)
 

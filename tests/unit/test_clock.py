@@ -1,0 +1,197 @@
+"""The job's clock: as late as is safe, and never so early that a job does nothing."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.ledger import events as ledger
+from hpctrain.plan import interval
+from hpctrain.records import StopCause
+from hpctrain.runtime.clock import LEAVE_S, JobClock
+from hpctrain.runtime.program import Program
+from hpctrain.runtime.run import Run
+from tests.support.gloo import launch
+from tests.support.ledger_runs import Story
+
+END = 100_000.0
+MARGIN_S = 10.0
+MB = 10**6
+
+
+def clock(**fields) -> JobClock:
+    return JobClock(END, MARGIN_S, has_stepped=True, **fields)
+
+
+def due_at(one: JobClock) -> float:
+    """Seconds before the end at which it says stop; to a tenth."""
+    lead = next(tenth / 10 for tenth in range(10**6) if not one.is_due(END - tenth / 10 - 0.05))
+    assert one.is_due(END - lead + 0.01)
+    return lead
+
+
+def test_a_stop_leaves_time_for_the_save_the_margin_and_two_steps():
+    one = clock(save_s=40.0, step_s=3.0)
+
+    assert due_at(one) == pytest.approx(10.0 + 1.5 * 40.0 + 2 * 3.0, abs=0.1)
+
+
+def test_a_longer_save_means_an_earlier_stop():
+    leads = [due_at(clock(save_s=seconds)) for seconds in (1.0, 10.0, 100.0)]
+
+    assert leads == pytest.approx([11.5, 25.0, 160.0], abs=0.1)
+
+
+def test_the_longest_save_of_this_attempt_counts():
+    one = clock(earlier_s=500.0)
+    one.saved(30.0)
+    one.saved(20.0)
+
+    assert one.expected_save_s() == 30.0
+
+
+def test_what_earlier_attempts_measured_beats_a_guess():
+    assert clock(earlier_s=20.0, state_bytes=10**12).expected_save_s() == 20.0
+
+
+def test_before_any_save_the_share_of_this_rank_tells_what_one_may_take():
+    assert clock(state_bytes=0).expected_save_s() == 1.0
+    assert clock(state_bytes=2000 * MB).expected_save_s() == pytest.approx(11.0)
+    assert due_at(clock(state_bytes=2000 * MB)) == pytest.approx(10.0 + 1.5 * 11.0, abs=0.1)
+
+
+def test_a_guess_keeps_no_job_from_training():
+    one = clock(state_bytes=10**12, job_s=3600.0)
+
+    assert one.expected_save_s() == pytest.approx(450.0)
+    assert one.lead_s() < 3600.0 / 4
+    assert clock(save_s=3000.0, job_s=3600.0).lead_s() > 3600.0, "what was measured is no guess"
+
+
+def test_before_its_first_step_an_attempt_is_late_but_does_not_leave():
+    one = JobClock(END, MARGIN_S, save_s=500.0)
+
+    assert (one.is_late(END - 100), one.is_due(END - 100)) == (True, False)
+    one.stepped(2.0)
+    assert one.is_due(END - 100)
+
+
+def test_without_an_end_nothing_is_due():
+    assert not JobClock(None, MARGIN_S, has_stepped=True).is_due(END)
+
+
+def test_step_times_follow_slowly():
+    one = clock()
+    one.stepped(10.0)
+    one.stepped(20.0)
+
+    assert one.step_s == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "facts", "expected"),
+    [
+        # A preemption with a grace time of 300 s: SIGTERM came 2 s ago, KillWait says nothing.
+        (StopCause.TERM, {"term_at": 998.0, "kill_wait_s": 30.0, "grace_end": 1298.0}, 293.0),
+        (StopCause.TERM, {"term_at": 998.0, "kill_wait_s": 30.0}, 28.0 - LEAVE_S),
+        (StopCause.TERM, {"term_at": None, "kill_wait_s": 30.0}, 30.0 - LEAVE_S),
+        (StopCause.TERM, {"term_at": 900.0, "kill_wait_s": 30.0}, 0.0),
+        (StopCause.TERM, {}, None),
+        (StopCause.CLOCK, {"kill_wait_s": 30.0}, END - 1000.0 - 5.0),
+        (StopCause.WARNING, {"kill_wait_s": 30.0}, END - 1000.0 - 5.0),
+        (StopCause.USER, {}, END - 1000.0 - 5.0),
+    ],
+)
+def test_the_time_left_for_a_last_save(cause, facts, expected):
+    assert clock().left_s(cause, 1000.0, **facts) == expected
+
+
+def test_without_an_end_nobody_says_what_time_is_left():
+    assert JobClock(None, MARGIN_S).left_s(StopCause.USER, 1000.0) is None
+    assert JobClock(990.0, 0.0).left_s(StopCause.CLOCK, 1000.0) == 0.0
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Rank 0's side of a run that heard SIGTERM 2 s ago, in a preemption's grace time of 300 s."""
+    now = time.time()
+    found = Run.__new__(Run)
+    found._told_late = False
+    found._clock = JobClock(now + 3600.0, MARGIN_S)
+    found._listener = SimpleNamespace(term_at=now - 2.0)
+    found._watcher = SimpleNamespace(grace_end=lambda patience_s: now + 298.0 if patience_s else 0)
+    monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "30")
+    return found
+
+
+def test_a_graceful_stop_has_the_grace_time_and_not_killwait(run):
+    assert run._left_s(StopCause.TERM) == pytest.approx(293.0, abs=1.0)
+    assert run._left_s(StopCause.CLOCK) == pytest.approx(3595.0, abs=1.0)
+
+
+def test_without_a_grace_time_killwait_counts(run):
+    run._watcher = None
+
+    assert run._left_s(StopCause.TERM) == pytest.approx(25.0, abs=1.0)
+
+
+def test_a_job_that_is_too_short_is_told_so_once_and_tries(run, capsys):
+    run._clock.save_s = 4000.0
+
+    assert not run._is_due()
+    assert not run._is_due()
+    told = capsys.readouterr().err
+    assert told.startswith("hpctrain: the job ends in 3600 s, and a stop with a save")
+    assert "6010 s before that" in told
+    assert told.count("\n") == 1
+    run._clock.stepped(1.0)
+    assert run._is_due()
+
+
+def _share(kind):
+    import torch
+    from torch import nn
+
+    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.world import join_world
+
+    world = join_world()
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    program = Program(world)
+    if kind == "own":
+        program.model = model
+    else:
+        optimizer = torch.optim.AdamW(model.parameters())
+        program.use(parallelize(model, optimizer, EngineSettings(kind=kind), world))
+    return program.state_bytes
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "own"])
+def test_a_ranks_share_is_its_part_of_the_whole(kind):
+    whole = 3 * 2 * 256 * 256 * 4
+
+    assert launch(_share, 2, kind=kind) == [whole // 2] * 2
+
+
+def test_earlier_attempts_tell_what_a_save_takes(tmp_path):
+    story = Story(tmp_path / "r").started(1)
+    for step, seconds in enumerate([90.0, 7.0, 8.0, 9.0, 5.0, 6.0]):
+        story.add("saved", 1, step=step, seconds=seconds, stall_s=0.1)
+    events = ledger.read(story.run)
+
+    assert interval.longest_save_s(events, 4) == 9.0, "the newest five"
+    assert interval.longest_save_s(events, 2) == 18.0, "half the ranks, twice the share"
+    assert interval.longest_save_s(events, 8) == 9.0, "no promise of speed"
+    assert interval.longest_save_s([], 4) is None
+
+
+def test_a_save_on_the_way_out_counts_and_nonsense_does_not(tmp_path):
+    story = Story(tmp_path / "r").started(1).add("stop_requested", 1, cause="term")
+    story.add("saved", 1, step=3, seconds=12.0)
+    for seconds in (-3.0, "soon", None):
+        story.add("saved", 1, step=4, seconds=seconds)
+
+    assert interval.longest_save_s(ledger.read(story.run), 4) == 12.0

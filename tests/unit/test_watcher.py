@@ -1,0 +1,246 @@
+"""Rank 0's watcher hears requests and warnings while the job runs, whatever a look meets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from hpctrain.errors import ClusterUnreachable
+from hpctrain.profile.names import Request
+from hpctrain.records import JobFacts
+from hpctrain.runtime import watcher as module
+from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
+from hpctrain.runtime.clock import JobClock
+from hpctrain.runtime.watcher import Watcher
+
+PATIENCE_S = 20.0
+RUNNING = JobFacts("RUNNING", restarts=0)
+PREEMPTED = JobFacts("RUNNING", restarts=0, preempt_time=1.0, end_time=2e9)
+JOB = "17"
+
+
+class Disk:
+    """A path on a file system that answers each look with the next of these, then with the last."""
+
+    def __init__(self, path, *answers):
+        self._path = path
+        self._answers = list(answers)
+        self.looks = 0
+
+    def read_text(self):
+        self.looks += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, int):
+            raise OSError(answer, os.strerror(answer), str(self._path))
+        return answer
+
+    def unlink(self, *, missing_ok=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def __str__(self):
+        return str(self._path)
+
+
+class Scheduler:
+    """Answers with what the test has set; an exception is raised."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def facts(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(module, "POLL_S", 0.005)
+
+
+def watching(tmp_path, *, request=None, profile=None, control=None, end_time=2e9):
+    watcher = Watcher(
+        request=request or tmp_path / "stop-request.json",
+        profile_request=profile or tmp_path / "profile-request.json",
+        job_id=JOB,
+        clock=JobClock(end_time, 10.0),
+        control=control,
+    )
+    watcher.start()
+    return watcher
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.002)
+
+
+def asked(job_id=JOB):
+    return json.dumps({"job_id": job_id})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOTCONN, "[]", "3", "null", '"17"', "{", "\0"],
+)
+def test_a_request_to_stop_is_heard_after_a_look_that_failed(tmp_path, bad):
+    disk = Disk(tmp_path / "stop-request.json", bad, bad, asked())
+
+    watcher = watching(tmp_path, request=disk)
+
+    until(lambda: watcher.stop)
+    assert (watcher.stop, disk.looks) == (STOP_USER, 3)
+
+
+@pytest.mark.parametrize("bad", [errno.ESTALE, errno.EIO, errno.EACCES, "[]", '{"job_id": 1}'])
+def test_a_preemption_is_heard_beside_files_that_cannot_be_read(tmp_path, bad):
+    stop, profile = Disk(tmp_path / "s", bad), Disk(tmp_path / "p", bad)
+    control = Scheduler(RUNNING)
+    watcher = watching(tmp_path, request=stop, profile=profile, control=control)
+    until(lambda: profile.looks > 2)
+    control.answer = PREEMPTED
+
+    watcher.warn()
+
+    until(lambda: watcher.stop)
+    assert watcher.stop == STOP_WARNED
+
+
+def test_trouble_with_one_request_does_not_hide_the_other(tmp_path):
+    request = Request(JOB, "token", 3, None, memory=False, t=time.time())
+    request.write(tmp_path / "profile-request.json")
+    broken = Disk(tmp_path / "stop-request.json", errno.EIO)
+
+    watcher = watching(tmp_path, request=broken)
+
+    until(lambda: watcher.profile)
+    assert watcher.take_profile() == request
+
+
+def test_trouble_is_told_once_for_each_file(tmp_path, capfd):
+    stop, profile = Disk(tmp_path / "s", errno.EIO), Disk(tmp_path / "p", errno.ESTALE)
+
+    watching(tmp_path, request=stop, profile=profile)
+
+    until(lambda: stop.looks > 5 and profile.looks > 5)
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("hpctrain: ") and "looks again" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("answer", "end_time", "expected"),
+    [
+        (PREEMPTED, 2e9, STOP_WARNED),
+        (JobFacts("COMPLETING", restarts=0), 2e9, STOP_WARNED),
+        (RUNNING, None, STOP_WARNED),
+        (ClusterUnreachable("silent"), 2e9, STOP_WARNED),
+        (OSError(errno.EMFILE, "too many"), 2e9, STOP_WARNED),
+        (ValueError("no record"), 2e9, STOP_WARNED),
+        (RUNNING, 2e9, STOP_USER),
+    ],
+)
+def test_what_a_warning_means(tmp_path, answer, end_time, expected):
+    control = Scheduler(RUNNING)
+    watcher = watching(tmp_path, control=control, end_time=end_time)
+    profile = tmp_path / "profile-request.json"
+    Request(JOB, "up", 1, None, memory=False, t=time.time()).write(profile)
+    until(lambda: watcher.profile)  # it has asked what it may have missed
+    control.answer = answer
+
+    watcher.warn()
+
+    if expected == STOP_USER:  # near the time limit the clock says when: only a request stops
+        until(lambda: not watcher._warned.is_set())
+        (tmp_path / "stop-request.json").write_text(asked())
+    until(lambda: watcher.stop)
+    assert watcher.stop == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (PREEMPTED, STOP_TERM),
+        (JobFacts("COMPLETING", restarts=0), STOP_TERM),
+        (RUNNING, STOP_USER),
+        (ClusterUnreachable("silent"), STOP_USER),
+        (OSError(errno.EMFILE, "too many"), STOP_USER),
+    ],
+)
+def test_a_preemption_that_came_before_the_watch_is_not_missed(tmp_path, answer, expected):
+    (tmp_path / "stop-request.json").write_text(asked())
+
+    watcher = watching(tmp_path, control=Scheduler(answer))
+
+    until(lambda: watcher.stop)
+    assert watcher.stop == expected
+
+
+def test_another_jobs_request_stops_nobody(tmp_path):
+    disk = Disk(tmp_path / "stop-request.json", asked("18"), asked("18"), asked())
+
+    watcher = watching(tmp_path, request=disk)
+
+    until(lambda: watcher.stop)
+    assert disk.looks == 3
+
+
+def test_the_schedulers_end_of_the_job_is_the_clocks(tmp_path):
+    watcher = watching(tmp_path, control=Scheduler(JobFacts("RUNNING", end_time=1234.0)))
+    (tmp_path / "stop-request.json").write_text(asked())
+
+    until(lambda: watcher.stop)
+    assert watcher._clock.end_time == 1234.0
+
+
+def test_a_profile_request_is_taken_once(tmp_path):
+    path = tmp_path / "profile-request.json"
+    text = json.dumps(vars(Request(JOB, "token", 3, (0, 1), memory=True, t=time.time())))
+    disk = Disk(path, text)  # which cannot be removed either
+
+    watcher = watching(tmp_path, profile=disk)
+
+    until(lambda: watcher.profile)
+    taken = watcher.take_profile()
+    looks = disk.looks
+    until(lambda: disk.looks > looks + 2)
+    assert (taken.token, taken.ranks, watcher.profile) == ("token", (0, 1), 0)
+    assert watcher.take_profile() is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (PREEMPTED, 2e9),
+        (RUNNING, None),
+        (JobFacts("RUNNING", end_time=5.0), None),
+        (JobFacts("COMPLETING", preempt_time=1.0, end_time=5.0), None),
+        (JobFacts("RUNNING", preempt_time=1.0), None),
+        (ClusterUnreachable("silent"), None),
+    ],
+)
+def test_the_end_of_a_grace_time_is_the_schedulers_to_say(tmp_path, answer, expected):
+    watcher = watching(tmp_path, control=Scheduler(answer))
+
+    assert watcher.grace_end(PATIENCE_S) == expected
+
+
+def test_a_silent_scheduler_holds_up_no_save(tmp_path):
+    asked_for_ever = threading.Event()
+
+    class Silent:
+        def facts(self):
+            asked_for_ever.wait(PATIENCE_S)
+            return PREEMPTED
+
+    watcher = watching(tmp_path, control=Silent())
+
+    assert watcher.grace_end(0.01) is None
+    asked_for_ever.set()
