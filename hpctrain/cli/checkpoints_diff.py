@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -54,12 +55,16 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
         ctx.exit(EXIT_DIFFERS)
 
 
+def _is_step(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,18}", text) is not None
+
+
 def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
     """The two checkpoints that are meant."""
-    if len(what) == 3 and what[1].isdecimal() and what[2].isdecimal():  # noqa: PLR2004
+    if len(what) == 3 and _is_step(what[1]) and _is_step(what[2]):  # noqa: PLR2004
         return (what[0], int(what[1])), (what[0], int(what[2]))
     pairs = [text.rpartition(":") for text in what]
-    if len(what) != 2 or not all(run and step.isdecimal() for run, _, step in pairs):  # noqa: PLR2004
+    if len(what) != 2 or not all(run and _is_step(step) for run, _, step in pairs):  # noqa: PLR2004
         raise click.UsageError(
             f"RUN STEP STEP or RUN:STEP RUN:STEP is wanted, not {' '.join(what)}"
         )

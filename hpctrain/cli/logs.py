@@ -128,7 +128,7 @@ def wanted_attempt(text: str | None) -> int | None:
 
     if text is None or text == "all":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
         raise UsageError(f"--attempt {text!r} is neither the number of one (1, 2, ...) nor all")
     return int(text)
 
@@ -160,7 +160,7 @@ def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
     if text in {ALL, BATCH}:
         return text
     numbers = text.split(",")
-    if not all(number.strip().isdecimal() for number in numbers):
+    if not all(re.fullmatch("[0-9]{1,9}", number.strip()) for number in numbers):
         raise UsageError(f"--rank {text!r} is neither a rank, several like 0,3, nor all or batch")
     return frozenset(int(number) for number in numbers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -122,9 +123,12 @@ def _put(target: Path, text: str) -> Path:
     """
     from hpctrain.errors import UsageError
 
-    staged = target.with_name(f".{target.name}.{os.getpid()}.new")
+    # A name that nobody can guess, and no link is followed: others may write into that folder.
+    staged = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        staged.write_bytes(text.encode(errors="replace"))
+        with open(os.open(staged, flags, 0o666), "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(text.encode(errors="replace"))
         staged.replace(target)
     except OSError as error:
         staged.unlink(missing_ok=True)

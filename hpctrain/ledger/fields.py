@@ -82,6 +82,11 @@ def identifier(value: object) -> str | None:
     return found if found is not None and _IDENTIFIER.fullmatch(found) else None
 
 
+def path(value: object) -> str | None:
+    """Text that a file system can be asked about, else None."""
+    return value if isinstance(value, str) and "\0" not in value else None
+
+
 def flag(value: object) -> bool | None:
     """True or false, else None."""
     return value if isinstance(value, bool) else None
@@ -149,8 +154,9 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(
         ("why", "by", "detail", "name", "device", "engine", "mode", "checkpoint"), words
     ),
-    **dict.fromkeys(("summary", "traceback", "node", "kind_of", "what", "folder", "site"), words),
-    **dict.fromkeys(("no_answer", "collective", "script", "cluster", "reason"), words),
+    **dict.fromkeys(("summary", "traceback", "node", "kind_of", "what", "site"), words),
+    **dict.fromkeys(("script", "run_dir", "folder", "source"), path),
+    **dict.fromkeys(("no_answer", "collective", "cluster", "reason"), words),
     **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep", "steps"), count),
     **dict.fromkeys(("save", "ok", "at_save"), flag),
     **dict.fromkeys(("others", "ranks"), list_of(count)),

@@ -113,15 +113,17 @@ class Controller:
 
     def _supervise(self) -> int:
         """Until every node's agent has left; the worst of their exit codes."""
-        while any(node.poll() is None for node in self._nodes):
+        while None in (codes := [_code(node) for node in self._nodes]):
             self._take_requests()
             self._enforce_limits()
-            if any(node.returncode not in (None, 0) for node in self._nodes):
+            if any(codes):
                 self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
             time.sleep(TICK_S)
         self._signal(signal.SIGKILL)  # what a dead agent left behind
+        for node in self._nodes:
+            node.wait()
         self.record.previous_stop = time.time()  # for the start that may follow
-        return max((abs(node.returncode) for node in self._nodes), default=0)
+        return max((code for code in codes if code is not None), default=0)
 
     def _take_requests(self) -> None:
         for request in jobs.take_requests(self.record.job_id):
@@ -195,8 +197,21 @@ class Controller:
         return code
 
 
+def _code(node: subprocess.Popen[bytes]) -> int | None:
+    """How a node's agent ended, 0 for well; None while it lives.
+
+    It is not reaped: until it is, its number, which its group has too, is nobody else's.
+    """
+    if node.returncode is not None:
+        return abs(int(node.returncode))
+    found = os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if found is None else int(found.si_status)
+
+
 def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
     """Signal every process of a node; the agent leads the group, its ranks are in it."""
+    if node.returncode is not None:
+        return  # reaped: the number may be another's by now
     try:
         os.killpg(node.pid, signum)
     except ProcessLookupError:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from hpctrain.settings.schema import Settings
 
-_NODES = re.compile(r"(\d+)(?:-(\d+))?")
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 # Lowest value of each number; what 0 means stands in the schema.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BOUNDED = ("tp", "pp", "ep", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
 
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def axis_range(text: str, *, where: str) -> tuple[int, int]:

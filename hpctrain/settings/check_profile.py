@@ -19,8 +19,8 @@ MOST_STEPS = 100
 """A trace of one step is some MB; of many, on many ranks, it fills a quota."""
 EXAMPLE = "--profile steps=100:103,ranks=0,7"
 
-_STEPS = re.compile(r"(\d+)(?::(\d+))?")
-_RANKS = re.compile(r"\d+(?:,\d+)*")
+_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
+_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 
 
 def step_range(text: str, *, where: str = "profile.steps") -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.toml_lines import BITS, parse_toml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,11 +176,9 @@ def parse_set(text: str) -> tuple[str, str, Any]:
 def _parse(text: str, setting: Field[Any]) -> Any:
     """The value that a `--set` text stands for, left as text where it is no literal of its type."""
     if text[:1] in {'"', "'", "["}:
-        import tomllib
-
         try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            return parse_toml(f"value = {text}")["value"]
+        except ValueError:
             return text
     if setting.type == "list[str]":
         return [text]
@@ -221,6 +220,8 @@ def _as_kind(value: Any, kind: str) -> Any:  # noqa: PLR0911 - one line per type
         return list(value) if _is_texts(value) else None
     if isinstance(value, bool) or kind == "bool":
         return value if isinstance(value, bool) and kind == "bool" else None
+    if isinstance(value, int) and value.bit_length() > BITS:
+        return None
     if kind == "int":
         return value if isinstance(value, int) else None
     if kind == "float":

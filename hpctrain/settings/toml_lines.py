@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.plain_files import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,9 @@ _TOKEN = re.compile(
     r"|(?P<other>.)",
     re.DOTALL,
 )
+
+BITS = 63
+MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,44 @@ def read_toml(path: Path, *, shown: str | None = None) -> TomlFile:
         NotFound: there is no such file.
         UsageError: it cannot be read, or is not TOML.
     """
-    import tomllib
-
     shown = shown or str(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
+        text = read_plain(path, MOST_BYTES).decode()
+        values = parse_toml(text.replace("\r\n", "\n"))
     except FileNotFoundError:
         raise NotFound(f"{shown} is not there; check the path") from None
     except OSError as error:
         raise UsageError(f"{shown} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown} is not UTF-8 text: {error.reason}; save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"{shown} is not valid TOML: {error}") from None
     return TomlFile(path, shown, values, key_lines(text))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The values of a TOML text.
+
+    Raises:
+        ValueError: it is not TOML, or no program could hold what it says.
+    """
+    import tomllib
+
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("lists or tables lie too deep in each other") from None
+    _refuse_huge(values)
+    return values
+
+
+def _refuse_huge(value: object) -> None:
+    """TOML's integers have 64 bits; the parser takes any, which floats and C cannot."""
+    if isinstance(value, int) and value.bit_length() > BITS:
+        raise ValueError(f"an integer of {value.bit_length()} bits; there are {BITS + 1}")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        _refuse_huge(one)
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:

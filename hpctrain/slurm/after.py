@@ -9,7 +9,7 @@ from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.rundir.layout import RunDir
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, own_start
-from hpctrain.slurm.parse import expand_nodes
+from hpctrain.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         job_id=own_job_id(env),
         restarts=own_restarts(env),
         token=token,
-        nodes=expand_nodes(env.get("SLURM_JOB_NODELIST", "")),
+        nodes=read_nodes(env.get("SLURM_JOB_NODELIST", "")),
         rc=rc,
         term=term,
         start_time=own_start(env),

@@ -25,7 +25,7 @@ from hpctrain.agent.ports import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.slurm.command import run as run_command
 from hpctrain.slurm.environment import own_job_id, own_restarts, resolves
-from hpctrain.slurm.parse import expand_nodes, parse_config_seconds, parse_records
+from hpctrain.slurm.parse import parse_config_seconds, parse_jobs, parse_records, read_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
         ClusterError: no port is free on this node.
     """
     job_id, restarts = own_job_id(env), own_restarts(env)
-    nodes = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
     found = {
         "HPCTRAIN_PORT": str(free_port(job_id, restarts)),
         "HPCTRAIN_RESTARTS": str(restarts),
@@ -107,7 +107,7 @@ def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
 
 
 def _times(job_id: str) -> dict[str, str]:
-    records = parse_records(_scontrol("show", "job", job_id))
+    records = parse_jobs(_scontrol("show", "job", job_id))
     job = records[0] if records else {}
     times = {"HPCTRAIN_JOB_END": "EndTime", "HPCTRAIN_JOB_START": "StartTime"}
     return {name: job[key] for name, key in times.items() if job.get(key, "").isdigit()}
@@ -137,7 +137,7 @@ def _met_at(node: str, meeting: MeetingPoint) -> str:
     family = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}.get(meeting.resolve)
     try:
         found = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         print(
             f"hpctrain: {name} has no {meeting.resolve if family else 'address'} here ({error}), "
             "though the site's [network] says so; ranks meet at its own address instead",

@@ -14,8 +14,8 @@ from hpctrain.slurm.jobs import accounted_job, is_alive, job_info, job_starts
 from hpctrain.slurm.parse import (
     QUEUE_FORMAT,
     SACCT_COMMAND,
+    parse_jobs,
     parse_queue,
-    parse_records,
     parse_sacct,
 )
 
@@ -81,7 +81,7 @@ class SlurmCluster:
         """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
         _refuse_no_id(job_id)
         try:
-            records = parse_records(self._run("scontrol", "show", "job", job_id))
+            records = parse_jobs(self._run("scontrol", "show", "job", job_id))
         except ClusterUnreachable:
             raise
         except ClusterError as error:

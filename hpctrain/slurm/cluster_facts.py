@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 from hpctrain.site.cluster_facts import ClusterFacts, PartitionFacts
 from hpctrain.slurm.command import run
-from hpctrain.slurm.parse import NOTHING, expand_nodes, parse_config_seconds
+from hpctrain.slurm.parse import NOTHING, parse_config_seconds, parse_count, read_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
     if preempt_type == "preempt/partition_prio":
         found = [_with_preemption(one, record, records, by_name)
                  for one, record in zip(found, records, strict=True)]  # fmt: skip
-    expire = re.search(r"cred_expire=(\d+)", settings.get("AuthInfo", ""))
+    expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
     signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
     requeue = settings.get("JobRequeue")
     kill_wait = parse_config_seconds(config, "KillWait")
@@ -131,9 +131,11 @@ def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
     mine = [by_name[name] for name in _nodes(record) if name in by_name]
     gpus = {_gpus(node.get("Gres", "")) for node in mine}
     counts, kinds = {count for count, _ in gpus}, {kind for _, kind in gpus}
-    cpus = {int(node.get("CPUEfctv") or node.get("CPUTot") or 0) for node in mine}
-    memory = {int(node.get("RealMemory") or 0) - int(node.get("MemSpecLimit") or 0)
-              for node in mine}  # fmt: skip
+    cpus = {_number(node.get("CPUEfctv") or node.get("CPUTot") or "") or 0 for node in mine}
+    memory = {
+        (_number(node.get("RealMemory", "")) or 0) - (_number(node.get("MemSpecLimit", "")) or 0)
+        for node in mine
+    }
     sets = (("GPUs", counts), ("CPUs", cpus), ("memory", memory))
     limit = record.get("MaxTime", "")
     return PartitionFacts(
@@ -178,7 +180,7 @@ def _with_preemption(
 
 def _nodes(record: Record) -> list[str]:
     named = record.get("Nodes", "")
-    return [] if named in _UNLIMITED else expand_nodes(named)
+    return [] if named in _UNLIMITED else read_nodes(named)
 
 
 def _gpus(gres: str) -> tuple[int, str]:
@@ -187,18 +189,18 @@ def _gpus(gres: str) -> tuple[int, str]:
     for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *rest = entry.split(":")
         if name == "gpu":
-            count += int(rest[-1]) if rest and rest[-1].isdigit() else 1
+            count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1
             kinds.add(rest[0] if rest and not rest[0].isdigit() else "")
     return count, kinds.pop() if len(kinds) == 1 else ""
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+    return parse_count(text)
 
 
 def _seconds(text: str) -> int:
     """Seconds of [days-]hours:minutes:seconds; 0 for anything else."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
     if found is None:
         return 0
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())

@@ -15,7 +15,7 @@ from hpctrain.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
     expand_nodes,
-    parse_records,
+    parse_jobs,
     parse_sacct,
 )
 
@@ -94,7 +94,7 @@ class SlurmControl:
         """
         deadline = time.monotonic() + self.timeout_s
         before = self._record(deadline).get("ExcNodeList", "")
-        kept_out = [*expand_nodes("" if before in NOTHING else before), *nodes]
+        kept_out = [*_names("" if before in NOTHING else before), *nodes]
         names = ",".join(dict.fromkeys(kept_out))
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
         run_until(update, deadline=deadline)
@@ -135,7 +135,7 @@ class SlurmControl:
 
     def _record(self, deadline: float) -> dict[str, str]:
         text = run_until(["scontrol", "show", "job", self.job_id], deadline=deadline)
-        records = parse_records(text)
+        records = parse_jobs(text)
         if not records:
             said = text.strip()[:80]
             raise ClusterError(f"scontrol show job {self.job_id} printed no job: {said!r}")
@@ -156,3 +156,11 @@ class SlurmControl:
         except ClusterError:  # the reason stays unknown, and what follows is the same
             return False
         return any(state.startswith("down") for state in states.split())
+
+
+def _names(nodelist: str) -> list[str]:
+    """Host names, or the list as it is where it cannot be read: SLURM may know better."""
+    try:
+        return expand_nodes(nodelist)
+    except ValueError:
+        return [nodelist]

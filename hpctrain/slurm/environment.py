@@ -32,7 +32,10 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         if name not in env:
             raise ClusterError(f"{name} is not set: an agent is started by srun inside a SLURM job")
     job_id, restarts = own_job_id(env), own_restarts(env)
-    nodes = expand_nodes(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    try:
+        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    except ValueError as error:
+        raise ClusterError(f"{error}: nobody can say which nodes the job has") from None
     end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
     return JobContext(
         job_id=job_id,
@@ -84,6 +87,6 @@ def resolves(name: str) -> bool:
     """Whether this host can turn the name into an address."""
     try:
         socket.getaddrinfo(name, None)
-    except OSError:
+    except (OSError, UnicodeError):  # no name that could be asked for at all
         return False
     return True

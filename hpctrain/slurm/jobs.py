@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.records import JobFacts, JobInfo, JobStart
-from hpctrain.slurm.parse import NOTHING, AccountRow, expand_nodes, parse_state, parse_time
+from hpctrain.slurm.parse import (
+    NOTHING,
+    AccountRow,
+    expand_nodes,
+    parse_count,
+    parse_state,
+    parse_time,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +56,7 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
         alive=is_alive(state),
         reason=_or_none(record.get("Reason", "")),
         nodes=_or_none(record.get("NodeList", "")) or "",
-        restarts=int(record.get("Restarts", "0")),
+        restarts=parse_count(record.get("Restarts", "")) or 0,
         start_time=parse_time(record.get("StartTime", "")),
         end_time=parse_time(record.get("EndTime", "")),
         script=_or_none(record.get("Command", "")) or "",
@@ -58,10 +65,9 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
 
 def job_facts(record: Mapping[str, str]) -> JobFacts:
     """The job's own view of one `scontrol show job` record."""
-    restarts = record.get("Restarts", "")
     return JobFacts(
         state=parse_state(record.get("JobState", "")),
-        restarts=int(restarts) if restarts.isdigit() else None,
+        restarts=parse_count(record.get("Restarts", "")),
         reason=_or_none(record.get("Reason", "")),
         preempt_time=parse_time(record.get("PreemptTime", "")),
         end_time=parse_time(record.get("EndTime", "")),

@@ -7,12 +7,15 @@ state.
 
 from __future__ import annotations
 
-import contextlib
 import re
+import sys
 import time
 from typing import NamedTuple
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=")
+_COUNT = re.compile(r"[0-9]{1,11}")
+MOST_NAMES = 100_000
+"""Hosts of one node list: a few damaged digits would ask for all memory."""
 _WHOLE_LINE = frozenset(
     {
         "AdminComment",
@@ -36,8 +39,14 @@ def parse_records(text: str) -> list[dict[str, str]]:
         if line.startswith(("JobId=", "NodeName=")):
             records.append({})
         if records and line.strip():
-            records[-1].update(_fields(line.strip()))
+            # What a user wrote (a comment, a reason) may hold " JobState=..." and comes after it.
+            records[-1] = _fields(line.strip()) | records[-1]
     return records
+
+
+def parse_jobs(text: str) -> list[dict[str, str]]:
+    """The same of jobs alone."""
+    return [record for record in parse_records(text) if "JobId" in record]
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -61,12 +70,17 @@ def parse_time(value: str) -> float | None:
     """
     if value in NOTHING:
         return None
-    with contextlib.suppress(ValueError):  # not the epoch: then the other form
-        return float(value)
+    if (epoch := parse_count(value)) is not None:
+        return float(epoch)
     try:
         return time.mktime(time.strptime(value, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
+
+
+def parse_count(value: str) -> int | None:
+    """A whole number from 0 on that a clock or a counter can hold; None for anything else."""
+    return int(value) if _COUNT.fullmatch(value) else None
 
 
 def parse_state(value: str) -> str:
@@ -138,16 +152,32 @@ def expand_nodes(nodelist: str) -> list[str]:
     """Host names of a node list such as ``n[1-3,07],gpu01``, in SLURM's order.
 
     Raises:
-        ValueError: brackets that do not match.
+        ValueError: brackets that do not match, ranges that are none, or too many names.
     """
     names: list[str] = []
     for group in _split_groups(nodelist):
         expanded = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", group):
             parts = _expand_ranges(ranges) if ranges else [literal]
+            _refuse_many(len(expanded) * len(parts))
             expanded = [head + part for head in expanded for part in parts]
         names += expanded
+        _refuse_many(len(names))
     return names
+
+
+def read_nodes(nodelist: str) -> list[str]:
+    """The same; none, and a word about it, for a list that cannot be read."""
+    try:
+        return expand_nodes(nodelist)
+    except ValueError as error:
+        print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+        return []
+
+
+def _refuse_many(count: int) -> None:
+    if count > MOST_NAMES:
+        raise ValueError(f"a node list of {count} names; there are {MOST_NAMES} at most")
 
 
 def _split_groups(nodelist: str) -> list[str]:
@@ -172,7 +202,11 @@ def _expand_ranges(ranges: str) -> list[str]:
     for part in ranges.split(","):
         low, dash, high = part.partition("-")
         if dash:
-            numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
+            first, last = parse_count(low), parse_count(high)
+            if first is None or last is None:
+                raise ValueError(f"a node list with the range {part!r}")
+            _refuse_many(last - first)
+            numbers += [f"{n:0{len(low)}d}" for n in range(first, last + 1)]
         else:
             numbers.append(low)
     return numbers
@@ -180,5 +214,5 @@ def _expand_ranges(ranges: str) -> list[str]:
 
 def parse_config_seconds(text: str, name: str) -> float | None:
     """A time of `scontrol show config`, such as ``KillWait = 30 sec``; None where there is none."""
-    match = re.search(rf"^{re.escape(name)}\s*=\s*(\d+) sec", text, re.MULTILINE)
+    match = re.search(rf"^{re.escape(name)}\s*=\s*(\d{{1,9}}) sec", text, re.MULTILINE)
     return float(match[1]) if match else None

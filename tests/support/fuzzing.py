@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,19 @@ RAW = (
     b'{"t": 1, "kind": "done", "kind": "saved", "t": true}', b'{"t": ' + b"9" * 5000 + b"}",
     b'{"t": 1, "kind": "steps", "attempt": 1, "first": 1, "last": Infinity}',
 )  # fmt: skip
+TEXTS = (
+    "", " ", "-", "--", "--help", "-x", ".", "..", "../up", "/etc/passwd", "a/b", "a b", "a'b",
+    'a"b', "$(touch pwned)", "`touch pwned`", "; touch pwned;", "x\ntouch pwned\n",
+    "\ntouch pwned\n#", "&& touch pwned", "| touch pwned", "'; touch pwned; '",
+    '"; touch pwned; "', "$'\\ntouch pwned'", "\n#SBATCH --wrap=x", "%j", "%%n", "\\", "\\n",
+    "a\\", "#", "!", "~", "*", "{a,b}", "${IFS}", "a=b", "\t", "\r", "\v", "\f", "\x1b[2J",
+    "\u2028", "\u202e", "ü", "\U0001f600", "x" * 300, "9" * 400, "1e999", "nan", "-1", "0", "1",
+    "2-4", "4-2", "1:2:3:4", "99999999999", "0x10", "1_000", "true", "None", "[", "]", "[]",
+    '["a"]', "[1, 2]", "{}", "{a=1}", '"', "'", '"""', "[" * 1500, "[" * 1500 + "]" * 1500,
+    '["' + "x" * 100 + '"]', "01:30:00", "1979-05-27", "inf", "0x" + "f" * 5000, "9" * 5000,
+    "1" + "0" * 308,
+)  # fmt: skip
+"""What a name, a setting or an argument may be that nobody meant."""
 TIMES = (0, -1, -1e12, 1.0, 4e9, 2.5e11, 2.6e11, 1e15, 1e18, 1e300, -62135596801.0, 2**63)
 SEED = 20261122
 
@@ -140,6 +154,63 @@ _CHANGES: tuple[Callable[[bytes, random.Random], list[bytes]], ...] = (
     _other_value, _other_value, _other_value, _no_key, _no_key, _all_values, _other_time,
     _other_attempt, _new_kind, _strange_line, _cut, _flipped, _gone, _twice,
 )  # fmt: skip
+
+
+def odd_text(chance: random.Random) -> str:
+    """One of the texts, two of them, or a few characters of any kind."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        return "".join(chr(chance.choice((chance.randrange(1, 128), chance.randrange(1, 0xD7FF))))
+                       for _ in range(chance.randrange(1, 12)))  # fmt: skip
+    if kind == 1:
+        return chance.choice(TEXTS) + chance.choice(TEXTS)
+    return chance.choice(TEXTS)
+
+
+def damaged(text: str, chance: random.Random) -> str:
+    """A text with a part cut off, doubled, replaced, or other than it was."""
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        at, to = sorted(chance.randrange(len(text) + 1) for _ in range(2))
+        to = min(to, at + chance.choice((1, 3, 30, 10_000)))
+        lines = text.split("\n")
+        line = chance.randrange(len(lines))
+        text = chance.choice(
+            (
+                text[:at],
+                text[:at] + text[to:],
+                text[:at] + odd_text(chance) + text[to:],
+                text[:to] + text[at:],
+                "\n".join([*lines[:line], *lines[line + 1 :]]),
+                "\n".join([*lines[:line], chance.choice(lines), *lines[line:]]),
+                "\n".join([*lines[:line], _odd_value(lines[line], chance), *lines[line + 1 :]]),
+            )
+        )
+    return text
+
+
+def _odd_value(line: str, chance: random.Random) -> str:
+    """`NAME=VALUE` or `NAME = VALUE` with another value."""
+    name, equals, _ = line.partition("=")
+    return f"{name}{equals}{odd_text(chance)}"
+
+
+class Faults:
+    """Calls what is tried, and keeps what it raises and may not raise."""
+
+    def __init__(self, *allowed: type[Exception]) -> None:
+        self.found: list[str] = []
+        self._allowed = allowed
+
+    def of(self, what: str, call: Callable[[], object]) -> None:
+        """Call it; an error that is allowed is a good answer."""
+        try:
+            call()
+        except self._allowed:
+            pass
+        except Exception as error:  # noqa: BLE001 - every one is a fault, and all are to be seen
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+            self.found.append(f"{what}: {type(error).__name__}: {str(error)[:80]} at {place}")
 
 
 def chances(begin: int, end: int) -> Iterator[tuple[int, random.Random]]:

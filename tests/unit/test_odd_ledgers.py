@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from hpctrain.runtime.board_pages import attempts_page
 from hpctrain.runtime.marks import run_age_s
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.launch import live_job
-from tests.support.fuzzing import cases, chances, mutated
+from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
 
 SHORT, LONG = 20, 10_000
@@ -113,7 +112,7 @@ WATCH = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
 
 def _start(run):
-    assert isinstance(_ends(run, 2).stale_submission(), str)
+    assert isinstance(_ends(run, 2).is_over(), str)
     _ends(run, 2).bury_the_dead()
 
 
@@ -180,7 +179,7 @@ class Round:
     def __init__(self, run, page):
         self.run, self.page = run, page
         self.fence = run.fence.read_bytes()
-        self.failed = []
+        self.faults = Faults()
 
     def read(self, number, text):
         for reader in (*JOB, *LOGIN):
@@ -193,12 +192,7 @@ class Round:
     def _try(self, what, text, reader):
         self.run.events.write_bytes(text)
         self.run.fence.write_bytes(self.fence)
-        try:
-            reader()
-        except Exception as error:  # noqa: BLE001 - every one is a fault, and all are to be seen
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-            self.failed.append(f"{what}: {type(error).__name__}: {str(error)[:80]} at {place}")
+        self.faults.of(what, reader)
 
 
 @cases(SHORT, LONG)
@@ -212,4 +206,4 @@ def test_no_reader_fails(tale, begin, end, tmp_path, monkeypatch, capfd):  # noq
     for number, chance in chances(begin, end):
         readers.read(number, b"\n".join(mutated(lines, chance)) + chance.choice((b"\n", b"")))
         capfd.readouterr()
-    assert readers.failed == []
+    assert readers.faults.found == []
