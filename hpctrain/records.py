@@ -31,7 +31,7 @@ class EndReason(StrEnum):
     STORAGE_FAILED = "storage_failed"
     """The file system refused what the run needs, for longer than it waits; it may come back."""
     USER_ERROR = "user_error"
-    """The program raised before it had done a step: starting again cannot help."""
+    """The program raised what it would raise at every start: starting again cannot help."""
     REQUEUED = "requeued"
     """Requeued from outside (scontrol requeue), for a reason that SLURM does not tell."""
     FENCED = "fenced"

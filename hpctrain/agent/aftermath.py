@@ -8,11 +8,11 @@ where it could not be carried out the batch side reads it there and does it (`ag
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.failure import is_echo
 from hpctrain.agent.notify import notify
-from hpctrain.agent.ports import PORTS
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
 from hpctrain.ledger.causes import EndCause, told_in
@@ -21,12 +21,13 @@ from hpctrain.ledger.values import member
 from hpctrain.plain_files import read_plain
 from hpctrain.plan.budget import allow
 from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
+from hpctrain.plan.user_error import is_users
 from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence
 from hpctrain.rundir.heartbeat import read_heartbeat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.agent.node import RoundEnd
     from hpctrain.agent.stopwatch import StopWatch
@@ -56,8 +57,17 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
 class Aftermath:
     """The end of attempts, as node 0's agent sees to it."""
 
-    def __init__(self, run: RunDir, spec: Spec, context: JobContext, control: JobControl) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        spec: Spec,
+        context: JobContext,
+        control: JobControl,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._run = run
+        self._now = now
         self._spec = spec
         self._context = context
         self._control = control
@@ -152,7 +162,7 @@ class Aftermath:
         may = (
             reason is EndReason.CRASHED
             and self._is_current(attempt)
-            and restarts < min(self._spec.settings.run.restarts_in_job, PORTS - 1)
+            and restarts < self._spec.settings.run.restarts_in_job
             and allow(events, reason, self._spec.settings.budget).ok
             and not self._cancelled(events)
             and not self._is_left_behind(attempt)
@@ -232,13 +242,13 @@ class Aftermath:
         return self._crash_kind(attempt, end.failure)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
-        """A program's error before its first step is its user's: it would come at every start."""
+        """What the failure of a rank was to its attempt."""
         if failure is None or failure.kind == "signal" or is_echo(failure):
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
-        moved = any(_is_of_a_step(e) and e.attempt == attempt for e in ledger.read(self._run))
-        return "crashed" if moved else "user_error"
+        users = is_users(ledger.read(self._run), attempt, failure.summary, self._now())
+        return "user_error" if users else "crashed"
 
     def _facts_now(self, outcome: Outcome) -> JobFacts | None:
         if outcome == "done":
@@ -342,12 +352,6 @@ class Aftermath:
             facts={} if facts is None else facts.__dict__,
             by="agent",
         )
-
-
-def _is_of_a_step(event: ledger.Event) -> bool:
-    """Whether a step was done; the first step mark comes up to a minute after it."""
-    first = event.kind == "phase" and event.data.get("name") == "first_step"
-    return first or event.kind in {"steps", "saved"}
 
 
 def last_step(events: list[ledger.Event], attempt: int) -> int | None:

@@ -53,9 +53,7 @@ def allow(
         budget: The run's limits.
     """
     budget = budget or BudgetSettings()
-    ended = Counter(
-        e.data.get("reason") for e in _since_resume(events) if e.kind == "attempt_ended"
-    )
+    ended = Counter(e.data.get("reason") for e in since_resume(events) if e.kind == "attempt_ended")
     name = _LIMITS.get(reason)
     if name is not None:
         used = 1 + sum(ended[r.value] for r, n in _LIMITS.items() if n == name)
@@ -82,7 +80,7 @@ def attempts_without_progress(events: Sequence[Event]) -> int:
     """
     newest_saved = 0
     idle: dict[int, bool] = {}
-    for event in _since_resume(events):
+    for event in since_resume(events):
         if event.attempt is None:
             continue
         if event.kind == "restored":
@@ -99,7 +97,7 @@ def attempts_without_progress(events: Sequence[Event]) -> int:
     return count
 
 
-def _since_resume(events: Sequence[Event]) -> Sequence[Event]:
+def since_resume(events: Sequence[Event]) -> Sequence[Event]:
     """The ledger from the last submit or resume on: a person who resumes starts a new budget."""
     start = 0
     for position, event in enumerate(events):

@@ -48,7 +48,8 @@ def story(tmp_path):
 
 def aftermath(story, scheduler, *, job_id="7", restarts=1):
     context = JobContext(job_id, restarts, 0, ["n1", "n2"], "n1", 20000, "")
-    return Aftermath(story.run, load_spec(story.run.spec), context, scheduler)
+    spec = load_spec(story.run.spec)
+    return Aftermath(story.run, spec, context, scheduler, now=lambda: story.t)
 
 
 def last(story, kind):
@@ -107,6 +108,33 @@ def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_writ
     failure = FailureReport(0, "n1", "exception", "ValueError: x")
 
     assert aftermath(story, Scheduler()).after_crash(number, failure) is stepped
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(20.0, False), (7200.0, True)])
+def test_an_unchanged_script_that_raises_after_hours_starts_again(tmp_path, seconds, again):
+    story = Story(tmp_path / "gpt").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.started(number, "7", restarts=1)
+    story.t += seconds
+    failure = FailureReport(0, "n1", "exception", "RuntimeError: CUDA error: ECC error")
+
+    assert aftermath(story, Scheduler()).after_crash(number, failure) is again
+
+
+def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):
+    spec = load_spec(story.run.spec)
+    spec.settings.run.restarts_in_job = 20
+    spec.settings.budget.crashes = 100
+    spec.dump(story.run.spec)
+    for number in range(2, 21):
+        take_attempt(story.run, job_id="7", restarts=1)
+        story.started(number, "7", restarts=1, by="restart")
+    killed = FailureReport(0, "n1", "signal", "killed by SIGKILL")
+
+    assert aftermath(story, Scheduler()).after_crash(20, killed)
+    take_attempt(story.run, job_id="7", restarts=1)
+    story.started(21, "7", restarts=1, by="restart")
+    assert not aftermath(story, Scheduler()).after_crash(21, killed)
 
 
 REFUSED = (
