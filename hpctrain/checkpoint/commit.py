@@ -48,6 +48,7 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
     staged = run.checkpoints / names.staged_name(step, attempt.number)
     with _errors_named(f"step {step} of {run.name} cannot be staged"):
         run.checkpoints.mkdir(parents=True, exist_ok=True)
+        flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
         with publishing(run, attempt):
             _clear_way(run, step)
             left = rename_away(staged, step, names.deleting_name) if staged.exists() else None
