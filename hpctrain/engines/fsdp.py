@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block
 from hpctrain.engines.experts import find_experts
 from hpctrain.engines.torch_private import cuts_over
 from hpctrain.errors import UsageError
@@ -53,7 +53,7 @@ def shard(
         )
     if settings.offload == "cpu":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for block in find_blocks(model):
+    for block in every_block(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
     for module in model.modules():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines import state as names
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block
 from hpctrain.engines.compiled import compile_blocks
 from hpctrain.engines.engine import Parts
 from hpctrain.engines.fsdp import shard
@@ -81,6 +81,8 @@ def parallelize(
     _require_versions(settings)
     if optimizer.state:
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
+    _refuse_without_effect(model, settings)
+    widen(model)
     plan = plan or ModelPlan()
     known = frozenset(model.state_dict())
     if not world.is_distributed:
@@ -108,6 +110,47 @@ def _require_versions(settings: EngineSettings) -> None:
             versions["deepspeed"] = metadata.version("deepspeed")
     if why := refusal(versions, settings):
         raise UsageError(why)
+
+
+def _refuse_without_effect(model: nn.Module, settings: EngineSettings) -> None:
+    """Settings that work on a model's blocks need some, and would do nothing without a word.
+
+    Raises:
+        UsageError: there are none, or recomputation could not work.
+    """
+    name = type(model).__name__
+    if not every_block(model):
+        for key in ("activation_checkpointing", "compile"):
+            if (value := getattr(settings, key)) != "no":
+                raise UsageError(
+                    f"engine.{key} {value} works block by block, and {name} has no list of blocks "
+                    f"(nn.ModuleList, or nn.Sequential of one class); put its layers into one, or "
+                    f"set engine.{key} to no"
+                )
+    if settings.activation_checkpointing == "selective" and _keeps_cache(model):
+        raise UsageError(
+            f"engine.activation_checkpointing selective cannot train {name} while its config has "
+            "use_cache = True: the cache is filled again as a block is recomputed; set "
+            "model.config.use_cache = False before run.parallelize, or choose full"
+        )
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    """Whether a Hugging Face model hands keys and values on from its forward pass."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "use_cache", False) is True for config in configs)
+
+
+def widen(model: nn.Module) -> None:
+    """Hold 16-bit weights and buffers in fp32, in place: the optimizer updates these masters.
+
+    A model that was loaded in bf16 would else have moments of 16 bits and lose small updates, and
+    its checkpoint would load under no engine that keeps masters. `engine.precision` says what is
+    computed in.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in {torch.bfloat16, torch.float16}:
+            tensor.data = tensor.data.float()
 
 
 def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
@@ -139,6 +182,9 @@ def _averaged(model: nn.Module, world: World) -> nn.Module:
 
 def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPlan) -> Engine:
     settings, world, mesh = parts.settings, parts.world, parts.mesh
+    if world.rank == 0 and not every_block(model):
+        name = type(model).__name__
+        print(f"hpctrain: {name} has no list of blocks: each pass gathers the whole model at once")
     before = names_of(model)
     places = join_places(mesh, world.device)
     stages = None
@@ -172,14 +218,14 @@ def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPl
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     """What is the same for every way of cutting: recomputation, device, compilation. In place."""
-    blocks, how = find_blocks(model), settings.activation_checkpointing
+    blocks, how = every_block(model), settings.activation_checkpointing
     if how != "no":
         recompute_blocks(model, how)
     model.to(world.device)
     if settings.compile != "no":
         # What is recomputed in full is compiled inside its wrapper: aot autograd cannot keep the
         # device mesh that a recomputed graph of tensor parallelism refers to.
-        outer = blocks if how == "full" else find_blocks(model)
+        outer = blocks if how == "full" else every_block(model)
         compile_blocks(outer, settings.compile, world.device)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block
 from hpctrain.engines.torch_private import checkpoint_wrapped, operators
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def recompute_blocks(model: nn.Module, how: str) -> None:
         model: In place; its parameters stay the same ones.
         how: "full" keeps a block's inputs alone; "selective" also the results in `KEPT`.
     """
-    blocks = {id(block) for block in find_blocks(model)}
+    blocks = {id(block) for block in every_block(model)}
     options: dict[str, Any] = {}
     if how == "selective":
         options["context_fn"] = _contexts

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block
 from hpctrain.engines.layouts import ASK, HEAD_COUNTS, owners, recognise
 from hpctrain.engines.stages import Gone
 from hpctrain.engines.torch_private import map_tensors, root_of
@@ -335,7 +335,7 @@ def keep_gradients_through_compile(model: nn.Module, styles: Mapping[str, Parall
     into a compiled block as it is, and its gradient does not come out: an embedding's was exactly
     zero (research runtime.md 1.9). A copy is a plain tensor.
     """
-    inside = {id(module) for block in find_blocks(model) for module in block.modules()}
+    inside = {id(module) for block in every_block(model) for module in block.modules()}
     behind = False
     for name, module in model.named_modules():
         if id(module) in inside:

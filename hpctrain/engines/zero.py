@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block
 from hpctrain.engines.compiled import compile_blocks
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
@@ -243,7 +243,7 @@ def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -
         recompute_blocks(model, settings.activation_checkpointing)
     if settings.compile == "no":
         return
-    blocks = find_blocks(model)
+    blocks = every_block(model)
     spread = settings.kind == "zero3"
     if spread and blocks:
         from deepspeed.utils import set_z3_leaf_modules  # type: ignore[import-untyped]

@@ -6,16 +6,19 @@ import functools
 import os
 import sys
 import sysconfig
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 
-from hpctrain.engines.blocks import find_blocks
+from hpctrain.engines.blocks import every_block, find_blocks
 from hpctrain.engines.compiled import compile_blocks
 from hpctrain.errors import UsageError
+from hpctrain.world import World, join_world
 from tests.support import gloo
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
@@ -27,6 +30,7 @@ WAYS = {
     "full aot": {"activation_checkpointing": "full", "compile": "aot_eager"},
     "selective aot": {"activation_checkpointing": "selective", "compile": "aot_eager"},
 }
+ALONE = World(0, 0, 1, torch.device("cpu"))
 FEW = ("selective", "aot", "full aot")
 ENGINES = {
     "plain": (1, {}, tuple(WAYS)),
@@ -246,3 +250,86 @@ def test_blocks_are_the_list_that_holds_most_and_not_the_longest(wrap):
 
 def test_a_model_without_a_list_has_no_blocks():
     assert not find_blocks(nn.Linear(2, 2))
+
+
+class _Mixer(nn.Linear):
+    """A layer of another class."""
+
+
+def _hybrid():
+    model = nn.Module()
+    model.embed = nn.Embedding(9, 2)
+    model.layers = nn.ModuleList([nn.Linear(2, 2), _Mixer(2, 2), nn.Linear(2, 2)])
+    return model, list(model.layers)
+
+
+def _two_stacks():
+    model = nn.Module()
+    for name in ("encoder", "decoder"):
+        stack = nn.Module()
+        stack.layers = nn.ModuleList(_Experts() for _ in range(2))
+        model.add_module(name, stack)
+    return model, [*model.encoder.layers, *model.decoder.layers]
+
+
+def _stacks_in_a_list():
+    model, _ = _two_stacks()
+    encoder, decoder = model.encoder, nn.Sequential(model.decoder.layers)
+    return nn.ModuleList([encoder, decoder]), [*encoder.layers, *decoder[0]]
+
+
+def _parts_by_name():
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    parts = {"wte": nn.Embedding(9, 2), "drop": nn.Dropout(), "h": layers, "ln": nn.LayerNorm(2)}
+    return nn.ModuleDict(parts), list(layers)
+
+
+def _a_network():
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2)), []
+
+
+@pytest.mark.parametrize(
+    "build", [_hybrid, _two_stacks, _stacks_in_a_list, _parts_by_name, _a_network]
+)
+def test_blocks_of_all_stacks_are_found_and_those_of_several_classes_too(build):
+    model, expected = build()
+
+    assert list(map(id, every_block(model))) == list(map(id, expected))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activation_checkpointing": "full"}, {"compile": "aot_eager"}], ids=str
+)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero1"])
+def test_a_setting_that_would_find_no_blocks_is_refused(changes, kind):
+    (key,) = changes
+    model, _ = _a_network()
+
+    with pytest.raises(UsageError, match=rf"engine\.{key} .* Sequential has no list of blocks"):
+        lmt.engine_of(ALONE, model, kind=kind, **changes)
+
+
+def test_selective_with_a_model_that_keeps_a_cache_is_refused_with_the_way_out():
+    model = lmt.lm()
+    model.config = SimpleNamespace(use_cache=True)
+
+    with pytest.raises(UsageError, match=r"set model\.config\.use_cache = False before"):
+        lmt.engine_of(ALONE, model, activation_checkpointing="selective")
+    lmt.engine_of(ALONE, model, activation_checkpointing="full")
+    model.config.use_cache = False
+    lmt.engine_of(ALONE, lmt.lm(), activation_checkpointing="selective")
+
+
+def _sharded(blocks):
+    world = join_world()
+    model = _hybrid()[0] if blocks else _a_network()[0]
+    lmt.engine_of(world, model)
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_fsdp2_shards_layers_of_several_classes_one_by_one_and_says_where_there_are_none(capfd):
+    assert launch(_sharded, 1, blocks=True) == [4]
+    assert not capfd.readouterr().out
+    assert launch(_sharded, 1, blocks=False) == [1]
+    said = capfd.readouterr().out
+    assert "Sequential has no list of blocks: each pass gathers the whole model at once" in said
