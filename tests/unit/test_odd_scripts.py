@@ -1,0 +1,107 @@
+"""Batch scripts of odd folders, names and settings, really run by bash: nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import HpctrainError
+from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.spec import load_spec
+from hpctrain.slurm.script import render_script
+from hpctrain.submit.prepare import SubmitRequest, prepare
+from tests.support.fuzzing import Faults, cases, chances, odd_text
+
+SETTINGS = (
+    "partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "network", "time",
+    "extra", "srun_args",
+)  # fmt: skip
+SRUN = '#!/bin/bash\nprintf "%s\\0" "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" "$@" > "$SEEN"\n'
+MOST_NAME_BYTES = 200
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Programs that stand in for srun and python, and a script to train."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("python", "#!/bin/bash\n"), ("sbatch", "#!/bin/bash\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def _folder(chance):
+    """A name that a folder of runs can have."""
+    text = odd_text(chance).replace("\0", "").replace("/", "").encode()[:MOST_NAME_BYTES]
+    name = text.decode(errors="ignore")
+    return name if name not in {"", ".", ".."} else "plain"
+
+
+def _prepared(bench, chance):
+    """A run that could be submitted, with odd things wherever something can stand."""
+    sets = [f"slurm.{chance.choice(SETTINGS)}={odd_text(chance)}" for _ in range(2)]
+    sets.append(f"slurm.extra=--comment={odd_text(chance)}")
+    args = [odd_text(chance).replace("\0", "") for _ in range(3)]
+    request = SubmitRequest(
+        cwd=bench,
+        environ={"PATH": str(bench / "bin"), "HPCTRAIN_SITE_PATH": ""},
+        runs=Path(_folder(chance)),
+        command=["train.py", *args],
+        sets=sets if chance.random() < 0.7 else (),
+        env=[f"A={odd_text(chance)}"],
+        cluster="slurm",
+        snapshot=False,
+    )
+    try:
+        prepared = prepare(request)
+        spec = prepared.spec
+        spec.python = str(bench / "bin" / "python")
+        root = prepared.runs / spec.name
+        return spec, root, args, render_script(spec, RunDir(root), f"{spec.name}-1a")
+    except HpctrainError:  # refused, which most are
+        return None
+
+
+def _ran(bench, root, text):
+    """What srun was given by the script."""
+    root.mkdir(parents=True, exist_ok=True)
+    script = bench / "script.sh"
+    script.write_text(text)
+    env = {"PATH": f"{bench}/bin:{os.environ['PATH']}", "SEEN": str(bench / "seen")}
+    env |= {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}
+    (bench / "seen").unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", str(script)], cwd=bench, env=env, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    return (bench / "seen").read_bytes().split(b"\0")[:-1]
+
+
+@cases(40, 2_500)
+def test_nothing_in_a_script_is_run(bench, begin, end):
+    faults, ran = Faults(), 0
+
+    def one(chance):
+        nonlocal ran
+        found = _prepared(bench, chance)
+        if found is None:
+            return
+        spec, root, args, text = found
+        seen = _ran(bench, root, text)
+        ran += 1
+        assert seen[0] == os.fsencode(root)
+        assert seen[1] == f"{spec.name}-1a".encode()
+        assert seen[-1] == os.fsencode(root)
+        assert [arg for arg in spec.settings.slurm.srun_args if arg.encode() not in seen] == []
+        spec.dump(root / "spec.json")
+        assert load_spec(root / "spec.json").entry.args == args
+        assert not list(bench.rglob("pwned"))
+
+    for number, chance in chances(begin, end):
+        faults.of(f"{number}", lambda chance=chance: one(chance))
+    assert faults.found == []
+    assert ran > (end - begin) // 5
