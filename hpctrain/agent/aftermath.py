@@ -201,6 +201,8 @@ class Aftermath:
         facts = self._facts_now(outcome)
         reason, following = decide(facts, self._context.restarts, cause, outcome)
         why = end.why
+        if end.ending == "left" and outcome == "crashed":
+            why = "every rank left with exit code 0 between two steps, without a word of its last"
         if end.silent_nodes:
             names = ", ".join(self._context.nodes[node] for node in end.silent_nodes)
             why = f"no sign of life from {names}; {end.why}"
@@ -236,10 +238,18 @@ class Aftermath:
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
             # next attempt.
-            return "stopped" if watch.is_told_to_stop() else "done"
+            if watch.is_told_to_stop():
+                return "stopped"
+            return "crashed" if self._is_silent_end(attempt, left) else "done"
         if end.ending == "killed" or watch.cause is not None:
             return "killed"
         return self._crash_kind(attempt, end.failure)
+
+    def _is_silent_end(self, attempt: int, left: dict[str, Any]) -> bool:
+        """Whether a program that told of its steps has gone without a word, so is not done."""
+        mine = [e for e in ledger.read(self._run) if e.attempt == attempt]
+        told = any(e.kind == "restored" or _is_of_a_step(e) for e in mine)
+        return told and not left and not any(e.kind == "done" for e in mine)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""

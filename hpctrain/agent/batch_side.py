@@ -173,7 +173,10 @@ class BatchSide:
         asked = self._last("stop_requested", attempt) or {}
         named = left.get("cause") or asked.get("cause")
         cause = StopCause(named) if named else StopCause.TERM if self._start.term else None
-        outcome: Outcome = left.get("outcome") or ("killed" if cause else "crashed")
+        said = left.get("outcome")
+        outcome: Outcome = "killed" if cause else "crashed"
+        if said in {"done", "stopped"}:
+            outcome = said
         return cause, outcome
 
     def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:

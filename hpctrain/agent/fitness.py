@@ -14,6 +14,7 @@ from hpctrain.preflight.expect import Order, expected_of
 from hpctrain.preflight.report import OK
 from hpctrain.preflight.tour import Place
 from hpctrain.rundir.fence import take_attempt
+from hpctrain.secret import code
 
 if TYPE_CHECKING:
     from hpctrain.agent.aftermath import Aftermath
@@ -30,7 +31,8 @@ PORT = PORTS - 2
 class Fitness:
     """One look at the nodes, for the first attempt of a start of the job."""
 
-    def __init__(self, run: RunDir, spec: Spec, context: JobContext) -> None:
+    def __init__(self, run: RunDir, spec: Spec, context: JobContext, secret: str) -> None:
+        self._secret = code(secret, "preflight")
         self._run = run
         self._spec = spec
         self._context = context
@@ -90,7 +92,7 @@ class Fitness:
             rank=context.node_rank,
             address=context.master_addr,
             port=context.port + PORT,
-            key=f"{start}.{context.token}",
+            key=self._secret,
             folder=self._run.root / "preflight" / start,
         )
 

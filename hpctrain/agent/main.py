@@ -17,6 +17,8 @@ from hpctrain.ledger import events as ledger
 from hpctrain.modes import follow_folder
 from hpctrain.rundir.fence import take_attempt
 from hpctrain.rundir.owner import job_spec
+from hpctrain.rundir.secret_file import start_secret
+from hpctrain.secret import code
 
 if TYPE_CHECKING:
     from hpctrain.records import FailureReport, JobContext, JobControl
@@ -58,13 +60,16 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             return RunAlive.exit_code
     environment = RankEnvironment(run, spec, context)
     environment.before_imports()
-    fitness = Fitness(run, spec, context)
+    secret = start_secret(run, context.job_id, context.restarts)
+    fitness = Fitness(run, spec, context, secret)
     fitness.begin()
     _preload()
     try:
         if bad := fitness.bad():
             return fitness.leave(bad, aftermath)
-        return _run_rounds(run, spec, context, aftermath, environment, started=started)
+        return _run_rounds(
+            run, spec, context, aftermath, environment, secret=secret, started=started
+        )
     finally:
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
@@ -94,6 +99,7 @@ def _run_rounds(
     aftermath: Aftermath,
     environment: RankEnvironment,
     *,
+    secret: str,
     started: float,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -146,7 +152,8 @@ def _run_rounds(
         context.port,
         context.node_rank,
         context.nodes,
-        run_id=f"{context.job_id}.{context.restarts}",
+        # The last part is nobody's to guess; what agents say is signed besides.
+        run_id=f"{context.job_id}.{context.restarts}.{code(secret, 'rendezvous')[:16]}",
         timeout_s=RENDEZVOUS_S,
     )
     workers = WorkerSpec(
@@ -168,6 +175,7 @@ def _run_rounds(
         hooks=hooks,
         start_method=spec.settings.run.start_method,
         before_ranks=environment.for_attempt,
+        secret=secret,
     )
     try:
         agent.run()

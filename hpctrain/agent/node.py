@@ -24,6 +24,7 @@ from hpctrain.agent.failure import collect, first_causal
 from hpctrain.agent.log_clock import LogClock
 from hpctrain.agent.notify import telling
 from hpctrain.agent.orphans import Orphans
+from hpctrain.agent.signed_store import SignedStore
 from hpctrain.records import FailureReport
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ SETTLE_S = 1.0
 ROLL_CALL_S = 5.0
 """So long may another node's agent take to answer that it is alive."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
+LOOK_ANYWAY_S = 5.0
+"""So often node 0 looks for reports whatever their count is, which anybody can change."""
 GOODBYE_S = 5.0
 """How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
@@ -92,6 +95,7 @@ class _Reports:
     failures: list[FailureReport] = field(default_factory=list)
     nodes: set[int] = field(default_factory=set)
     first_failure_at: float | None = None
+    looked_at: float = 0.0
 
 
 class NoRedirect(LogsSpecs):
@@ -129,6 +133,7 @@ class NodeAgent(LocalElasticAgent):
         hooks: RoundHooks | None,
         start_method: str,
         before_ranks: Callable[[int], None],
+        secret: str,
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
@@ -140,6 +145,7 @@ class NodeAgent(LocalElasticAgent):
             start_method: "fork" or "spawn".
             before_ranks: Called with an attempt's number on every node before its ranks start; it
                 must not take part in anything collective, since nodes come there at their own pace.
+            secret: Of this start of the job; the same on all nodes.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -148,6 +154,8 @@ class NodeAgent(LocalElasticAgent):
         self._attempt_dir = attempt_dir
         self._hooks = hooks
         self._before_ranks = before_ranks
+        self._secret = secret
+        self._signed: SignedStore | None = None
         self._round = 0
         self._news = self._published = 0
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
@@ -214,8 +222,9 @@ class NodeAgent(LocalElasticAgent):
         key = f"attempt/{self._round}"
         if self._hooks is not None:
             attempt = self._hooks.begin(group.workers[0].world_size)
-            self._group_store.set(key, json.dumps(asdict(attempt)))
-        known: dict[str, Any] = json.loads(self._group_store.get(key))
+            self._news_store.set(key, asdict(attempt))
+        limit_s = self._meeting_place.timeout.total_seconds()
+        known: dict[str, Any] = self._news_store.wait(key, limit_s)
         return known
 
     def _watch_round(self) -> RoundEnd:
@@ -242,10 +251,9 @@ class NodeAgent(LocalElasticAgent):
         if result.state is WorkerState.HEALTHY:
             return False
         failures = [] if result.state is WorkerState.SUCCEEDED else self._failures(result)
-        store = self._group_store
-        text = json.dumps([asdict(failure) for failure in failures])
-        store.set(self._key(f"report/{self._worker_group.group_rank}"), text)
-        store.add(self._key("reports"), 1)
+        plain = [asdict(failure) for failure in failures]
+        self._news_store.set(self._key(f"report/{self._worker_group.group_rank}"), plain)
+        self._news_store.count(self._key("reports"), 1)
         return True
 
     def _failures(self, result: RunResult) -> list[FailureReport]:
@@ -282,7 +290,7 @@ class NodeAgent(LocalElasticAgent):
         silent = [
             node
             for node in sorted(set(range(self._node_count)) - reports.nodes)
-            if not self._group_store.check([self._key(f"present/{node}")])
+            if self._news_store.get(self._key(f"present/{node}")) is None
         ]
         if silent and waited < ROLL_CALL_S:
             return None
@@ -294,53 +302,53 @@ class NodeAgent(LocalElasticAgent):
         return RoundEnd("failed", restart=restart, why=why, failure=failure)
 
     def _gather(self, reports: _Reports) -> None:
-        store = self._group_store
-        count = store.add(self._key("reports"), 0)
-        if count == reports.count:
+        count, now = self._news_store.count(self._key("reports")), time.monotonic()
+        if count == reports.count and now < reports.looked_at + LOOK_ANYWAY_S:
             return
-        reports.count = count
+        reports.count, reports.looked_at = count, now
         for node in set(range(self._node_count)) - reports.nodes:
-            key = self._key(f"report/{node}")
-            if store.check([key]):
+            said = self._news_store.get(self._key(f"report/{node}"))
+            if said is not None:
                 reports.nodes.add(node)
-                reports.failures += [FailureReport(**one) for one in json.loads(store.get(key))]
+                reports.failures += [FailureReport(**one) for one in said]
         if reports.failures and reports.first_failure_at is None:
             reports.first_failure_at = time.monotonic()
             self._publish(ROLL_CALL)
 
     def _publish(self, news: dict[str, Any]) -> None:
         """Node 0: tell all agents; they read the news in order, one look each time round."""
-        self._group_store.set(self._key(f"news/{self._published}"), json.dumps(news))
+        self._news_store.set(self._key(f"news/{self._published}"), news)
         self._published += 1
 
     def _read_news(self) -> RoundEnd | None:
         """The verdict, if it has come; a roll call is answered."""
-        store = self._group_store
-        if not store.check([self._key(f"news/{self._news}")]):
+        raw = self._news_store.get(self._key(f"news/{self._news}"))
+        if raw is None:
             return None
-        raw = json.loads(store.get(self._key(f"news/{self._news}")))
         self._news += 1
         if raw == ROLL_CALL:
-            store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
+            self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
             return None
         raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
         return RoundEnd(**raw)
 
     def _say_goodbye(self) -> None:
-        store = self._group_store
-        store.add(self._key("goodbye"), 1)
+        self._news_store.count(self._key("goodbye"), 1)
         if self._hooks is None:
             return
         deadline = time.monotonic() + GOODBYE_S
-        while store.add(self._key("goodbye"), 0) < self._node_count:
+        while self._news_store.count(self._key("goodbye")) < self._node_count:
             if time.monotonic() > deadline:
                 return
             time.sleep(POLL_S / 2)
 
     @property
-    def _group_store(self) -> Any:
+    def _news_store(self) -> SignedStore:
         """The agents' store of this round; torch types it as None until the rendezvous."""
-        return self._worker_group.store
+        store: Any = self._worker_group.store
+        if self._signed is None or self._signed.of is not store:
+            self._signed = SignedStore(store, self._secret)
+        return self._signed
 
     @property
     def _node_count(self) -> int:

@@ -50,6 +50,11 @@ class RunDir:
         return self.root / "attempt.json"
 
     @property
+    def secret(self) -> Path:
+        """By which processes of its jobs know each other: see `rundir/secret_file.py`."""
+        return self.root / "secret"
+
+    @property
     def stop_request(self) -> Path:
         """Written by `hpctrain cancel --save`; rank 0 looks for it."""
         return self.root / "stop-request.json"

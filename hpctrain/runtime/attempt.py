@@ -50,7 +50,15 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
 def write_outcome(
     run: RunDir, attempt: Attempt, outcome: str, *, step: int, cause: StopCause | None
 ) -> None:
-    """Leave word for the agent: "done", or "stopped" because of something. Rank 0 calls it."""
+    """Leave word for the agent. Rank 0 calls it.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        outcome: "done"; "stopped" because of something; or "left": the program left its loop.
+        step: The step it came to.
+        cause: Of a stop.
+    """
     path = run.attempt(attempt.number) / "outcome.json"
     text = {"outcome": outcome, "step": step, "cause": cause.value if cause else None}
     try:

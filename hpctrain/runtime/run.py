@@ -211,6 +211,7 @@ class Run:
                 if self._saves is not None:
                     self._saves.settle()
                 self._profiler.close()
+                self._write_outcome("left", None)
                 raise
             self.step += 1
             self._count()

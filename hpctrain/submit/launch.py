@@ -18,6 +18,7 @@ from hpctrain.ledger import events as ledger
 from hpctrain.modes import follow_folder, make_private_folder, write_private
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
+from hpctrain.rundir.secret_file import renew_secret
 from hpctrain.submit.own_job import not_own
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _submit(
     exclude: Sequence[str],
 ) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
+    renew_secret(run)
     token = new_token(run)
     script = _script(run, without_nodes(spec, exclude), token)
     make_private_folder(run.jobs)

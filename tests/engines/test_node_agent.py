@@ -19,6 +19,8 @@ from hpctrain.records import JobContext
 from hpctrain.rundir.fence import Attempt
 from tests.support.processes import listening
 
+SECRET = "the same on all nodes"  # noqa: S105 - of a test
+
 SCRIPT = """
 import os, pathlib, time
 folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
@@ -64,6 +66,7 @@ def _agent(node, port, folder):
         hooks=hooks,
         start_method="fork",
         before_ranks=lambda _number: None,
+        secret=SECRET,
     )
     agent.run()
     rendezvous.close()

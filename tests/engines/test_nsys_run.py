@@ -76,6 +76,7 @@ def agent_of(folder, port, what):
         hooks=hooks,
         start_method="fork",
         before_ranks=lambda _number: None,
+        secret="",
     )
     agent.run()
     rendezvous.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.agent.aftermath import Aftermath
 from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.node import RoundEnd
 from hpctrain.ledger import events as ledger
 from hpctrain.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.rundir.fence import take_attempt
@@ -170,6 +172,49 @@ def test_a_file_system_that_refuses_costs_an_attempt_of_its_own_budget(tmp_path,
     assert scheduler.asked.count("requeue") == (following == "requeue")
     assert code == (0 if following == "requeue" else 93)
     assert "Stale file handle" in last(story, "failure").data["summary"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ledger_says_done", "ends"),
+    [
+        (None, False, ("crashed", "requeue")),
+        (None, True, ("completed", "stop")),  # outcome.json could not be written
+        ("left", False, ("completed", "stop")),  # by its own will, e.g. it stopped early
+        ("done", False, ("completed", "stop")),
+    ],
+)
+def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
+    story, outcome, ledger_says_done, ends
+):
+    """Whoever tells the agents that the ranks have left does not make the run a finished one."""
+    run, calls = story.run, []
+    if outcome is not None:
+        word = {"outcome": outcome, "step": 7, "cause": None}
+        (run.attempt(1) / "outcome.json").write_text(json.dumps(word))
+    if ledger_says_done:
+        story.add("done", 1, step=7)
+    scheduler = Scheduler()
+    scheduler.requeue = lambda: calls.append("requeue")
+    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+    aftermath(story, scheduler).conclude(1, RoundEnd("left"), watch)
+
+    end = last(story, "attempt_ended").data
+    assert (end["reason"], end["next"]) == ends
+    assert calls == (["requeue"] if ends[1] == "requeue" else [])
+    if ends[0] == "crashed":
+        assert "without a word of its last" in end["detail"]
+
+
+def test_a_program_that_knows_nothing_of_hpctrain_is_done_when_it_leaves(tmp_path):
+    story = Story(tmp_path / "gpt").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.started(number, "7", restarts=1)
+    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+    aftermath(story, Scheduler()).conclude(number, RoundEnd("left"), watch)
+
+    assert last(story, "attempt_ended").data["reason"] == "completed"
 
 
 def test_the_batch_side_tells_the_same(story):

@@ -1,0 +1,73 @@
+"""What another than an agent writes into the agents' store is not believed, and told once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.agent.signed_store import SignedStore
+from hpctrain.secret import sign
+
+
+class Store(dict):
+    """torch's store, as far as agents use it."""
+
+    def set(self, key, value):
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+    def add(self, key, more):
+        self[key] = self.get(key) + more if key in self else more
+        return self[key]
+
+
+@pytest.fixture
+def stores():
+    shared = Store()
+    return shared, SignedStore(shared, "secret"), SignedStore(shared, "secret")
+
+
+@pytest.mark.parametrize("value", [[], {"ending": "left", "step": None}, "here", 0, "\u20ac"])
+def test_agents_hear_each_other(stores, value):
+    _, one, other = stores
+
+    one.set("round/0/news/0", value)
+
+    assert other.get("round/0/news/0") == value
+    assert other.wait("round/0/news/0", 1.0) == value
+    assert other.get("round/0/news/1") is None
+
+
+def test_counts_are_the_stores_own(stores):
+    _, one, other = stores
+    assert (one.count("reports", 1), other.count("reports", 1), one.count("reports")) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        json.dumps({"ending": "left", "restart": False}),
+        sign("another secret", "round/0/news/0", '{"ending": "left"}'),
+        sign("secret", "round/1/news/0", '{"ending": "left"}'),
+        "",
+        b"\xff\xfe",
+    ],
+)
+def test_a_strangers_word_counts_for_nothing_and_is_told_once(stores, capsys, forged):
+    shared, one, other = stores
+    shared.set("round/0/news/0", forged)
+
+    assert [other.get("round/0/news/0") for _ in range(3)] == [None] * 3
+    with pytest.raises(TimeoutError, match="no agent said round/0/news/0"):
+        other.wait("round/0/news/0", 0.0)
+    (told,) = capsys.readouterr().out.splitlines()
+    assert "another than this run's agents has written round/0/news/0" in told
+
+    one.set("round/0/news/0", {"ending": "killed"})
+    assert other.get("round/0/news/0") == {"ending": "killed"}
