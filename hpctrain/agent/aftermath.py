@@ -45,7 +45,7 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
         found = json.loads(read_plain(run.attempt(attempt) / OUTCOME))
     except (FileNotFoundError, ValueError):
         return {}
-    if not isinstance(found, dict) or found.get("outcome") not in {"done", "stopped"}:
+    if not isinstance(found, dict) or found.get("outcome") not in {"done", "stopped", "left"}:
         return {}
     return {
         "outcome": found["outcome"],
