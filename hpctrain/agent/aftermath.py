@@ -248,7 +248,7 @@ class Aftermath:
     def _is_silent_end(self, attempt: int, left: dict[str, Any]) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
         mine = [e for e in ledger.read(self._run) if e.attempt == attempt]
-        told = any(e.kind == "restored" or _is_of_a_step(e) for e in mine)
+        told = any(e.kind in {"restored", "steps", "saved"} for e in mine)
         return told and not left and not any(e.kind == "done" for e in mine)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
