@@ -37,16 +37,23 @@ if [ "$hpctrain_term" = 1 ]; then
   hpctrain_rc=143
 elif [ "$hpctrain_rc" = 0 ]; then
   # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
-  # its own affair. In SLURM's file names %% is a percent sign.
+  # its own affair.
   mkdir -p "$HPCTRAIN_RUN_DIR/jobs" # srun starts no task whose output it cannot open
   hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
+  hpctrain_files=("--output=$hpctrain_output-%t.out" --open-mode=append)
+  hpctrain_own=
+  case $hpctrain_output in
+    # A percent sign would have to be doubled, which srun undoes once or (since 25.11) twice: then
+    # each task opens its file by itself.
+    *%*) hpctrain_files=() hpctrain_own=$hpctrain_output ;;
+  esac
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
-    --output="${hpctrain_output//%/%%}-%t.out" "${hpctrain_srun_args[@]}" \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
     bash -c \
-    'trap "" TERM USR1 USR2 HUP; exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.slurm.task "$1"' \
-    hpctrain "$HPCTRAIN_RUN_DIR" &
+    'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
+    exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.slurm.task "$1"' \
+    hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" &
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
   # exit code.

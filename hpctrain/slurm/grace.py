@@ -39,7 +39,7 @@ def comes_back(job: Mapping[str, str], ask: Callable[[list[str]], str] | None = 
         config = dict(_SETTING.findall(ask(["scontrol", "show", "config"])))
         if _version(config) < SINCE or _is_held_next(job, config):
             return False
-        return _preempt_mode(job, config, ask) == "REQUEUE"
+        return "REQUEUE" in _preempt_mode(job, config, ask)
     except ClusterError:  # a requeue too many is better than a run that does not come back
         return False
 
@@ -60,8 +60,11 @@ def _is_held_next(job: Mapping[str, str], config: Mapping[str, str]) -> bool:
 
 def _preempt_mode(
     job: Mapping[str, str], config: Mapping[str, str], ask: Callable[[list[str]], str]
-) -> str:
-    """What preemption does to this job: the word of its partition or QOS, else the cluster's."""
+) -> list[str]:
+    """What preemption does to this job: the words of its partition or QOS, else the cluster's.
+
+    Beside the one that counts there may be others, such as GANG and (since 25.05) PRIORITY.
+    """
     mode = ""
     if config.get("PreemptType") == "preempt/partition_prio":
         text = ask(["scontrol", "show", "partition", job.get("Partition", "")])
@@ -71,5 +74,4 @@ def _preempt_mode(
         columns = ["--noheader", "--parsable2", "show", "qos", job.get("QOS", "")]
         mode = ask(["sacctmgr", *columns, "format=PreemptMode"]).strip()
         mode = "" if mode.lower() == "cluster" else mode
-    words = {word.upper() for word in (mode or config.get("PreemptMode", "")).split(",")}
-    return ",".join(sorted(words - {"GANG", "WITHIN"}))
+    return (mode or config.get("PreemptMode", "")).upper().split(",")

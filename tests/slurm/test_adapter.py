@@ -328,6 +328,14 @@ def _hit(slurm, job_id):
 # -- the script, with a stand-in for the agent
 
 
+LOAD_STAND_IN = """
+from hpctrain.agent import signals
+signals.install()
+import pathlib, pickle, sys
+sys.exit(pickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())())
+"""
+
+
 class StandIn:
     """What srun starts on each node here: it says where it stands, then does as it is told."""
 
@@ -381,7 +389,13 @@ def submit(tmp_path, token):
         for setting, value in slurm_settings.items():
             setattr(spec.settings.slurm, setting, value)
         spec.dump(run.spec)
-        run.script(token).write_text(render_script(spec, run, token))
+        stand_in = tmp_path / "stand_in.py"
+        stand_in.write_text(LOAD_STAND_IN)
+        stand_in.with_suffix(".pkl").write_bytes(cloudpickle.dumps(StandIn(run.root, script)))
+        text = render_script(spec, run, token)
+        assert text.count(" -m hpctrain.slurm.task ") == 1
+        text = text.replace(" -m hpctrain.slurm.task ", f" {stand_in} ")
+        run.script(token).write_text(text)
         executor = HpctrainExecutor(run.jobs / token, run.script(token))
         return run, executor.submit(StandIn(run.root, script)).job_id
 

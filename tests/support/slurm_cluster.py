@@ -18,7 +18,7 @@ import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from tests.support import processes
 from tests.support.slurm_boot import Daemons, missing, tail, wait_for
@@ -27,6 +27,7 @@ from tests.support.slurm_config import NODES, Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+T = TypeVar("T")
 Record = dict[str, str]
 FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s+[A-Z][\w:/]*=|\s*$)")
 
@@ -79,6 +80,10 @@ class SlurmCluster:
         """Year and month of SLURM's version, such as (22, 5)."""
         year, month = re.findall(r"\d+", self.run("sinfo", "--version", check=True).stdout)[:2]
         return int(year), int(month)
+
+    def by_version(self, facts: dict[tuple[int, int], T]) -> T:
+        """Of facts by the first version that each holds for, the one of this SLURM."""
+        return facts[max(since for since in facts if since <= self.version)]
 
     @property
     def end_in_grace(self) -> tuple[str, str]:

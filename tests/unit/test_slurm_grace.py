@@ -70,7 +70,13 @@ def test_before_slurm_would_hold_the_job_it_does_not_count_on_it(flag, expected)
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("REQUEUE", True), ("GANG,REQUEUE", True), ("CANCEL", False), ("OFF", False)],
+    [
+        ("REQUEUE", True),
+        ("GANG,REQUEUE", True),
+        ("REQUEUE,PRIORITY", True),
+        ("CANCEL", False),
+        ("OFF", False),
+    ],
 )
 def test_the_partition_says_what_preemption_does(mode, expected):
     assert comes_back(IN_GRACE, Slurm(partition=mode)) is expected

@@ -214,10 +214,26 @@ def test_odd_values_reach_srun_unchanged(tmp_path):
 
     args = (tmp_path / "args").read_text().split("\0")
     assert ODD in args
-    assert args[-2].endswith(f"/{ODD_NAME}")
-    assert f"--output={tmp_path}/{ODD_NAME.replace('%', '%%')}/jobs/tok-%t.out" in args
+    assert args[-3].endswith(f"/{ODD_NAME}")
     assert not (tmp_path / "pwned").exists()
     assert script.err == ""
+
+
+def test_where_the_path_has_a_percent_sign_each_task_opens_its_own_file(tmp_path):
+    start_tasks = """
+        while [ "$1" != bash ]; do options+=("$1"); shift; done
+        for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done
+        printf "%s\\n" "${options[@]}" > options
+    """
+    script = Script(tmp_path, start_tasks)
+    script.command("python", 'printf "%s\\n" "$SLURM_PROCID: $*"')
+
+    script.start().wait()
+
+    assert "--output" not in (tmp_path / "options").read_text()
+    for task in (0, 1):
+        output = tmp_path / ODD_NAME / "jobs" / f"tok-{task}.out"
+        assert output.read_text().startswith(f"{task}: -P -u -m hpctrain.slurm.task")
 
 
 def test_one_task_per_node_is_started(tmp_path):
@@ -287,6 +303,6 @@ def test_hand_written_script_uses_the_same_body(tmp_path):
     assert script.start().wait() == 0
 
     args = (tmp_path / "args").read_text().split("\0")
-    assert args[-2] == str(run)
+    assert args[-3] == str(run)
     assert f"--output={run}/jobs/job-7-%t.out" in args
     assert script.calls.read_text().splitlines()[-1].endswith(f"after {run}  --rc 0 --term 0")
