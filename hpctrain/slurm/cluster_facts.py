@@ -87,6 +87,9 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         found = [_with_preemption(one, record, records, by_name)
                  for one, record in zip(found, records, strict=True)]  # fmt: skip
     expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
+    # since 25.11
+    words = settings.get("SchedulerParameters", "")
+    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire
     signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
     requeue = settings.get("JobRequeue")
     kill_wait = parse_config_seconds(config, "KillWait")
@@ -99,7 +102,7 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         job_requeue=None if requeue is None else requeue == "1",
         kill_wait_s=None if kill_wait is None else int(kill_wait),
         send_user_signal="send_user_signal" in signal_words,
-        requeue_wait_s=1 + (int(expire[1]) if expire else CRED_EXPIRE_S),
+        requeue_wait_s=1 + (int(delay[1]) if delay else CRED_EXPIRE_S),
         select_type=settings.get("SelectType", ""),
         has_gpus="gpu" in settings.get("GresTypes", "").split(","),
     )
@@ -153,8 +156,14 @@ def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
         differing=", ".join(_spread(what, found) for what, found in sets if len(found) > 1),
         grace_s=_number(record.get("GraceTime", "")) or 0,
         qos="" if record.get("QoS", "N/A") in _UNLIMITED else record["QoS"],
-        exclusive=record.get("OverSubscribe", "").startswith("EXCLUSIVE"),
+        exclusive=_is_exclusive(record),
     )
+
+
+def _is_exclusive(record: Record) -> bool:
+    """Whether jobs get whole nodes; since 26.05 a word of its own says so."""
+    shared, alone = record.get("OverSubscribe", ""), record.get("Exclusive", "")
+    return shared.startswith("EXCLUSIVE") or alone in {"NODE", "TOPO"}
 
 
 def _spread(what: str, found: set[int]) -> str:

@@ -25,6 +25,7 @@ _WHOLE_LINE = frozenset(
         "StdErr",
         "StdIn",
         "StdOut",
+        "SubmitLine",
         "SystemComment",
         "WorkDir",
     }

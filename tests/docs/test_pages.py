@@ -96,3 +96,13 @@ def _architecture():
 
 def _layers(text):
     return [sorted(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def test_every_fact_about_slurm_stands_in_the_table_of_versions():
+    text = (TOP / "tests" / "slurm" / "test_cluster_facts.py").read_text()
+
+    rows = table(DOCS / "slurm-versions.md", "what SLURM does")
+
+    assert sorted(test for _, _, test in rows) == sorted(
+        re.findall(r"^def test_(\w+)", text, re.MULTILINE)
+    )

@@ -46,6 +46,11 @@ def written(found, tmp_path, name="mine"):
     return load_site(str(path), environ={})
 
 
+def test_a_requeue_waits_as_long_as_slurm_says():
+    assert facts().requeue_wait_s == 6
+    assert facts(CONFIG + "SchedulerParameters = defer,requeue_delay=30\n").requeue_wait_s == 31
+
+
 def test_the_draft_of_a_real_cluster_loads_and_has_its_preemption_right(tmp_path):
     site = written(facts(), tmp_path)
 
