@@ -87,3 +87,36 @@ def _signal_if_rank(pid):
 
     if any("/rank-" in path for path in processes.open_files(pid)):
         os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.every_slurm
+def test_a_start_after_the_end_leaves_at_once_and_does_nothing(slurm, tmp_path):
+    """A job that cannot tell SLURM that its run is over, after a requeue that SLURM remembers."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(
+        '#!/bin/sh\ncase "$*" in *Requeue=0* | "show partition"*) exit 1 ;; esac\n'
+        f'PATH=${{PATH#{scontrol.parent}:}} exec scontrol "$@"\n'
+    )
+    scontrol.chmod(0o755)
+    settings = {
+        "train.steps": 30,
+        "train.step_delay_s": 0.2,
+        "slurm.setup": [f"export PATH={scontrol.parent}:$PATH"],
+    }
+    run = submit(slurm, tmp_path, "--nodes=1", "--partition=grace", "--time=10", sets=settings)
+    run.wait_step(3)
+    urgent = slurm.submit_urgent(4)
+    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.cancel(urgent)
+    run.wait_done()
+
+    since_24_05 = slurm.version >= (24, 5)
+    assert slurm.job(run.job_id)["Restarts"] == ("2" if since_24_05 else "1")
+    assert run.ends() == [("preempted", "requeue"), ("completed", "stop")]
+    assert [e.data["by"] for e in run.events("requeued")] == ["agent"]
+    left = [e.data["why"] for e in run.events("orphan_left")]
+    assert left == [f"job {run.job_id} has ended the run (completed); it does not start again"] * (
+        since_24_05
+    )
+    assert run.status()["state"] == "done"
