@@ -69,9 +69,12 @@ inside() {
 }
 
 build() {
-  local version=$1 suite=$2 root=$3 source
+  local version=$1 suite=$2 root=$3 source http_proxy=${http_proxy-} https_proxy=${https_proxy-}
   source=$(mirror)
+  [ -n "$source" ] || { apt-get update -q && source=$(mirror); }
   [ -n "$source" ] || fail 3 "no SLURM $version: this machine's apt knows no archive of Debian"
+  eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
+  export http_proxy https_proxy # debootstrap has no word of apt's
   debootstrap --variant=minbase "$suite" "$root" "$source"
   pass_on_apt "$root"
   printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d" # the tests start the daemons
@@ -160,7 +163,7 @@ enter() {
   bind "$work" "$root/tmp"
   top=$(git -C "$here" rev-parse --path-format=absolute --git-common-dir 2>/dev/null || true)
   { python_parts; printf '%s\n' "$here" "$PWD" "$top"; } | sort -u | while read -r part; do
-    [ -z "$part" ] || bind "$part" "$root$part"
+    [ "${part:-/}" = / ] || bind "$part" "$root$part"
   done
   cp -L /etc/resolv.conf "$root/etc/resolv.conf"
   { cat /etc/hosts; echo "127.0.0.1 $(hostname)"; } >"$root/etc/hosts"
