@@ -16,6 +16,7 @@ from hpctrain.checkpoint import manifest as manifests
 from hpctrain.checkpoint import names
 from hpctrain.checkpoint.patience import proves_absence
 from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
+from hpctrain.plain_files import read_plain
 from hpctrain.records import Skipped
 from hpctrain.testing import points
 
@@ -263,6 +264,8 @@ def _listing(run: RunDir) -> list[str]:
 
 def _reason(path: Path) -> str:
     try:
-        return (path / REASON_NAME).read_text(errors="replace").strip()
+        return read_plain(path / REASON_NAME).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):  # died between the move and the note
         return "no reason was left"
+    except OSError as error:
+        return f"the reason cannot be read: {error.strerror}"

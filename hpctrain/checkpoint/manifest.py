@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.checkpoint import fields as fields_of
 from hpctrain.checkpoint import names
 from hpctrain.checkpoint.digest import BLOCK_BYTES, BLOCKS_PREFIX, PREFIX, bytes_digest
 from hpctrain.checkpoint.patience import proves_absence
 from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.plain_files import read_plain
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 FORMAT = 2
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
+MOST_BYTES = 1 << 30
+"""Of a manifest; millions of tensors take less."""
 PINNED_NAME = "PINNED"
 """Made by `checkpoints pin`; not part of what the manifest proves."""
-
-_TENSOR = re.compile(r"([A-Z0-9_]+)\[([0-9,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def parse(content: bytes) -> Manifest:
 def _read(path: Path) -> bytes:
     try:
         points.reach("read.manifest", path=path, step=names.parse_step(path.parent.name))
-        return path.read_bytes()
+        return read_plain(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise TornCheckpoint("manifest is missing") from None
     except OSError as error:
@@ -199,25 +200,21 @@ def _built(raw: dict[str, Any]) -> Manifest:
     known = {f.name for f in fields(Manifest)}
     values = {key: value for key, value in raw.items() if key in known}
     try:
-        values["files"] = [
-            FileEntry(str(file["name"]), int(file["size"]), str(file["digest"]))
-            for file in raw["files"]
+        fields_of.require(values)
+        values["files"] = [FileEntry(*fields_of.file_of(file)) for file in raw["files"]]
+        values["tensors"] = [
+            TensorEntry(name, *fields_of.tensor_of(name, text))
+            for name, text in raw["tensors"].items()
         ]
-        values["tensors"] = [_tensor(name, text) for name, text in raw["tensors"].items()]
         manifest = Manifest(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise TornCheckpoint(f"manifest lacks something: {error}") from error
+    except ValueError as error:
+        raise TornCheckpoint(f"manifest is not as hpctrain writes it: {error}") from error
     problem = files_problem(manifest.files)
     if problem:
         raise TornCheckpoint(problem)
     return manifest
-
-
-def _tensor(name: str, text: str) -> TensorEntry:
-    match = _TENSOR.fullmatch(text)
-    if not match:
-        raise ValueError(f"tensor {name} has {text!r} for its dtype and shape")
-    return TensorEntry(name, match[1], tuple(int(size) for size in match[2].split(",") if size))
 
 
 def files_problem(files: list[FileEntry]) -> str | None:
@@ -244,6 +241,12 @@ def _body(manifest: Manifest) -> bytes:
     del raw["self_digest"]
     raw["tensors"] = {entry.name: entry.text for entry in manifest.tensors}
     _require_string_keys(raw, "manifest")
+    try:
+        fields_of.require(raw)
+        for entry in manifest.tensors:
+            fields_of.tensor_of(entry.name, entry.text)
+    except ValueError as error:  # it would be committed, and never loaded
+        raise CheckpointError(f"manifest of step {manifest.step}: {error}") from error
     try:
         text = json.dumps(raw, indent=1)
     except (TypeError, ValueError) as error:

@@ -14,6 +14,7 @@ from hpctrain.checkpoint import find
 from hpctrain.checkpoint.commit import flush_directory
 from hpctrain.checkpoint.manifest import PINNED_NAME
 from hpctrain.errors import CheckpointError, NotFound
+from hpctrain.plain_files import read_plain
 from hpctrain.rundir.fence import run_lock
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def one_line(text: str) -> str:
 def reason_of(path: Path) -> str:
     """What a pin says; nothing where it was made without a word."""
     try:
-        return one_line((path / PINNED_NAME).read_text(errors="replace"))
+        return one_line(read_plain(path / PINNED_NAME).decode(errors="replace"))
     except OSError as error:  # it is pinned all the same
         return f"the reason cannot be read: {error.strerror}"
 

@@ -291,3 +291,20 @@ def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
         find.choose(run, at_step=1000)
     assert retention.remove(run, [2000], force=True) == [2000]
     assert find.choose(run, at_step=1000).found.step == 1000
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "PINNED", "SET-ASIDE.txt"])
+def test_a_fifo_in_a_files_place_is_waited_for_by_nobody(run, attempt, name):
+    (path,) = support.save(run, attempt, 1000)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+
+    if name == MANIFEST_NAME:
+        with pytest.raises(FileSystemFault, match="not an ordinary file"):
+            find.look(run, 1000)
+        assert find.glance(run, 1000).state == "unreadable"
+        return
+    assert "not an ordinary file" in pins.reason_of(path) or name != "PINNED"
+    path.rename(path.with_name("step-0000001000.set-aside-1"))
+    (aside,) = find.set_aside(run)
+    assert aside.reason in {"no reason was left", "the reason cannot be read: not an ordinary file"}
