@@ -3,6 +3,7 @@
 The scheduler is asked. Runs in node 0's agent only. The decision is written into the ledger before
 it is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed;
 where it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`).
+Where it could not be written, on a full disk, it is carried out all the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpctrain.ledger.causes import EndCause, told_in
 from hpctrain.ledger.fields import count
 from hpctrain.ledger.values import member
 from hpctrain.plain_files import read_plain
-from hpctrain.plan.budget import allow
+from hpctrain.plan.budget import EXIT_STOPPED, allow
 from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
 from hpctrain.plan.user_error import is_users
 from hpctrain.records import EndReason, Next, StopCause
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 OUTCOME = "outcome.json"
 """Written by rank 0 into the attempt's directory when it leaves: {"outcome", "step", "cause"}."""
+_FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
+"""Ends that come at the scheduler's pace. A requeue after another one that could not be written
+down, and so is not counted, is left to the batch side, which pauses first."""
 
 
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
@@ -133,7 +137,7 @@ class Aftermath:
             reason = self._control.previous_end()
         if reason is not EndReason.UNKNOWN:  # a scheduler that tells nothing is asked once only
             ended_at = self._control.previous_stop()
-        ledger.append(
+        ledger.record(
             self._run,
             "attempt_ended",
             attempt=fence.number,
@@ -191,7 +195,7 @@ class Aftermath:
     def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""
         if not self._is_current(attempt):
-            ledger.append(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
+            ledger.record(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
             return 0  # a zombie must not requeue the job that took over
         left = read_outcome(self._run, attempt)
         outcome = self._outcome(attempt, end, watch, left)
@@ -208,7 +212,7 @@ class Aftermath:
             why = f"no sign of life from {names}; {end.why}"
             reason = EndReason.NODE_FAILED if reason is EndReason.CRASHED else reason
         if reason is EndReason.COMPLETED and left.get("outcome") != "done":
-            ledger.append(self._run, "done", attempt=attempt, step=left.get("step"))
+            ledger.record(self._run, "done", attempt=attempt, step=left.get("step"))
         if end.failure is not None and outcome in {"crashed", "storage_failed", "user_error"}:
             self._record_failure(attempt, end.failure)
         return self._carry_out(attempt, reason, following, facts, why)
@@ -288,18 +292,20 @@ class Aftermath:
                 self._record_end(attempt, reason, Next.STOP, facts, why)
                 self._stop_for_good(attempt, reason.value, verdict.exit_code, verdict.why)
                 return verdict.exit_code
-        self._record_end(attempt, reason, following, facts, why)
+        recorded = self._record_end(attempt, reason, following, facts, why)
         if reason is EndReason.USER_ERROR:
             self._stop_for_good(attempt, reason.value, code, why)
-        if following is Next.REQUEUE:
+        if following is Next.STOP and not recorded:
+            return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
+        if following is Next.REQUEUE and (recorded or reason in _FROM_OUTSIDE):
             self._requeue(attempt)
             self._exclude(attempt, without)
         elif following is Next.LEAVE:
-            ledger.append(self._run, "requeued", attempt=attempt, by="scheduler")
+            ledger.record(self._run, "requeued", attempt=attempt, by="scheduler")
         return code
 
     def _stop_for_good(self, attempt: int, reason: str, code: int, why: str) -> None:
-        ledger.append(
+        ledger.record(
             self._run, "run_stopped", attempt=attempt, reason=reason, exit_code=code, detail=why
         )
 
@@ -307,9 +313,9 @@ class Aftermath:
         try:
             self._control.requeue()
         except ClusterError as error:
-            ledger.append(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
+            ledger.record(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
             return
-        ledger.append(self._run, "requeued", attempt=attempt, by="agent")
+        ledger.record(self._run, "requeued", attempt=attempt, by="agent")
 
     def _exclude(self, attempt: int, nodes: Sequence[str]) -> None:
         """Where it does not work the job may get the same nodes again, and looks at them again."""
@@ -318,9 +324,9 @@ class Aftermath:
         try:
             self._control.exclude(nodes)
         except ClusterError as error:
-            ledger.append(self._run, "exclude_failed", attempt=attempt, why=str(error))
+            ledger.record(self._run, "exclude_failed", attempt=attempt, why=str(error))
             return
-        ledger.append(self._run, "excluded", attempt=attempt, nodes=list(nodes))
+        ledger.record(self._run, "excluded", attempt=attempt, nodes=list(nodes))
 
     def _is_current(self, attempt: int) -> bool:
         """Whether no newer attempt has taken the run over."""
@@ -336,7 +342,7 @@ class Aftermath:
     def _record_failure(self, attempt: int, failure: FailureReport | None) -> None:
         if failure is None:
             return
-        ledger.append(
+        ledger.record(
             self._run,
             "failure",
             attempt=attempt,
@@ -350,8 +356,8 @@ class Aftermath:
 
     def _record_end(
         self, attempt: int, reason: EndReason, following: Next, facts: JobFacts | None, why: str
-    ) -> None:
-        ledger.append(
+    ) -> bool:
+        return ledger.record(
             self._run,
             "attempt_ended",
             attempt=attempt,

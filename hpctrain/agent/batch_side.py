@@ -7,6 +7,8 @@ agent was left to do it. Standard library only, so that it starts within KillWai
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.errors import ClusterError
 from hpctrain.ledger import events as ledger
 from hpctrain.modes import follow_folder
-from hpctrain.plan.budget import allow
+from hpctrain.plan.budget import EXIT_STOPPED, allow
 from hpctrain.plan.decide import decide
 from hpctrain.records import EndReason, Next, StopCause
 from hpctrain.rundir.fence import read_fence, take_attempt
@@ -23,6 +25,7 @@ from hpctrain.rundir.owner import job_spec
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
 
     from hpctrain.plan.decide import Outcome
     from hpctrain.records import JobControl, JobFacts
@@ -30,6 +33,13 @@ if TYPE_CHECKING:
 
 EXIT_TRY_LATER = 75
 SUBMISSIONS = frozenset({"submit_intent", "submitted"})
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
+"""Before a requeue that no budget counts, since it could not be written down; twice as long after
+each restart of the job, so that a full disk makes no crash loop."""
+SPARE_END_S = 60.0
+"""A job that pauses must be requeued before its time is over."""
+UNREAD_S, READ_AGAIN_S = 60.0, 2.0
+"""How long a file system is waited for that does not give the ledger, and how often it is asked."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,76 @@ class Start:
     """Whether SIGTERM came to the batch shell."""
     start_time: float | None = None
     """When the scheduler began it, seconds since the epoch; None where unknown."""
+    end_time: float | None = None
+    """When the scheduler will end it; None where unknown."""
+
+    def pause_s(self) -> float:
+        """Seconds to wait before a requeue that cannot be counted.
+
+        None of them after SIGTERM: SIGKILL is near, and what ends a job so comes at its own pace.
+        """
+        if self.term:
+            return 0.0
+        pause: float = min(FIRST_PAUSE_S * 2 ** min(self.restarts, 10), LONGEST_PAUSE_S)
+        if self.end_time is not None:
+            pause = min(pause, self.end_time - SPARE_END_S - time.time())
+        return max(pause, 0.0)
+
+
+def finish(
+    run: RunDir, start: Start, control: JobControl, sleep: Callable[[float], None] = time.sleep
+) -> int:
+    """Finish what the agents of this start began, and tell of it; returns the job's exit code.
+
+    Also where the run's files cannot be read: then the scheduler's word alone decides.
+    """
+    deadline = time.monotonic() + (0.0 if start.term else UNREAD_S)
+    while True:
+        try:
+            side = BatchSide(run, start, control, sleep)
+            code = side.finish()
+            break
+        except OSError as error:
+            print(f"hpctrain: {run.root} cannot be read: {error}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                return _without_ledger(start, control, sleep)
+        sleep(READ_AGAIN_S)
+    side.wait_told()
+    return code
+
+
+def _without_ledger(start: Start, control: JobControl, sleep: Callable[[float], None]) -> int:
+    """Requeue where the scheduler's word calls for it.
+
+    If the run was over, the next start sees so in the ledger and ends.
+    """
+    if start.rc == EXIT_STOPPED:
+        return EXIT_STOPPED
+    cause = StopCause.TERM if start.term else None
+    try:
+        facts = control.facts()
+        _, following = decide(facts, start.restarts, cause, "killed" if cause else "crashed")
+        if following is Next.REQUEUE:
+            sleep(start.pause_s())
+            control.requeue()
+    except ClusterError as error:
+        print(f"hpctrain: the job is not requeued: {error}", file=sys.stderr, flush=True)
+        return EXIT_TRY_LATER
+    return 1 if following is Next.STOP else 0
 
 
 class BatchSide:
     """The end of one start of a job, seen from its batch script."""
 
-    def __init__(self, run: RunDir, start: Start, control: JobControl) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        start: Start,
+        control: JobControl,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         follow_folder(run.root)
+        self._sleep = sleep
         self._run = run
         self._start = start
         self._control = control
@@ -94,6 +167,8 @@ class BatchSide:
         end = self._last("attempt_ended", attempt)
         following = Next(end["next"]) if end else None
         if end is None or following in {Next.ASK_BATCH, Next.RESTART}:
+            if self._start.rc == EXIT_STOPPED:  # decided by the agent, which could not write it
+                return EXIT_STOPPED
             return self._decide(attempt)
         if following is Next.REQUEUE:
             return 0 if self._last("requeued", attempt) is not None else self._requeue(attempt)
@@ -107,7 +182,8 @@ class BatchSide:
         Where that cannot be said, a start that comes all the same ends itself (`Aftermath`).
         """
         end = self._last("attempt_ended", self._attempt())
-        if not (self._has_left() or (end is not None and end["next"] == Next.STOP)):
+        over = end is not None and end["next"] == Next.STOP
+        if not (over or self._has_left() or self._start.rc == EXIT_STOPPED):
             return
         try:
             self._control.forbid_requeue()
@@ -179,7 +255,9 @@ class BatchSide:
             outcome = said
         return cause, outcome
 
-    def _carry_out(self, attempt: int, reason: EndReason, following: Next, facts: JobFacts) -> int:
+    def _carry_out(
+        self, attempt: int | None, reason: EndReason, following: Next, facts: JobFacts
+    ) -> int:
         if following in {Next.REQUEUE, Next.LEAVE}:
             before = [e for e in self._events if not _is_end_of(e, attempt)]
             verdict = allow(before, reason, job_spec(self._run).settings.budget)
@@ -187,14 +265,17 @@ class BatchSide:
                 self._record_end(attempt, reason, Next.STOP, facts)
                 self._stop_for_good(attempt, reason, verdict.exit_code, verdict.why)
                 return verdict.exit_code
-        self._record_end(attempt, reason, following, facts)
+        recorded = self._record_end(attempt, reason, following, facts)
         if following is Next.REQUEUE:
+            if not recorded:
+                self._sleep(self._start.pause_s())
             return self._requeue(attempt)
         if following is Next.LEAVE:
             self._append("requeued", attempt, by="scheduler")
             return 0
         if reason is EndReason.COMPLETED and self._last("done", attempt) is None:
-            self._append("done", attempt, step=last_step(self._events, attempt))
+            step = None if attempt is None else last_step(self._events, attempt)
+            self._append("done", attempt, step=step)
         if reason is EndReason.USER_ERROR:
             self._stop_for_good(attempt, reason, 1, self._detail())
         return self._exit_code(attempt, reason)
@@ -208,9 +289,17 @@ class BatchSide:
         self._append("requeued", attempt, by="batch")
         return 0
 
-    def _take_attempt(self) -> int:
-        """A number for a start in which no agent came so far, so that it counts and can be seen."""
-        taken = take_attempt(self._run, job_id=self._start.job_id, restarts=self._start.restarts)
+    def _take_attempt(self) -> int | None:
+        """A number for a start in which no agent came so far, so that it counts and can be seen.
+
+        None where there is no room for it.
+        """
+        start = self._start
+        try:
+            taken = take_attempt(self._run, job_id=start.job_id, restarts=start.restarts)
+        except OSError as error:
+            print(f"hpctrain: this start is not counted: {error}", file=sys.stderr, flush=True)
+            return None
         self._append(
             "attempt_started",
             taken.number,
@@ -224,9 +313,11 @@ class BatchSide:
         return taken.number
 
     def _record_end(
-        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts
-    ) -> None:
-        self._append(
+        self, attempt: int | None, reason: EndReason, following: Next, facts: JobFacts
+    ) -> bool:
+        if attempt is None:
+            return False
+        return self._append(
             "attempt_ended",
             attempt,
             reason=reason.value,
@@ -240,7 +331,7 @@ class BatchSide:
     def _detail(self) -> str:
         return f"decided by the batch side: srun ended with exit code {self._start.rc}"
 
-    def _stop_for_good(self, attempt: int, reason: EndReason, code: int, why: str) -> None:
+    def _stop_for_good(self, attempt: int | None, reason: EndReason, code: int, why: str) -> None:
         self._append("run_stopped", attempt, reason=reason.value, exit_code=code, detail=why)
 
     def _exit_code(self, attempt: int | None, reason: EndReason) -> int:
@@ -256,13 +347,18 @@ class BatchSide:
             e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in self._events
         )
 
-    def _append(self, kind: str, attempt: int | None, **fields: object) -> None:
+    def _append(self, kind: str, attempt: int | None, **fields: object) -> bool:
+        """Write a fact down; one that has no room on the disk counts here all the same."""
         if kind in {"attempt_started", "requeued"}:
             fields |= {"job_id": self._start.job_id, "restarts": self._start.restarts}
-        ledger.append(self._run, kind, attempt=attempt, **fields)
-        self._events = ledger.read(self._run)
+        recorded = ledger.record(self._run, kind, attempt=attempt, **fields)
+        if recorded:
+            self._events = ledger.read(self._run)
+        else:
+            self._events.append(ledger.Event(time.time(), kind, attempt, dict(fields)))
+        return recorded
 
 
-def _is_end_of(event: ledger.Event, attempt: int) -> bool:
+def _is_end_of(event: ledger.Event, attempt: int | None) -> bool:
     """Whether this is the (first) end of the attempt; the budget is asked without it."""
     return event.kind == "attempt_ended" and event.attempt == attempt

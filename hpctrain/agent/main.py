@@ -53,7 +53,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     if first:
         aftermath.bury_the_dead()
         if why := aftermath.is_over():
-            ledger.append(run, "orphan_left", job_id=context.job_id, why=why)
+            ledger.record(run, "orphan_left", job_id=context.job_id, why=why)
             print(f"hpctrain: {why}", flush=True)
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.

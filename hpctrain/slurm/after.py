@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.batch_side import Start, finish
 from hpctrain.rundir.layout import RunDir
 from hpctrain.slurm.control import SlurmControl
-from hpctrain.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, own_start
+from hpctrain.slurm.environment import KILL_WAIT_S, own_end, own_job_id, own_restarts, own_start
 from hpctrain.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         rc=rc,
         term=term,
         start_time=own_start(env),
+        end_time=own_end(env),
     )
     kill_wait_s = float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S)
     control = SlurmControl(
@@ -36,7 +37,4 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         nodes=start.nodes,
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
-    side = BatchSide(RunDir(Path(root)), start, control)
-    code = side.finish()
-    side.wait_told()
-    return code
+    return finish(RunDir(Path(root)), start, control)

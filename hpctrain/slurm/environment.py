@@ -36,7 +36,6 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         nodes = expand_nodes(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
         raise ClusterError(f"{error}: nobody can say which nodes the job has") from None
-    end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
     return JobContext(
         job_id=job_id,
         restarts=restarts,
@@ -45,7 +44,7 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         master_addr=master_addr(env, nodes),
         port=int(env.get("HPCTRAIN_PORT") or first_port(job_id, restarts)),
         token=env.get("HPCTRAIN_TOKEN", ""),
-        end_time=float(end) if end else None,
+        end_time=own_end(env),
         kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
         start_time=own_start(env),
     )
@@ -67,6 +66,12 @@ def own_start(env: Mapping[str, str]) -> float | None:
     """When SLURM began this start of the job: what slurmctld said, else SLURM's own variable."""
     begun = env.get("HPCTRAIN_JOB_START") or env.get("SLURM_JOB_START_TIME")
     return float(begun) if begun else None
+
+
+def own_end(env: Mapping[str, str]) -> float | None:
+    """When SLURM will end this start of the job: what slurmctld said, else SLURM's own variable."""
+    end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
+    return float(end) if end else None
 
 
 def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:

@@ -6,9 +6,13 @@ handlers stand before anything that takes time is imported.
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from hpctrain.agent import signals
+
+OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
+"""What a full or failing file system says: no bug of ours, whose traceback would tell something."""
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +36,11 @@ def main(argv: list[str]) -> int:
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        print(f"hpctrain: error: {folder}: {error}", file=sys.stderr, flush=True)
+        return HpctrainError.exit_code
 
 
 if __name__ == "__main__":

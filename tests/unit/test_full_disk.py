@@ -6,8 +6,14 @@ import json
 
 import pytest
 
+from hpctrain.agent.aftermath import Aftermath
+from hpctrain.agent.batch_side import BatchSide, Start, finish
+from hpctrain.agent.node import RoundEnd
 from hpctrain.cli.main import main
 from hpctrain.ledger import events as ledger
+from hpctrain.records import FailureReport, JobContext, JobFacts, StopCause
+from hpctrain.rundir.fence import take_attempt
+from hpctrain.settings.spec import load_spec
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story, local_job
 
@@ -124,3 +130,165 @@ def test_a_fact_that_cannot_be_written_names_the_file(runs):
         ledger.append(run, "steps", first=1, last=1)
 
     assert error.value.filename == str(run.events)
+
+
+# ---- inside the job
+
+
+class Scheduler:
+    """Takes requeues, and tells of the job what it is told to."""
+
+    def __init__(self, facts):
+        self.answer = facts
+        self.requeues = 0
+        self.forbidden = 0
+
+    def facts(self):
+        return self.answer
+
+    def requeue(self):
+        self.requeues += 1
+
+    def forbid_requeue(self):
+        self.forbidden += 1
+
+
+RUNNING = JobFacts("RUNNING", restarts=0)
+PREEMPTED = JobFacts("RUNNING", restarts=0, preempt_time=1.0)
+
+
+@pytest.fixture
+def training(runs):
+    """Attempt 1 in job 7, on a disk that is full by now."""
+    story = Story(runs / "lm", cluster="slurm").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=0).number
+    story.run.attempt(number).mkdir(parents=True)
+    story.started(number, "7").restored(number).add("phase", number, name="first_step")
+    fill(runs)
+    return story.run
+
+
+class Watch:
+    cause = StopCause.TERM
+
+    def is_told_to_stop(self):
+        return self.cause is not None
+
+
+def conclude(run, scheduler, end, cause=None):
+    context = JobContext("7", 0, 0, ["n1", "n2"], "n1", 20000, "tok-1")
+    watch = Watch()
+    watch.cause = cause
+    return Aftermath(run, load_spec(run.spec), context, scheduler).conclude(1, end, watch)
+
+
+def after(run, scheduler, *, rc=0, term=False, restarts=0, slept=None):
+    start = Start("7", restarts, "tok-1", ["n1", "n2"], rc, term)
+    return BatchSide(run, start, scheduler, (slept if slept is not None else []).append).finish()
+
+
+def test_a_preempted_job_is_requeued(training, capsys):
+    scheduler = Scheduler(PREEMPTED)
+
+    assert conclude(training, scheduler, RoundEnd("left"), StopCause.TERM) == 0
+
+    assert scheduler.requeues == 1
+    assert "hpctrain: the ledger misses attempt_ended: " in capsys.readouterr().err
+
+
+def test_a_crash_that_cannot_be_counted_is_requeued_after_a_pause(training):
+    """No budget ends what cannot be counted, so at least it must not spin."""
+    scheduler, slept = Scheduler(RUNNING), []
+    failure = FailureReport(1, "n2", "signal", "killed by SIGKILL")
+
+    assert conclude(training, scheduler, RoundEnd("failed", failure=failure)) == 0
+    assert scheduler.requeues == 0
+    assert after(training, scheduler, slept=slept) == 0
+
+    assert (scheduler.requeues, slept) == (1, [30.0])
+
+
+def test_a_run_that_ends_without_room_for_the_word_stays_over(training):
+    scheduler = Scheduler(RUNNING)
+
+    code = conclude(training, scheduler, RoundEnd("left"))
+
+    assert code == 93
+    assert after(training, scheduler, rc=code) == 93
+    assert (scheduler.requeues, scheduler.forbidden) == (0, 1)
+
+
+@pytest.mark.parametrize(("restarts", "pause_s"), [(0, 30), (1, 60), (4, 480), (5, 900), (99, 900)])
+def test_a_start_for_which_there_is_no_room_comes_again_later_and_later(runs, restarts, pause_s):
+    run = Story(runs / "lm", cluster="slurm").submitted("7").run
+    fill(runs)
+    scheduler, slept = Scheduler(JobFacts("RUNNING", restarts=restarts)), []
+
+    assert after(run, scheduler, rc=1, restarts=restarts, slept=slept) == 0
+
+    assert (scheduler.requeues, slept) == (1, [pause_s])
+
+
+def test_a_cancelled_job_is_not_run_again_either(training):
+    scheduler = Scheduler(JobFacts("COMPLETING", restarts=0))
+
+    assert after(training, scheduler, rc=137) == 1
+
+    assert (scheduler.requeues, scheduler.forbidden) == (0, 1)
+
+
+def test_before_sigkill_there_is_no_pause(training):
+    scheduler, slept = Scheduler(PREEMPTED), []
+
+    assert after(training, scheduler, rc=137, term=True, slept=slept) == 0
+
+    assert (scheduler.requeues, slept) == (1, [0.0])
+
+
+def test_a_pause_ends_before_the_job_does(monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+
+    assert Start("7", 9, "", [], 1, term=False, end_time=1100.0).pause_s() == 40.0
+    assert Start("7", 9, "", [], 1, term=False, end_time=900.0).pause_s() == 0.0
+
+
+def stale(times):
+    """Reads of the ledger fail so often before one succeeds."""
+    left, read = [None] * times, ledger.read
+
+    def failing(run, **more):
+        if left:
+            left.pop()
+            raise OSError(116, "Stale file handle", str(run.events))
+        return read(run, **more)
+
+    return failing
+
+
+def test_a_ledger_that_cannot_be_read_for_a_moment_is_read_again(training, monkeypatch):
+    monkeypatch.setattr(ledger, "read", stale(3))
+    scheduler, slept = Scheduler(RUNNING), []
+
+    code = finish(training, Start("7", 0, "tok-1", ["n1"], 93, term=False), scheduler, slept.append)
+
+    assert (code, slept, scheduler.requeues) == (93, [2.0, 2.0, 2.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "requeues", "code"),
+    [
+        (PREEMPTED, 1, 0),
+        (JobFacts("COMPLETING", restarts=0), 0, 1),
+        (JobFacts("COMPLETING", restarts=1), 0, 0),
+    ],
+)
+def test_where_the_ledger_stays_away_slurms_word_decides(
+    training, monkeypatch, facts, requeues, code
+):
+    monkeypatch.setattr(ledger, "read", stale(1000))
+    scheduler = Scheduler(facts)
+    start = Start("7", 0, "tok-1", ["n1"], 137, term=True)
+
+    assert finish(training, start, scheduler, lambda _: None) == code
+
+    assert scheduler.requeues == requeues
