@@ -212,9 +212,10 @@ def _disk_free(run: RunDir) -> int | None:
 def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
     """The attempt's newest sample of its ranks; only the end of the file is read."""
     from hpctrain.ledger.rank_samples import newest_sample
+    from hpctrain.plain_files import open_plain
 
     try:
-        with run.rank_times(attempt).open("rb") as file:
+        with open_plain(run.rank_times(attempt)) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - RANKS_TAIL_BYTES))
             return newest_sample(file.read(), attempt)

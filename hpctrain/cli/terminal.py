@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
 _OUR_COLOURS = r"\x1b\[(?:[01234]|1;3[1-6]|3[1-6])m"
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
@@ -71,6 +73,13 @@ def draw(stream: TextIO, sequence: str) -> None:
     target.write(sequence)
 
 
+def _show_cleaned(
+    kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    """The traceback of a bug: its message may quote a file too."""
+    sys.stderr.write(clean("".join(traceback.format_exception(kind, error, where))))
+
+
 @contextlib.contextmanager
 def border() -> Iterator[None]:
     """Clean what is printed inside, and print what the terminal has no character for as '?'."""
@@ -82,6 +91,8 @@ def border() -> Iterator[None]:
         stream if isinstance(stream, Cleaned) else cast("TextIO", Cleaned(stream))
         for stream in before
     )
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_cleaned
     try:
         yield
     finally:

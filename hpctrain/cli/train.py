@@ -81,8 +81,8 @@ def command(
     from hpctrain.cli.output import echo_warning
     from hpctrain.rundir.find import runs_root
     from hpctrain.rundir.layout import RunDir
+    from hpctrain.rundir.owner import own_spec
     from hpctrain.settings.mesh_flag import engine_flags
-    from hpctrain.settings.spec import load_spec
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
     from hpctrain.submit.resume import ResumeRequest, change_spec, refuse_alive
@@ -108,7 +108,7 @@ def command(
             raise UsageError(f"{flag} goes with --parity only; leave it out, or add --parity 5")
     if existing is not None and existing.spec.exists():
         request = ResumeRequest(engine_flags(engine, mesh), sets, alone=True)
-        spec, _ = change_spec(load_spec(existing.spec), request)
+        spec, _ = change_spec(own_spec(existing, named=existing.name), request)
         refuse_alive(existing, spec)
         spec, notes = as_own_run(existing, spec)
         for note in notes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import HpctrainError
 from hpctrain.ledger import events as ledger
 from hpctrain.ledger.rank_samples import RankSample, rank_sample
+from hpctrain.plain_files import read_plain
 from hpctrain.plan.interval import Costs, Failures, costs, failures
 from hpctrain.report.history import History, history
 from hpctrain.settings.spec import load_spec
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from hpctrain.ledger.status import RunStatus
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+MOST_BYTES = 1 << 30
+"""Of one attempt's samples."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def _samples(run: RunDir, numbers: Sequence[int]) -> tuple[list[RankSample], lis
     for number in numbers:
         path = run.rank_times(number)
         try:
-            lines = path.read_bytes().splitlines()
+            lines = read_plain(path, MOST_BYTES).splitlines()
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -55,14 +55,14 @@ def distrust(path: Path, *, group: bool = False) -> str:
     return ""
 
 
-def own_spec(run: RunDir, *, named: str, foreign: bool = False) -> Spec:
+def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
     """The spec of a run, once it is certain that nobody else can have written it.
 
     Args:
         run: The run.
         named: How the user named it.
         foreign: Take it whoever wrote it, as the user has asked; the run's path must be given then,
-            so that nothing else is meant.
+            so that nothing else is meant. None for a command that has no such flag.
 
     Raises:
         ChecksFailed: others own the run or can write it.
@@ -74,12 +74,13 @@ def own_spec(run: RunDir, *, named: str, foreign: bool = False) -> Spec:
             raise UsageError(f"--foreign takes the run's path, not {named!r}: {run.root}")
         return load_spec(run.spec)
     # The spec says whether its group may write the rest, so the group may not write the spec.
-    _refuse(run, run.root, group=True)
-    _refuse(run, run.spec)
+    hint = "" if foreign is None else "; if you trust them, name it by its path, with --foreign"
+    _refuse(run, run.root, hint, group=True)
+    _refuse(run, run.spec, hint)
     spec = load_spec(run.spec)
     shared = spec.settings.run.group_writable
     for path in (run.root, run.jobs, run.snapshot):
-        _refuse(run, path, group=shared)
+        _refuse(run, path, hint, group=shared)
     return spec
 
 
@@ -105,16 +106,13 @@ def _refuse_in_job(run: RunDir, path: Path, *, group: bool = False) -> None:
         )
 
 
-def _refuse(run: RunDir, path: Path, *, group: bool = False) -> None:
+def _refuse(run: RunDir, path: Path, hint: str, *, group: bool = False) -> None:
     why = distrust(path, group=group)
     if not why:
         return
-    where = shlex.quote(str(run.root))
-    mend = "" if why.startswith("belongs") else f"`chmod -R go-w {where}` mends it; "
-    raise ChecksFailed(
-        f"{path} {why}: who can write a run decides what it runs as you; {mend}"
-        f"if you trust them, name it by its path: {where} --foreign"
-    )
+    command = f"; `chmod -R go-w {shlex.quote(str(run.root))}` mends it"
+    mend = "" if why.startswith("belongs") else command
+    raise ChecksFailed(f"{path} {why}: who can write a run decides what it runs as you{mend}{hint}")
 
 
 def _user(uid: int) -> str:

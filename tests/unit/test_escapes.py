@@ -101,6 +101,13 @@ def test_what_the_terminal_has_no_character_for_is_a_question_mark(run):
     assert b"returned: 0" in got
 
 
+def test_a_bugs_traceback_is_cleaned_too():
+    code = "from hpctrain.cli.terminal import border\nwith border(): raise ValueError('\\x1b[2J')"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stderr.endswith("ValueError: ?[2J\n")
+
+
 def test_an_ascii_terminal_is_no_way_round(run):
     got = _on_a_terminal([f"events\1{run.root}"], PYTHONIOENCODING="ascii")
     assert b"Traceback" not in got

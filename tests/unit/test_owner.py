@@ -41,6 +41,15 @@ def test_a_run_that_others_can_write_is_refused(run, part, bit, who):
         own_spec(run, named="lm")
 
 
+def test_a_command_without_the_flag_does_not_offer_it(run):
+    run.spec.chmod(0o666)
+    with pytest.raises(ChecksFailed) as refused:
+        own_spec(run, named="lm")
+    assert "--foreign" not in str(refused.value)
+    with pytest.raises(ChecksFailed, match="with --foreign"):
+        own_spec(run, named="lm", foreign=False)
+
+
 def test_a_foreign_run_is_taken_by_its_path_and_the_flag_alone(run):
     run.root.chmod(0o777)
     with pytest.raises(UsageError, match=f"--foreign takes the run's path, not 'lm': {run.root}"):

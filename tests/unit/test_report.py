@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 from collections import Counter
@@ -605,6 +606,22 @@ def test_what_cannot_be_done_is_one_line(runs, capsys, argv, code, words):
 
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_page_is_written_through_no_link_that_somebody_has_put_there(runs, tmp_path, monkeypatch):
+    (tmp_path / "victim").write_text("kept")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr("secrets.token_hex", lambda _bytes: "guessed")
+    for name in (f".page.html.{os.getpid()}.new", ".page.html.guessed.new"):
+        (shared / name).symlink_to(tmp_path / "victim")
+
+    assert main(["report", "lm-1", "-o", str(shared / "page.html")]) == 2
+    assert (tmp_path / "victim").read_text() == "kept"
+    monkeypatch.undo()
+    monkeypatch.chdir(runs.parent)
+    assert main(["report", "lm-1", "-o", str(shared / "page.html")]) == 0
+    assert (shared / "page.html").read_text().startswith("<!")
 
 
 def test_without_a_screen_open_says_how_to_bring_the_page_home(runs, capsys):
