@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ranks import failure_path
+from hpctrain.plain_files import read_plain
 from hpctrain.records import FailureReport
 
 if TYPE_CHECKING:
@@ -38,11 +39,38 @@ def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list
     reports = []
     for rank, code in exit_codes.items():
         path = failure_path(attempt_dir, rank)
-        if path.exists():
-            reports.append(FailureReport(**json.loads(path.read_text())))
-        else:
-            reports.append(_from_exit_code(rank, code, node))
+        try:
+            reports.append(FailureReport(**json.loads(read_plain(path))))
+        except (OSError, ValueError, TypeError) as error:
+            report = _from_exit_code(rank, code, node)
+            whole = isinstance(error, FileNotFoundError)
+            report.summary += "" if whole else f"; its own report {path.name} is not whole"
+            reports.append(_with_torchs(report, torch_error_path(attempt_dir, rank)))
     return reports
+
+
+def torch_error_path(attempt_dir: Path, rank: int) -> Path:
+    """Where torch's `@record` leaves what a rank has raised.
+
+    torch's agent must not read it: it dies of one that is not whole.
+    """
+    return attempt_dir / f"torch-error-{rank}.json"
+
+
+def _with_torchs(report: FailureReport, path: Path) -> FailureReport:
+    """A report with what `@record` has left, whole or told as not whole."""
+    try:
+        message = json.loads(read_plain(path))["message"]
+        if isinstance(message, dict):
+            report.traceback = str(message["extraInfo"]["py_callstack"])
+            message = message["message"]
+    except FileNotFoundError:
+        return report
+    except (OSError, ValueError, LookupError, TypeError):
+        report.summary += f"; its error file {path.name} is not whole"
+        return report
+    report.summary += f"; {' '.join(str(message).split())}"
+    return report
 
 
 def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:

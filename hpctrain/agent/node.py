@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from hpctrain.agent.failure import collect, first_causal
+from hpctrain.agent.failure import collect, first_causal, torch_error_path
 from hpctrain.agent.log_clock import LogClock
 from hpctrain.agent.notify import telling
 from hpctrain.agent.orphans import Orphans
@@ -106,14 +106,12 @@ class NoRedirect(LogsSpecs):
         self._dir = attempt_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """No redirection; torch's own error files beside ours."""
+        """No redirection; ranks leave torch's error files beside ours, and we read them."""
         empty = dict.fromkeys(envs, "")
-        errors = {
-            rank: str(self._dir / f"torch-error-{env['RANK']}.json") for rank, env in envs.items()
-        }
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
-        return LogsDest(dict(empty), dict(empty), {}, {}, errors)
+        for env in envs.values():
+            path = torch_error_path(self._dir, int(env["RANK"]))
+            env["TORCHELASTIC_ERROR_FILE"] = str(path)
+        return LogsDest(dict(empty), dict(empty), {}, {}, dict.fromkeys(envs, os.devnull))
 
     @property
     def root_log_dir(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import nsys, signals
+from hpctrain.plain_files import replace_text
 from hpctrain.process import die_with_parent, print_to
 from hpctrain.records import FailureReport
 
@@ -107,10 +108,10 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
         time=time.time(),
         exit_code=code if isinstance(code, int) else 1,
     )
-    path = failure_path(attempt_dir, rank)
-    staged = path.with_suffix(".new")
-    staged.write_text(json.dumps(asdict(report)))
-    staged.replace(path)
+    try:
+        replace_text(failure_path(attempt_dir, rank), json.dumps(asdict(report)))
+    except OSError as problem:  # a full disk: the agent tells by the exit code
+        print(f"hpctrain: no report of this failure: {problem}", file=sys.stderr, flush=True)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -138,9 +138,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(_one_line(error), error.exit_code)
     except OSError as error:
         return _fail(_about_file(error), 1)
-    except (click.Abort, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as stop:
+        return _interrupted(stop)
     return result if isinstance(result, int) else 0
+
+
+def _interrupted(stop: BaseException) -> int:
+    if not isinstance(stop.__cause__, EOFError):
+        return EXIT_INTERRUPTED
+    why = str(stop.__cause__) or "it ended without a word"  # click takes a broken pipe for Ctrl-C
+    return _fail(f"a process that this command works with is gone: {why}", 1)
 
 
 def _fail(message: str, code: int) -> int:

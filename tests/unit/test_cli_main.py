@@ -112,6 +112,24 @@ def test_an_interrupt_ends_with_130(command, capsys):
     assert capsys.readouterr().err.strip() == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (EOFError(), "it ended without a word"),
+        (EOFError("the writer is gone"), "the writer is gone"),
+    ],
+)
+def test_the_end_of_a_pipe_is_no_interrupt(command, capsys, error, why):
+    def callback():
+        raise error
+
+    command(callback)
+
+    assert run_main("x") == 1
+    told = capsys.readouterr().err.strip()
+    assert told == f"hpctrain: error: a process that this command works with is gone: {why}"
+
+
 def test_an_exit_code_of_a_command_is_the_programs(command):
     command(lambda: 75)
     assert run_main("x") == 75
