@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import zlib
 
@@ -40,9 +41,18 @@ def free_port(job_id: str, restarts: int) -> int:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    """Whether nobody has the port, over IPv4 or IPv6: of two, clients may reach the other one."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+            probe = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # a kernel without IPv6
+            continue
+        with probe:
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    return False
     return True

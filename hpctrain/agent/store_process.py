@@ -8,7 +8,6 @@ and is a client afterwards, which needs no thread. tests/engines/test_node_agent
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent import signals
 from hpctrain.errors import ClusterError
+from hpctrain.preflight.connection import is_loopback, listen
 from hpctrain.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _store(address: str, port: int) -> Any:
 
     # torch would listen on all of the machine's addresses.
     host = address if is_loopback(address) else ""
-    listening = _listen(host, port)
+    listening = listen(address, port, BACKLOG)
     return TCPStore(
         host or "localhost",
         port,
@@ -113,21 +113,3 @@ def _store(address: str, port: int) -> Any:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if ":" in host:
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG)
-    if host or not socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), backlog=BACKLOG)
-    return socket.create_server(
-        (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
-    )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is of this machine alone."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

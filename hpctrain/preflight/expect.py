@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.preflight.bisect import Limits
@@ -118,6 +118,10 @@ class Order:
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)
+
+    def to_others(self) -> dict[str, Any]:
+        """What the other nodes are told: without an environment, which they find by themselves."""
+        return replace(self, expected=replace(self.expected, env={})).plain()
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> Order:

@@ -1,35 +1,30 @@
 """The nodes come together over TCP: each tells what it has, the first decides, all hear it.
 
 Not through the shared directory, which may be what is broken, and not through torch, whose version
-may be. Lines of JSON, so that nothing that is received is run. Every call is bounded in time: a
+may be. Nobody but the job's own nodes is heard (`connection.py`). Every call is bounded in time: a
 node that says nothing is left out from then on and named.
 tests/unit/test_preflight_meeting.py holds the promises.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import json
 import socket
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.preflight.acceptor import HELLO_S, Acceptor
+from hpctrain.preflight.connection import Connection, Stranger, listen
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from io import BufferedReader
 
     Decide = Callable[[dict[int, Any]], Any]
 
-HELLO_S = 5.0
-"""A stranger who connects and says nothing is sent away after so long."""
-HELLO_BYTES = 4096
 RETRY_S = 0.05
 PINGS = 5
 BACKLOG = 1024
-TELL_S = 10.0
 MARGIN_S = 5.0
 """How much longer than the first node the others wait for its word."""
 
@@ -51,39 +46,6 @@ class Skew:
     bound_s: float
 
 
-class _Line:
-    """One connection that speaks in lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        self._reader: BufferedReader = connection.makefile("rb")
-
-    def tell(self, value: Any) -> None:
-        self._connection.settimeout(TELL_S)
-        self._connection.sendall(json.dumps(value).encode() + b"\n")
-
-    def hear(self, timeout_s: float, limit: int = -1) -> Any:
-        """The next line.
-
-        Raises:
-            OSError: none came in time, or the other end has gone; the line is of no use any more.
-        """
-        self._connection.settimeout(max(timeout_s, 0.001))
-        line = self._reader.readline(limit)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the other end has gone")
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise ConnectionError("the other end does not speak JSON") from None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._reader.close()
-            self._connection.close()
-
-
 class Host:
     """The first node's end.
 
@@ -91,16 +53,24 @@ class Host:
         missing: Ranks that never came, or were not heard in time, to why.
     """
 
-    def __init__(self, size: int, port: int, key: str, timeout_s: float) -> None:
+    def __init__(
+        self, size: int, port: int, key: str, timeout_s: float, *, address: str = ""
+    ) -> None:
         """Wait until every other node is there, at most so long.
+
+        Args:
+            size: Number of nodes.
+            port: Where they meet.
+            key: The job's secret, which every node proves to know.
+            timeout_s: So long.
+            address: Of this node, as the others reach it.
 
         Raises:
             OSError: the port is taken.
         """
         self.missing: dict[int, str] = {}
-        self._members: dict[int, _Line] = {}
-        with socket.create_server(("", port), backlog=BACKLOG) as server:
-            self._admit(server, size, key, time.monotonic() + timeout_s)
+        with listen(address, port, BACKLOG) as server:
+            self._members = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
         for rank in range(1, size):
             if rank not in self._members:
                 self.missing[rank] = f"did not connect in {timeout_s:g} s"
@@ -112,21 +82,6 @@ class Host:
     def __exit__(self, *_: object) -> None:
         """Let all go."""
         self.close()
-
-    def _admit(self, server: socket.socket, size: int, key: str, deadline: float) -> None:
-        while len(self._members) < size - 1 and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                line = _Line(server.accept()[0])
-            except TimeoutError:
-                return
-            try:
-                hello = line.hear(min(HELLO_S, max(left, 0.1)), HELLO_BYTES)
-                rank = _rank(hello, key, size)
-            except (OSError, ValueError, TypeError, KeyError):
-                line.close()  # a port scanner, or another job's node
-                continue
-            self._members[rank] = line
 
     def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
         """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
@@ -147,12 +102,12 @@ class Host:
         if answer is None:
             return None
         took = time.monotonic() - mark
-        return Skew(round(float(answer) - (began + took / 2), 6), round(took / 2, 6))
+        return Skew(round(answer - (began + took / 2), 6), round(took / 2, 6))
 
     @staticmethod
-    def _asked(line: _Line, what: str) -> Any:
+    def _asked(line: Connection, what: str) -> float:
         line.tell({"ask": what})
-        return line.hear(HELLO_S)
+        return float(line.hear(HELLO_S))
 
     def agree(self, mine: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
@@ -165,7 +120,7 @@ class Host:
         deadline = time.monotonic() + timeout_s
         values = {0: mine}
         for rank, line in list(self._members.items()):
-            heard = self._with(rank, partial(line.hear, deadline - time.monotonic()))
+            heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
             if heard is not None:
                 values[rank] = heard["value"]
         answer = decide(values)
@@ -177,7 +132,7 @@ class Host:
         """What `act` returns; a node with which it fails is left out from here on."""
         try:
             return act()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             self._members.pop(rank).close()
             silent = isinstance(error, TimeoutError)
             self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
@@ -200,15 +155,13 @@ class Member:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            try:
-                connection = socket.create_connection((address, port), timeout=HELLO_S)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise Alone(f"{address} port {port} cannot be reached: {error}") from None
+            found = _meet(rank, address, port, key)
+            if isinstance(found, Connection):
+                self._line = found
+                return
+            if time.monotonic() > deadline:
+                raise Alone(f"{address} port {port} {found}")
             time.sleep(RETRY_S)
-        self._line = _Line(connection)
-        self._line.tell({"key": key, "rank": rank})
 
     def __enter__(self) -> Self:
         """Nothing more: the first node is there."""
@@ -229,7 +182,7 @@ class Member:
             self._line.tell({"value": mine})
             while True:
                 heard = self._line.hear(timeout_s + MARGIN_S)
-                if "answer" in heard:
+                if isinstance(heard, dict) and "answer" in heard:
                     return heard["answer"]
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
@@ -252,13 +205,39 @@ class Member:
         self._line.close()
 
 
-def _rank(hello: dict[str, Any], key: str, size: int) -> int:
-    """Who it is.
+def _value(line: Connection, timeout_s: float) -> dict[str, Any]:
+    """What a node says for its value.
 
     Raises:
-        ValueError: none of ours.
+        OSError: nothing came in time, or nothing that a node says.
     """
-    rank = int(hello["rank"])
-    if not hmac.compare_digest(str(hello["key"]), key) or not 0 < rank < size:
-        raise ValueError("none of ours")
-    return rank
+    heard = line.hear(timeout_s)
+    if not isinstance(heard, dict) or "value" not in heard:
+        raise ConnectionError("it said nothing that a node of this version says")
+    return heard
+
+
+def _meet(rank: int, address: str, port: int, key: str) -> Connection | str:
+    """The connection to the first node, or why there is none yet.
+
+    Each of its addresses is tried: at one of them another may have taken the port.
+    """
+    why = ""
+    try:
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"cannot be reached: {error}"
+    for host in dict.fromkeys(str(place[0]) for *_, place in places):
+        line = None
+        try:
+            line = Connection(socket.create_connection((host, port), timeout=HELLO_S))
+            line.begin(key, rank, HELLO_S)
+        except OSError as error:
+            if line is not None:
+                line.close()
+            strange = isinstance(error, Stranger)
+            said = f"is answered by another: {error}" if strange else f"cannot be reached: {error}"
+            why = said if strange or not why else why
+        else:
+            return line
+    return why

@@ -53,7 +53,16 @@ def place_of(folder: Path, rank: int, environ: Mapping[str, str]) -> Place:
         port=int(environ["HPCTRAIN_PORT"]),
         key=environ[KEY],
         folder=folder,
+        env=_environment(folder),
     )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """What ranks will have; nothing on a node that does not see the folder, which fails for it."""
+    try:
+        return Order.from_plain(json.loads((folder / ORDER).read_text())).expected.env
+    except OSError:
+        return {}
 
 
 def _say(folder: Path, text: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
 from hpctrain.preflight import shared
 from hpctrain.preflight.bounded import Unanswered, bounded
@@ -26,7 +27,7 @@ from hpctrain.preflight.trial import Trial
 from hpctrain.testing import node_faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from hpctrain.preflight.meeting import Skew
@@ -51,8 +52,10 @@ class Place:
         rank: This node's.
         address: Of the first node, as the others reach it.
         port: Where the nodes meet, and the next one for the store.
-        key: What the nodes know each other by.
+        key: The secret by which the nodes know each other.
         folder: The shared directory; written into.
+        env: What ranks will have in their environment, beside what this process has. Each node
+            finds it by itself: nothing of it comes over the network.
     """
 
     nodes: list[str]
@@ -61,6 +64,7 @@ class Place:
     port: int
     key: str
     folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def node(self) -> str:
@@ -83,20 +87,27 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, di
         Alone: on another node: the first one cannot be reached, or has gone.
         OSError: on the first node: the port is taken.
         UsageError: a fault that was put in is misspelt.
+        ChecksFailed: what a node said has no sense here.
     """
     text = os.environ.get(node_faults.VARIABLE, "")
     faults = node_faults.of_node(text, place.node)
-    if order is not None:
-        report = _first(place, order, faults, say)
-        return report, report.bad
-    return None, {} if "silent" in faults else _other(place, faults)
+    try:
+        if order is not None:
+            report = _first(place, order, faults, say)
+            return report, report.bad
+        return None, {} if "silent" in faults else _other(place, faults)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ChecksFailed(
+            "the nodes do not understand each other; is the same hpctrain installed on all of "
+            f"them? ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _first(place: Place, order: Order, faults: Faults, say: Say) -> Report:
     began = time.monotonic()
     say(f"waiting for {len(place.nodes)} nodes")
-    with Host(len(place.nodes), place.port, place.key, order.meet_s) as host:
-        host.agree(None, lambda _: order.plain(), LOOK_S)
+    with Host(len(place.nodes), place.port, place.key, order.meet_s, address=place.address) as host:
+        host.agree(None, lambda _: order.to_others(), LOOK_S)
         skews = host.skews(lambda: time.time() + seconds(faults, "skew"))
         with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
             say("looking at each node")
@@ -145,7 +156,7 @@ class _Node:
         self._place = place
         self._order = order
         self._faults = faults
-        self._crew = Crew(order.expected.env) if order.bandwidth else None
+        self._crew = Crew(place.env) if order.bandwidth else None
         self._folder = place.folder
         if "no-shared" in faults:
             self._folder = place.folder / "not-mounted"

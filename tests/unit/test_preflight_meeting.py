@@ -1,28 +1,43 @@
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hpctrain.errors import ChecksFailed
+from hpctrain.preflight import acceptor, tour
+from hpctrain.preflight.acceptor import HELLO_S
+from hpctrain.preflight.connection import HOST, MEMBER, Connection, Stranger
+from hpctrain.preflight.expect import Expected, Order
 from hpctrain.preflight.meeting import Alone, Host, Member
+from hpctrain.preflight.tour import Place
+from hpctrain.secret import code
+from tests.support.users import OWNER, STRANGER, run_as, start_as
 
 KEY = "key"
 PATIENCE_S = 20.0
 
 
-@pytest.fixture
-def port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 @pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture
 def nodes():
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(64) as pool:
         yield pool
 
 
@@ -81,26 +96,216 @@ def test_a_node_that_dies_is_named(port, nodes):
     assert "has gone" in host.missing[1]
 
 
-def test_strangers_are_not_let_in(port, nodes):
-    def stranger(line):
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port)) as one:
-                    one.sendall(line)
-                    return one.recv(100)
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
+def connected(port):
+    """A connection to the host, as soon as it listens, and its first line."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            continue
+        return one, json.loads(one.makefile("rb").readline())["challenge"]
 
-    lines = [b"GET / HTTP/1.1\r\n\r\n", b'{"key": "key"}\n', b"[]\n"]
-    lines.append(b'{"key": "other", "rank": 1}\n')
-    strangers = [nodes.submit(stranger, line) for line in lines]
+
+def words_of_a_stranger(their):
+    """What one may say who does not know the secret."""
+    proof = code("another secret", MEMBER, their, "mine", 1)
+    hello = {"rank": 1, "challenge": "mine", "proof": proof}
+    right = code(KEY, MEMBER, their, "mine", 1)
+    return [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"[" * 4000 + b"\n",
+        b"\xff\xfe\n",
+        b"x" * 5000,
+        json.dumps({"key": KEY, "rank": 1}).encode() + b"\n",
+        json.dumps(hello).encode() + b"\n",
+        json.dumps(hello | {"proof": None}).encode() + b"\n",
+        json.dumps(hello | {"proof": right, "rank": 2}).encode() + b"\n",  # another's proof
+        json.dumps(hello | {"proof": right, "rank": True}).encode() + b"\n",
+        json.dumps(hello | {"proof": right, "rank": "1"}).encode() + b"\n",
+        json.dumps(hello | {"proof": right}).encode() + b"\n{}\n",  # says more than it is asked
+    ]
+
+
+def test_strangers_are_not_let_in(port, nodes):
+    count = len(words_of_a_stranger(""))
+
+    def stranger(number):
+        one, their = connected(port)
+        with one:
+            one.sendall(words_of_a_stranger(their)[number])
+            try:
+                return one.recv(100)
+            except ConnectionResetError:
+                return b""
+
+    strangers = [nodes.submit(stranger, number) for number in range(count)]
     real = nodes.submit(lambda: [s.result() for s in strangers] and say(1, port, 1))
     with Host(2, port, KEY, PATIENCE_S) as host:
         host.agree(0, dict, PATIENCE_S)
 
     assert real.result() == {"0": 0, "1": 1}
-    assert all(one.result() == b"" for one in strangers)
+    assert [one.result() for one in strangers] == [b""] * count
+
+
+def test_silent_strangers_keep_nobody_out(port, nodes):
+    silent = [nodes.submit(connected, port) for _ in range(40)]
+    began = []
+
+    def real():
+        for one in silent:
+            one.result()
+        began.append(time.monotonic())
+        return say(1, port, 1)
+
+    answer = nodes.submit(real)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        took_s = time.monotonic() - began[0]
+        host.agree(0, dict, PATIENCE_S)
+
+    assert answer.result() == {"0": 0, "1": 1}
+    assert took_s < HELLO_S
+    for one in silent:
+        one.result()[0].close()
+
+
+def test_of_more_strangers_than_are_borne_the_first_have_to_go(port, nodes, monkeypatch):
+    monkeypatch.setattr(acceptor, "STRANGERS", 3)
+    waiting = []
+
+    def real():
+        waiting.extend(connected(port)[0] for _ in range(20))
+        return say(1, port, 1)
+
+    answer = nodes.submit(real)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        host.agree(0, dict, PATIENCE_S)
+
+    assert answer.result() == {"0": 0, "1": 1}
+    for one in waiting:
+        one.close()
+
+
+def test_the_first_of_a_rank_is_it(port, nodes):
+    first = threading.Event()
+
+    def impostor():
+        first.wait(PATIENCE_S)
+        with pytest.raises(Alone), member(1, port) as one:
+            one.agree("an impostor", None, PATIENCE_S)
+
+    def real():
+        with member(1, port) as one:
+            first.set()
+            return one.agree("the first", None, PATIENCE_S)
+
+    late, answer = nodes.submit(impostor), nodes.submit(real)
+    third = nodes.submit(lambda: late.result() or say(2, port, "third"))
+    with Host(3, port, KEY, PATIENCE_S) as host:
+        host.agree("host", dict, PATIENCE_S)
+
+    assert answer.result() == {"0": "host", "1": "the first", "2": "third"}
+    third.result()
+
+
+def test_a_member_takes_nothing_from_one_who_does_not_know_the_secret(port, nodes):
+    """Neither an order nor anything else: what answers on the port may be anybody."""
+    said = []
+
+    def stranger():
+        with socket.create_server(("127.0.0.1", port)) as server:
+            while True:
+                one = server.accept()[0]
+                if server.gettimeout() is None and not said:
+                    said.append(b"")
+                with one, one.makefile("rb") as lines:
+                    one.sendall(b'{"challenge": "c"}\n')
+                    said.append(lines.readline())
+                    if said[-1] == b"":
+                        return
+                    one.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n{"answer": {"ranks": 1}}\n')
+
+    nodes.submit(stranger)
+    with pytest.raises(Alone, match="is answered by another: it does not know the secret"):
+        Member(1, "127.0.0.1", port, KEY, 0.3)
+    socket.create_connection(("127.0.0.1", port)).close()  # lets it go
+
+    assert all(KEY.encode() not in line for line in said)
+
+
+def test_who_passes_every_word_on_can_say_none_of_his_own(port, nodes):
+    """In between, with both ends' proofs passing through."""
+    relay_port = free_port()
+
+    def relay():
+        with socket.create_server(("127.0.0.1", relay_port)) as server:
+            theirs = server.accept()[0]
+        ours, _ = connected_raw(port)
+        with theirs, ours:
+            down, up = ours.makefile("rb"), theirs.makefile("rb")
+            theirs.sendall(down.readline())  # challenge
+            ours.sendall(up.readline())
+            theirs.sendall(down.readline())  # the host's proof
+            up.readline()
+            theirs.sendall(b"0" * 64 + b'{"answer": "of a stranger"}\n')
+            theirs.recv(1)
+
+    def connected_raw(at):
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", at), timeout=PATIENCE_S), at
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline
+
+    def victim():
+        with pytest.raises(Alone, match="somebody else has spoken in its place"):
+            say(1, relay_port, "mine")
+
+    passing, heard = nodes.submit(relay), nodes.submit(victim)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        heard.result()
+        host.agree("host", dict, PATIENCE_S)
+    passing.result()
+
+    assert "has gone" in host.missing[1]
+
+
+@pytest.mark.parametrize("odd", [None, 7, "text", [], {"answer": 1}, {"values": 1}])
+def test_a_node_that_says_something_odd_is_named_and_left_out(port, nodes, odd):
+    def strange():
+        with member(1, port) as one:
+            one._line.tell(odd)
+            with pytest.raises(Alone):
+                one.agree(1, None, PATIENCE_S)
+
+    done = nodes.submit(strange)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        assert host.agree("first", dict, PATIENCE_S) == {0: "first"}
+    done.result()
+
+    assert "said nothing that a node of this version says" in host.missing[1]
+
+
+def test_no_line_can_be_said_twice_or_in_anothers_place(nodes):
+    left, right = socket.socketpair()
+    with left, right:
+        one = Connection(left, "session", side=HOST)
+        other = Connection(right, "session", side=MEMBER)
+        one.tell(1)
+        line = right.recv(1000)
+        left.sendall(line + line)
+
+        assert other.hear(1.0) == 1
+        with pytest.raises(Stranger):
+            other.hear(1.0)
+        right.sendall(line)  # back to who said it
+        with pytest.raises(Stranger):
+            one.hear(1.0)
+        one.close()
+        other.close()
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 2.5])
@@ -124,3 +329,74 @@ def test_a_clock_is_measured_within_its_bound(port, nodes, ahead):
 def test_a_first_node_that_is_not_there_is_told(port):
     with pytest.raises(Alone, match=f"port {port} cannot be reached"):
         Member(1, "127.0.0.1", port, KEY, 0.1)
+
+
+def test_no_environment_comes_over_the_network(port, nodes, monkeypatch, tmp_path):
+    """A node starts a program with it: PYTHONPATH or LD_PRELOAD would run what another sends."""
+    begun, theirs = [], {"PYTHONPATH": "/a/strangers", "LD_PRELOAD": "/a/strangers.so"}
+    monkeypatch.setattr(tour, "Crew", lambda env: begun.append(env) or pytest.fail("no further"))
+    order = Order(Expected(env=theirs), bandwidth=True)
+    assert order.to_others()["expected"]["env"] == {}
+    place = Place(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path, env={"NCCL_DEBUG": "WARN"})
+
+    def other():
+        with pytest.raises(pytest.fail.Exception, match="no further"):
+            tour.tour(place, None, print)
+
+    done = nodes.submit(other)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        host.agree(None, lambda _: order.plain(), PATIENCE_S)  # as an older version would
+        host.skews()
+        done.result()
+
+    assert begun == [{"NCCL_DEBUG": "WARN"}]
+
+
+@pytest.mark.parametrize("order", [None, [], {"expected": 7}, {"expected": {"new": 1}}])
+def test_an_order_of_another_version_is_one_clear_refusal(port, nodes, tmp_path, order):
+    place = Place(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path)
+
+    def other():
+        with pytest.raises(ChecksFailed, match="is the same hpctrain installed on all of them"):
+            tour.tour(place, None, print)
+
+    done = nodes.submit(other)
+    with Host(2, port, KEY, PATIENCE_S) as host:
+        host.agree(None, lambda _: order, PATIENCE_S)
+        done.result()
+
+
+@pytest.mark.two_users
+def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(common_path):
+    """The attack as it was: a member comes to a stranger, who sends it an order."""
+    port = free_port()
+    run = common_path / "run"
+    run.mkdir()
+    os.chown(run, OWNER.uid, OWNER.gid)
+    attack = (
+        "import json, socket, sys\n"
+        f"server = socket.create_server(('127.0.0.1', {port}))\n"
+        "print('ready', flush=True)\n"
+        "order = {'answer': {'expected': {'env': {'PYTHONSTARTUP': '/x'}}, 'bandwidth': True}}\n"
+        "one, _ = server.accept()\n"
+        'one.sendall(b\'{"challenge": "0"}\\n\')\n'
+        "said = one.makefile('rb').readline()\n"
+        "one.sendall(b'{\"proof\": \"0\"}\\n' + json.dumps(order).encode() + b'\\n')\n"
+        "print(said.decode(), flush=True)\n"
+    )
+    member_of = (
+        "import sys; from pathlib import Path; from hpctrain.preflight.meeting import Member\n"
+        "from hpctrain.rundir.layout import RunDir\n"
+        "from hpctrain.rundir.secret_file import start_secret\n"
+        f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
+        f"Member(1, '127.0.0.1', {port}, secret, 0.0)\n"
+    )
+    with start_as(STRANGER, [sys.executable, "-c", attack]) as stranger:
+        assert stranger.stdout.readline() == "ready\n"
+        done = run_as(OWNER, [sys.executable, "-c", member_of], check=False)
+        said = json.loads(stranger.stdout.readline())
+        stranger.kill()
+
+    assert "is answered by another: it does not know the secret of this job" in done.stderr
+    assert sorted(said) == ["challenge", "proof", "rank"]
+    assert (run / "secret").read_text().strip() not in json.dumps(said)

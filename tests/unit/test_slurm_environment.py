@@ -218,3 +218,14 @@ def test_exports_are_safe_to_evaluate(tmp_path):
 
     assert json.loads(evaluated) == hostile
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_another_has_over_ipv6_alone_is_not_free():
+    """The first node's name may have both addresses, and clients try this one first."""
+    port = free_port("7", 0)
+    with socket.socket(socket.AF_INET6) as theirs:
+        theirs.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        theirs.bind(("::", port))
+        theirs.listen()
+
+        assert not port <= free_port("7", 0) < port + PORTS
