@@ -113,6 +113,8 @@ def post(news: News, path: Path, settings: NotifySettings) -> str:
         return f"webhook_file {path}: {error.strerror}"
     if not url.startswith(("http://", "https://")):
         return f"webhook_file {path}: it holds no http or https URL"
+    if url.startswith("http://") and not settings.plain_http:
+        return f"webhook_file {path}: an http:// URL, and notify.plain_http is false"
     result = ["webhook: no answer in time"]
 
     def send() -> None:
@@ -125,11 +127,21 @@ def post(news: News, path: Path, settings: NotifySettings) -> str:
     return result[0]
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is followed by a GET without the news, e.g. to a proxy's login page."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """Make the redirect an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 def _send(url: str, content: bytes, timeout_s: float) -> str:
     headers = {"Content-Type": "application/json", "User-Agent": "hpctrain"}
     request = urllib.request.Request(url, content, headers)  # noqa: S310 - http or https
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s):  # noqa: S310 - the same
+        with _OPENER.open(request, timeout=timeout_s):
             return ""
     except urllib.error.HTTPError as error:
         error.close()

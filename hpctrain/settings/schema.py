@@ -173,6 +173,9 @@ class NotifySettings:
         "",
         "file that holds a URL to post the news to as JSON; a file, since such a URL is a secret",
     )
+    plain_http: bool = setting(
+        False, "take a webhook's http:// URL too, which everybody on the way can read"
+    )
     on: list[str] = setting(
         ["done", "failed", "stopped"],
         "which news: done, failed (also a job that could not be requeued), stopped (a budget, "

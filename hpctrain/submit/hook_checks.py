@@ -54,6 +54,11 @@ def _check_webhook(settings: Settings, origins: Mapping[str, str], folder: Path)
         raise UsageError(f"{told} {path} cannot be read: {error.strerror}") from None
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
         raise UsageError(f"{told} {path} holds no URL; it takes one line, https://...")
+    if url.startswith("http://") and not settings.notify.plain_http:
+        raise UsageError(
+            f"{told} {path} holds an http:// URL, which is a secret that everybody on the way can "
+            "read; use https://, or set notify.plain_http"
+        )
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         return [f"others can read {path}, which holds a secret; chmod 600 it"]
     return []

@@ -15,10 +15,12 @@ from hpctrain.agent import notify_child
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.news import news_of
 from hpctrain.agent.notify import notify
+from hpctrain.errors import UsageError
 from hpctrain.ledger.events import read
 from hpctrain.records import JobFacts
-from hpctrain.settings.schema import NotifySettings
+from hpctrain.settings.schema import NotifySettings, Settings
 from hpctrain.settings.spec import load_spec
+from hpctrain.submit.hook_checks import check_hooks_here
 from tests.support.ledger_runs import Story
 
 LONG_S = 60.0
@@ -34,7 +36,7 @@ def story(tmp_path):
 def asked(story, **fields):
     """[notify] as the run's spec has it."""
     spec = load_spec(story.run.spec)
-    spec.settings.notify = NotifySettings(**{"timeout_s": LONG_S, **fields})
+    spec.settings.notify = NotifySettings(**{"timeout_s": LONG_S, "plain_http": True, **fields})
     spec.dump(story.run.spec)
     return spec.settings.notify
 
@@ -67,6 +69,13 @@ def server():
             server.arrived.set()
             server.go.wait(LONG_S)
             self.send_response(server.answer)
+            if 300 <= server.answer < 400:
+                self.send_header("Location", "/login")
+            self.end_headers()
+
+        def do_GET(self):
+            server.heard.append((self.path, "GET", None))
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_):
@@ -213,6 +222,30 @@ def test_a_webhook_that_fails_is_in_the_ledger_without_its_url(story, tmp_path, 
 
     assert not told["ok"]
     assert said in told["why"]
+    _assert_secret_is_kept(story)
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_server_that_sends_elsewhere_has_not_heard_it(story, tmp_path, server, code):
+    server.answer = code
+    asked(story, webhook_file=hook(tmp_path, server))
+    story.ended(1, "completed", "stop", step=40)
+
+    (told,) = tell(story)
+
+    assert (told["ok"], told["why"]) == (False, f"webhook: the server answered {code}")
+    assert len(server.heard) == 1
+    _assert_secret_is_kept(story)
+
+
+def test_a_url_that_everybody_on_the_way_can_read_is_used_on_request_only(story, tmp_path, server):
+    settings = asked(story, webhook_file=hook(tmp_path, server), plain_http=False)
+    story.ended(1, "completed", "stop", step=40)
+
+    assert "notify.plain_http is false" in tell(story)[0]["why"]
+    assert server.heard == []
+    with pytest.raises(UsageError, match=r"holds an http:// URL.*use https://"):
+        check_hooks_here(Settings(notify=settings), {}, tmp_path)
     _assert_secret_is_kept(story)
 
 
