@@ -144,6 +144,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     """Print what would be submitted."""
     from hpctrain.cli.output import echo_json, echo_warning
     from hpctrain.rundir.layout import RunDir
+    from hpctrain.settings.secrets import hide
 
     spec = prepared.spec
     if request.snapshot:
@@ -157,14 +158,16 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
         text = render_script(spec, run, DRY_RUN_TOKEN)
     else:
         text = _local_command(prepared)
+    text = str(hide(text, prepared.secrets))
     if as_json:
         from dataclasses import asdict
 
         from hpctrain.submit.preview import expected_environment
 
-        value = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
+        value: dict[str, Any] = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
         environment = asdict(expected_environment(spec))
-        echo_json({**value, "environment": environment, "spec": asdict(spec)})
+        value |= {"environment": environment, "spec": asdict(spec)}
+        echo_json(hide(value, prepared.secrets))
         return
     for note in prepared.notes:
         echo_warning(note)

@@ -24,12 +24,14 @@ from hpctrain.settings.check_profile import profile_flags
 from hpctrain.settings.environ import from_flag, from_table
 from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
 from hpctrain.settings.mesh_flag import engine_flags
+from hpctrain.settings.secrets import secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.slurm.leak import clean, kept_settings
 from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
+from hpctrain.submit.secret_notes import secret_notes
 from hpctrain.submit.site_checks import check_site, shell_layer
 from hpctrain.submit.site_choice import choose
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.mesh import Mesh
+    from hpctrain.settings.secrets import Finding
     from hpctrain.site.preset import Site
     from hpctrain.submit.accounting import Accounting
     from hpctrain.submit.snapshot import Checkout
@@ -113,6 +116,8 @@ class Prepared:
     """At the fewest and at the most nodes."""
     notes: list[str] = field(default_factory=list)
     """What was adapted or has no effect, for the user to read."""
+    secrets: list[Finding] = field(default_factory=list)
+    """What must not be shown."""
 
 
 def prepare(request: SubmitRequest) -> Prepared:
@@ -155,6 +160,8 @@ def prepare(request: SubmitRequest) -> Prepared:
             notes += check_site(
                 settings, origins, site, is_script=is_script, accounting=request.accounting
             )
+    secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
+    notes += secret_notes(secrets)
     notes += _without_effect(origins, cluster, entry)
     notes += check_versions(settings, site if cluster == "slurm" else None)
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
@@ -185,7 +192,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
     )
-    return Prepared(spec, runs, request.name is None, new_parent, planned, notes)
+    return Prepared(spec, runs, request.name is None, new_parent, planned, notes, secrets)
 
 
 def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
