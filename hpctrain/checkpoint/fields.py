@@ -106,10 +106,21 @@ def tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
     if not match or not name:
         raise ValueError(f"tensor {shown(name)} has {shown(text)} for its dtype and shape")
     shape = tuple(int(size) for size in match[2].split(",") if size)
-    # Also of those with a 0 in them: the sizes beside it are multiplied too.
-    if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
-        raise ValueError(f"tensor {shown(name)} has the shape {shown(text)}")
+    require_shape(shape)
     return match[1], shape
+
+
+def require_shape(shape: tuple[Any, ...]) -> None:
+    """Refuse sizes that no tensor has.
+
+    Raises:
+        ValueError: they are too many, too large, or no whole numbers.
+    """
+    if len(shape) > MOST_DIMENSIONS or not all(count(size, MOST_ELEMENTS) for size in shape):
+        raise ValueError(f"{shown(shape)} is no tensor's shape")
+    # Also where one of them is 0: those beside it are multiplied too.
+    if math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
+        raise ValueError(f"{shown(shape)} is too large for a tensor")
 
 
 def shown(value: object) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.digest import file_digest
+from hpctrain.checkpoint.fields import count, require_shape
 from hpctrain.checkpoint.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.shard import DTYPES
 from hpctrain.errors import CheckpointError, TornCheckpoint
@@ -125,7 +126,7 @@ def read(source: Path) -> Contents:
     metadata = unpickled(source / METADATA, _NAMES)
     try:
         return _contents(source, metadata)
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"{source / METADATA} is not torch DCP's: {error}") from error
 
 
@@ -141,7 +142,7 @@ def _contents(source: Path, metadata: Any) -> Contents:
         numbers = (stored.offset, stored.length)
         if not isinstance(stored.relative_path, str) or not isinstance(index.fqn, str):
             raise _odd(source)
-        if not all(isinstance(one, int) and one >= 0 for one in numbers):
+        if not all(count(one) for one in numbers):
             raise _odd(source)
         place = (tuple(index.offset or ()), stored)
         directory.stored.setdefault(index.fqn, []).append(place)
@@ -174,12 +175,13 @@ def _odd(source: Path) -> CheckpointError:
 
 def _tensor(directory: _Directory, name: str, entry: _TensorEntry) -> Tensor:
     dtype = DTYPE_NAMES.get(entry.properties.dtype)
-    shape = tuple(int(size) for size in entry.size)
+    shape = tuple(entry.size)
+    require_shape(shape)
     if dtype is None:
         raise CheckpointError(
             f"{directory.path}: {name} is {entry.properties.dtype}, which cannot be stored"
         )
-    boxes = _boxes(directory, name, entry, shape)
+    boxes = _boxes(directory, name, entry, shape, dtype)
 
     def content() -> Bytes:
         whole = np.empty((*shape, DTYPES[dtype]), np.uint8)
@@ -201,7 +203,7 @@ def _tensor(directory: _Directory, name: str, entry: _TensorEntry) -> Tensor:
 
 
 def _boxes(
-    directory: _Directory, name: str, entry: _TensorEntry, shape: tuple[int, ...]
+    directory: _Directory, name: str, entry: _TensorEntry, shape: tuple[int, ...], dtype: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], _Stored]]:
     """Where each part goes and lies: all of the tensor, each element once."""
     where = dict(directory.stored.get(name, []))
@@ -213,6 +215,11 @@ def _boxes(
             for low, count, size in zip(begin, extent, shape, strict=True)
         ):
             raise CheckpointError(f"{directory.path}: a part of {name} does not lie in it")
+        require_shape(begin)
+        if numel(extent) * DTYPES[dtype] > getattr(where.get(begin), "length", 2**53):
+            raise CheckpointError(
+                f"{directory.path}: the part of {name} at {begin} is larger than what was written"
+            )
         if numel(extent) and begin not in where:
             raise CheckpointError(f"{directory.path}: nobody wrote the part of {name} at {begin}")
         if numel(extent):
@@ -247,7 +254,7 @@ def _value(directory: _Directory, name: str) -> Callable[[], Any]:
 
 def _loaded(directory: _Directory, name: str, stored: _Stored) -> Any:
     file = str(stored.relative_path)
-    if "/" in file or file in {"", ".", ".."}:
+    if "/" in file or "\0" in file or file in {"", ".", ".."}:
         raise CheckpointError(
             f"{directory.path}: {name} lies in {file!r}, outside of the directory"
         )
@@ -258,7 +265,10 @@ def _loaded(directory: _Directory, name: str, stored: _Stored) -> Any:
         )
     path = directory.path / file
     with opened(path) as handle:
-        content = os.pread(handle.fileno(), int(stored.length), int(stored.offset))
+        end = os.fstat(handle.fileno()).st_size  # before memory is asked for
+        content = b""
+        if stored.offset + stored.length <= end:
+            content = os.pread(handle.fileno(), stored.length, stored.offset)
     if len(content) != stored.length:
         raise CheckpointError(f"{path} is cut: {name} lies behind its end")
     return load(io.BytesIO(content), where=f"{path} ({name})")

@@ -56,7 +56,8 @@ def _shared(tree: dict[str, Any]) -> frozenset[str]:
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     again = set()
     for leaf, tensor in _tensors(tree, ()):
-        if not tensor.numel():
+        has_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not has_memory or not tensor.numel():
             continue
         first = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), leaf)
         if first != leaf:

@@ -121,7 +121,8 @@ class _Finder:
     def __init__(self, contents: Contents, request: Request) -> None:
         self._contents = contents
         self._request = request
-        self._leaves = _unwrapped(contents.leaves)
+        # Without a path it is the whole source: a dictionary whose keys are no names.
+        self._leaves = _unwrapped([leaf for leaf in contents.leaves if leaf.path])
         self._weights: list[_Named] = []
         self.notes: list[str] = []
 
