@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hpctrain import open_files
 from hpctrain.errors import FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     """
     if "RANK" not in os.environ:
         return World(0, 0, 1, _device(0))
+    open_files.raise_limit()  # an agent has done so; torchrun has not
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
     if not dist.is_initialized():

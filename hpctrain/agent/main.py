@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
+from hpctrain import open_files
 from hpctrain.agent import signals
 from hpctrain.agent.aftermath import Aftermath
 from hpctrain.agent.environment import RankEnvironment
@@ -74,6 +76,15 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
+
+
+def _allow_connections(spec: Spec, context: JobContext) -> None:
+    """Each rank has connections to all others; the usual soft limit ends near 250 ranks."""
+    world_size = len(context.nodes) * spec.settings.slurm.ranks()
+    node = context.nodes[context.node_rank]
+    told = open_files.warning(world_size, open_files.raise_limit(), node)
+    if told:
+        print(f"hpctrain: {told}", file=sys.stderr, flush=True)
 
 
 def _preload() -> None:
