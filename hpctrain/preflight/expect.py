@@ -58,6 +58,10 @@ class Expected:
         baseline = {int(nodes): value for nodes, value in self.baseline.items()}
         return Limits(baseline, self.tolerance)
 
+    def has_yardstick(self, nodes: int) -> bool:
+        """Whether the baseline says what so many nodes together do; one node's number does not."""
+        return self.limits().floor(nodes) is not None
+
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)

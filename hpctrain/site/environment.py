@@ -209,7 +209,8 @@ def _from_network(site: Site) -> dict[str, Value]:
     if network.socket_ifnames:
         names = ",".join(network.socket_ifnames)
         where = site.where("network", "socket_ifnames")
-        values["NCCL_SOCKET_IFNAME"] = Value(f"={names}", where)
+        whole = "=" if network.socket_mode == "exact" else ""
+        values["NCCL_SOCKET_IFNAME"] = Value(whole + names, where)
         values["GLOO_SOCKET_IFNAME"] = Value(names, where)
     if network.hcas:
         exact = "=" if network.hca_mode == "exact" else ""

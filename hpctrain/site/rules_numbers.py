@@ -70,8 +70,6 @@ RANGES: dict[str, Range] = {
             "NCCL_CHECK_POINTERS",
             "NCCL_COLLNET_ENABLE",
             "NCCL_COMM_BLOCKING",
-            "NCCL_CUMEM_ENABLE",
-            "NCCL_CUMEM_HOST_ENABLE",
             "NCCL_DMABUF_ENABLE",
             "NCCL_GDRCOPY_ENABLE",
             "NCCL_IB_ADAPTIVE_ROUTING",
@@ -142,7 +140,11 @@ RANGES: dict[str, Range] = {
     "NCCL_MAX_CTAS": Range(1, 64),
     "NCCL_MIN_CTAS": Range(1, 64),
     "NCCL_NSOCKS_PERTHREAD": Range(1, 64),
-    "NCCL_NTHREADS": Range(among=(64, 128, 256, 512), note="NCCL takes its most for others"),
+    "NCCL_CUMEM_ENABLE": Range(among=(-2, 0, 1), note="-2 leaves it to NCCL"),
+    "NCCL_CUMEM_HOST_ENABLE": Range(among=(-1, 0, 1), note="-1 leaves it to NCCL"),
+    "NCCL_NTHREADS": Range(
+        among=tuple(range(64, 513, 32)), note="a multiple of 32; NCCL takes its most for others"
+    ),
     "NCCL_SOCKET_NTHREADS": Range(1, 16),
     "NCCL_SOCKET_POLL_TIMEOUT_MSEC": Range(least=0),
     "TORCH_FR_BUFFER_SIZE": Range(least=0),

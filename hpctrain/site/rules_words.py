@@ -287,6 +287,21 @@ def per_job(name: str, value: str, context: Context) -> Iterator[Problem]:
     yield error(name, value, f"{what}; leave it out")
 
 
+def cta_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_CTA_POLICY: an old number, or words that may be joined by |."""
+    if value in {"0", "1", "2"}:
+        return
+    known = Words(("DEFAULT", "EFFICIENCY", "ZERO"), otherwise="leaves out words that it lacks")
+    for word in value.split("|"):
+        yield from known(name, word, context)
+
+
+def merge_level(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NET_MERGE_LEVEL: how far apart two ports may be that are used as one adapter."""
+    if value != "PORT":
+        yield from level(name, value, context)
+
+
 _LIBFABRIC = "libfabric"
 _KEEPS = "warns where its log is on and keeps its default"
 
@@ -308,6 +323,7 @@ RULES: dict[str, Rule] = {
     "NCCL_CHECK_MODE": Words(("DEFAULT", "DEBUG_LOCAL", "DEBUG_GLOBAL")),
     "NCCL_COMM_ID": per_job,
     "NCCL_CONF_FILE": path,
+    "NCCL_CTA_POLICY": cta_policy,
     "NCCL_DEBUG": debug_level,
     "NCCL_DEBUG_FILE": debug_file,
     "NCCL_DEBUG_SUBSYS": subsystems,
@@ -319,6 +335,7 @@ RULES: dict[str, Rule] = {
     "NCCL_NET": net,
     "NCCL_NETDEVS_POLICY": netdevs_policy,
     "NCCL_NET_GDR_LEVEL": level,
+    "NCCL_NET_MERGE_LEVEL": merge_level,
     "NCCL_NET_MERGE_POLICY": Words(("ALL", "RAIL")),
     "NCCL_NET_PLUGIN": net_plugin,
     "NCCL_P2P_LEVEL": level,

@@ -210,6 +210,12 @@ class Network:
     socket_ifnames: list[str] = fact(
         [], "exact names of the interfaces that sockets use, at most 16"
     )
+    socket_mode: str = fact(
+        "exact",
+        "whether NCCL is told to match them whole (=), or as they stand, for plugins that look at "
+        "the text",
+        choices=("exact", "as-is"),
+    )
     hcas: list[str] = fact([], "InfiniBand or RoCE adapters that NCCL uses, at most 32")
     hca_mode: str = fact(
         "exact", "whether `hcas` are whole names or beginnings", choices=("exact", "prefix")

@@ -32,7 +32,7 @@ from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
 from hpctrain.submit.secret_notes import secret_notes
-from hpctrain.submit.site_checks import check_site, shell_layer
+from hpctrain.submit.site_checks import check_site, cpu_notes, shell_layer
 from hpctrain.submit.site_choice import choose
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
 from hpctrain.submit.versions import check_versions
@@ -163,6 +163,8 @@ def prepare(request: SubmitRequest) -> Prepared:
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_notes(secrets)
     notes += _without_effect(origins, cluster, entry)
+    if cluster == "slurm":
+        notes += cpu_notes(settings, site)
     notes += check_versions(settings, site if cluster == "slurm" else None)
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:

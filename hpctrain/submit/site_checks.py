@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
+from hpctrain.ledger.format import count
 from hpctrain.settings.check import check, node_range, time_s
 from hpctrain.settings.merge import DEFAULT, Layer, nearest
 from hpctrain.settings.schema import Settings
 from hpctrain.slurm.header import check_options, is_exclusive
 from hpctrain.slurm.leak import kept_settings
-from hpctrain.slurm.site_options import is_forbidden
+from hpctrain.slurm.site_options import is_forbidden, name_of
 from hpctrain.submit.partition import Need, choose, misfits, time_limit
 from hpctrain.submit.preemption import preemption_notes
 
@@ -89,6 +90,7 @@ def check_site(
     if accounting is not None:
         _refuse_unknown("account", slurm.account, accounting.accounts, origins)
         _refuse_unknown("qos", slurm.qos, accounting.qos, origins)
+    notes += _setup_notes(settings, origins, site)
     return notes + preemption_notes(settings, site, partition, is_script=is_script)
 
 
@@ -182,6 +184,52 @@ def _fill_qos(
     elif site.slurm.qos_default:
         settings.slurm.qos = site.slurm.qos_default
         origins["slurm.qos"] = f"{CHOSEN}{site.where('slurm', 'qos_default')}"
+
+
+def cpu_notes(settings: Settings, site: Site | None) -> list[str]:
+    """What to know where a job with GPUs asks for no CPUs: SLURM then gives what it gives.
+
+    That is one core of a node for all of its ranks, their data loaders and the writers, unless the
+    partition has DefCpuPerGPU.
+    """
+    slurm = settings.slurm
+    if slurm.cpus_per_rank or not slurm.gpus_per_node or is_exclusive(slurm, site):
+        return []
+    if any(name_of(option) in _CPU_OPTIONS for option in (*slurm.extra, *_required(site))):
+        return []
+    partition = site.partitions.get(slurm.partition) if site is not None else None
+    if partition is not None and partition.exclusive:
+        return []
+    return [
+        (
+            "no CPUs are asked for: without DefCpuPerGPU SLURM gives one core of a "
+            f"node for its {count(slurm.ranks(), 'rank')}; set slurm.cpus_per_rank, or "
+            "slurm.exclusive = yes"
+        )
+    ]
+
+
+_CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
+
+
+def _required(site: Site | None) -> tuple[str, ...]:
+    return (*site.slurm.required, *site.slurm.extra) if site is not None else ()
+
+
+def _setup_notes(settings: Settings, origins: Mapping[str, str], site: Site) -> list[str]:
+    """The preset's setup lines are gone where the user has some; they may be needed here."""
+    theirs = site.layer.values.get("slurm", {}).get("setup", [])
+    if not theirs or list(settings.slurm.setup) == list(theirs):
+        return []
+    lost = [line for line in theirs if line not in settings.slurm.setup]
+    if not lost:
+        return []
+    return [
+        (
+            f"{origins.get('slurm.setup', DEFAULT)}: slurm.setup replaces that of "
+            f"{site.where('settings', 'slurm', 'setup')}, and lacks of it: {'; '.join(lost)}"
+        )
+    ]
 
 
 def _fill_cpus(

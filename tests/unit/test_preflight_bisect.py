@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.agent.fitness import Fitness
 from hpctrain.preflight.bisect import Limits, search
+from hpctrain.preflight.expect import Expected
+from hpctrain.settings.schema import Settings
 
 FAST, SLOW = 40.0, 10.0
 BASELINE = Limits({1: 60.0, 2: 40.0, 8: 38.0})
@@ -157,3 +161,16 @@ def test_without_a_baseline_a_pair_is_held_against_the_others():
 
     assert fine.bad == []
     assert slow.bad == ["n003"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "nodes", "yardstick"),
+    [({}, 4, False), ({"1": 460.0}, 1, True), ({"1": 460.0}, 4, False), ({"2": 90.0}, 4, True)],
+)
+def test_what_one_node_does_is_no_yardstick_for_several(baseline, nodes, yardstick):
+    """All pairs would be tried at each start, and on two nodes nobody could be named."""
+    assert Expected(baseline=baseline).has_yardstick(nodes) == yardstick
+    context = SimpleNamespace(nodes=["n"] * nodes)
+    fitness = Fitness(SimpleNamespace(), SimpleNamespace(settings=Settings()), context)
+    if nodes > 1 and not yardstick:
+        assert not fitness._tries_collective(Expected(baseline=baseline))

@@ -11,14 +11,17 @@ import pytest
 from hpctrain.cli.main import main
 from hpctrain.errors import UsageError
 from hpctrain.rundir.layout import RunDir
+from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
+from hpctrain.site.load import load_site
 from hpctrain.site.schema import Partition, Preemption
 from hpctrain.submit.accounting import Accounting
 from hpctrain.submit.launch import without_nodes
 from hpctrain.submit.partition import Need, choose, misfits, time_limit
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import ResumeRequest, change_spec
+from hpctrain.submit.site_checks import check_site, cpu_notes
 
 FRONTIER = Partition(
     gpus_per_node=8,
@@ -122,6 +125,7 @@ max_time = "2:00:00"
 [partitions.debug]
 auto = false
 gpus_per_node = 8
+cpus_per_node = 56
 max_time = "0:30:00"
 qos = "debug"
 [partitions.spare]
@@ -160,6 +164,11 @@ def ask(work, *, environ=None, **changes):
         "time": "1:30:00",
     }
     return prepare(SubmitRequest(**{**given, **changes}))
+
+
+def told(prepared):
+    """The notes, but for the CPUs that some partitions above do not tell."""
+    return [note for note in prepared.notes if not note.startswith("no CPUs are asked for")]
 
 
 def slurm_of(prepared):
@@ -279,7 +288,7 @@ def test_what_no_partition_takes_is_refused_before_anything_is_made(work, change
 
 
 def test_of_several_partitions_those_that_do_not_fit_are_told(work):
-    notes = ask(work, partition="batch,debug").notes
+    notes = told(ask(work, partition="batch,debug"))
 
     assert len(notes) == 1
     assert "debug takes at most 30m00s" in notes[0]
@@ -350,7 +359,7 @@ def test_on_this_machine_the_schedulers_part_of_a_preset_does_not_count(work):
 def notes_of(work, text, **changes):
     replaced = JUNIPER.replace('mode = "requeue"\ngrace_s = 20\n', text)
     (work / "sites" / "juniper.toml").write_text(replaced)
-    return ask(work, **{"partition": "spare", **changes}).notes
+    return told(ask(work, **{"partition": "spare", **changes}))
 
 
 COST = r"costs what was trained since the last checkpoint, up to 30m00s \(checkpoint.max_loss_s\)$"
@@ -397,17 +406,17 @@ def test_a_script_of_the_users_is_told_what_signal_comes(work):
     replaced = replaced.replace('mode = "requeue"\ngrace_s = 20\n', text)
     (work / "sites" / "juniper.toml").write_text(replaced)
 
-    (note,) = ask(work, partition="spare", command=("train.py",)).notes
+    (note,) = told(ask(work, partition="spare", command=("train.py",)))
 
     assert "SIGTERM and no SIGUSR2" in note
-    assert ask(work, partition="spare").notes == []
+    assert told(ask(work, partition="spare")) == []
 
 
 def test_where_jobs_are_not_requeued_the_user_is_told_what_to_do(work):
     text = JUNIPER.replace("kill_wait_s = 30", "kill_wait_s = 30\nrequeue = false")
     (work / "sites" / "juniper.toml").write_text(text)
 
-    notes = ask(work).notes
+    notes = told(ask(work))
 
     assert "jobs are not requeued here" in notes[-1]
     assert "the run waits for `hpctrain resume`" in notes[-1]
@@ -593,3 +602,59 @@ def test_a_dry_run_shows_the_environment_that_the_ranks_would_get(shell_here, ca
     }
     assert shown["values"]["NCCL_DEBUG"]["origin"] == "flag --env"
     assert "env NCCL_NET=IB NCCL_DEBUG=INFO " in command
+
+
+# ---- what a job lacks
+
+
+def cpus_said(*sets, gpus=4, site=None):
+    settings, _ = resolve([flag_layer({}, (f"slurm.gpus_per_node={gpus}", *sets))])
+    return cpu_notes(settings, site)
+
+
+def test_a_job_with_gpus_that_asks_for_no_cpus_is_told_so_in_one_line():
+    (said,) = cpus_said()
+
+    assert said.startswith("no CPUs are asked for: without DefCpuPerGPU")
+    assert "one core of a node for its 4 ranks" in said
+    assert said.endswith("set slurm.cpus_per_rank, or slurm.exclusive = yes")
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("slurm.cpus_per_rank=8",),
+        ("slurm.exclusive=yes",),
+        ('slurm.extra=["--cpus-per-gpu=8"]',),
+        ('slurm.extra=["--mincpus=8"]',),
+    ],
+)
+def test_a_job_that_asks_for_cpus_or_whole_nodes_is_left_in_peace(sets):
+    assert cpus_said(*sets) == []
+    assert cpus_said(gpus=0) == []
+
+
+def test_the_cpus_of_a_preset_that_does_not_tell_them_are_missed_too(tmp_path):
+    (tmp_path / "juniper.toml").write_text(
+        "[partitions.gpu]\ngpus_per_node = 4\n[partitions.whole]\nexclusive = true\n"
+    )
+    site = load_site(str(tmp_path / "juniper.toml"))
+
+    assert len(cpus_said("slurm.partition=gpu", site=site)) == 1
+    assert cpus_said("slurm.partition=whole", site=site) == []
+
+
+def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
+    path = tmp_path / "juniper.toml"
+    path.write_text('[settings.slurm]\nsetup = ["source plugin.sh", "ulimit -l unlimited"]\n')
+    site = load_site(str(path))
+
+    def said(*sets):
+        settings, origins = resolve([site.layer, flag_layer({}, sets)])
+        return check_site(settings, origins, site, is_script=False)
+
+    assert said() == []
+    (note,) = said('slurm.setup=["source plugin.sh"]')
+    assert note.startswith("flag --set slurm.setup: slurm.setup replaces that of site juniper (")
+    assert note.endswith("and lacks of it: ulimit -l unlimited")
+    assert said('slurm.setup=["source plugin.sh", "ulimit -l unlimited", "more"]') == []
