@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LOOK_S = 2.0
+LOOKS_PER_S = 500
+"""By all nodes together: each may be a question to the file system's one server of names."""
 MARK_S = 60.0
 """Between two marks of a log that grows: at most 2 MB of marks a rank in 30 days."""
 BURST_S, BURST_BYTES = 5.0, 1 << 16
@@ -70,7 +72,11 @@ class _Clock:
 class LogClock:
     """Looks at the logs of one node's ranks while they run: `with LogClock(logs): ...`."""
 
-    def __init__(self, logs: Sequence[Path], now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, logs: Sequence[Path], now: Callable[[], float] = time.time, *, in_all: int = 1
+    ) -> None:
+        """Look at these, of so many logs in the whole run."""
+        self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
         self._clocks = [_Clock(log) for log in logs]
         self._now = now
         self._over = threading.Event()
@@ -98,6 +104,6 @@ class LogClock:
                 continue  # no output so far, or no room: the lines' times are then not known
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(self.every_s):
             self.look()
         self.look(last=True)

@@ -167,7 +167,7 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         self._initialize_workers(group)
         while True:
-            with LogClock(self._logs()):
+            with LogClock(self._logs(), in_all=group.workers[0].world_size):
                 end = self._watch_round()
                 self._stop_workers(group)
             orphans.end(spare=telling())

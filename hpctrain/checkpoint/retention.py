@@ -9,7 +9,7 @@ taken for a checkpoint, and the next sweep takes the rest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -179,6 +179,7 @@ def prune(
     protect: Collection[int] = (),
     attempt: Attempt | None = None,
     idle: Standing | None = None,
+    known: dict[int, Row] | None = None,
 ) -> list[int]:
     """Delete what need not be kept, and return its steps.
 
@@ -195,22 +196,29 @@ def prune(
         protect: See `why_kept`.
         attempt: Who does it; None for a person at the login node.
         idle: See `usage.in_use`.
+        known: What this process has found valid before, and need not look at again; what it finds
+            now is put into it. Looking costs as many calls as there are ranks.
 
     Raises:
         Fenced: a newer attempt has taken the run over; nothing was deleted.
         CheckpointError: the disk refused.
     """
     rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
+    known = {} if known is None else known
+    enough = None if keep_best else keep_last
     try:
+        _looked_at(run, enough, known)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else used_steps(run, idle)
-            rows = _looked_at(run, None if keep_best else keep_last)
+            rows = _looked_at(run, enough, known)
             kept = why_kept(rows, rules, used | set(protect))
             going = sorted(step for step, why in kept.items() if not why)
             renamed = _renamed(run, going)
         _remove(renamed)
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
+    for step in going:
+        known.pop(step, None)
     return going
 
 
@@ -221,7 +229,7 @@ def plan(run: RunDir, rules: Rules, *, idle: Standing | None = None) -> list[Ver
         CheckpointError: the disk refused.
     """
     try:
-        rows = _looked_at(run, None)
+        rows = _looked_at(run, None, {})
         kept = why_kept(rows, rules, used_steps(run, idle))
         return [Verdict(row, kept[row.step], size_of(run, row.step)) for row in rows]
     except OSError as error:
@@ -281,7 +289,7 @@ def refuse(
             )
     if force:
         return
-    valid = {row.step for row in _looked_at(run, None) if row.valid}
+    valid = {row.step for row in _looked_at(run, None, {}) if row.valid}
     if valid and valid <= set(steps):
         raise ChecksFailed(
             f"step {max(valid)} is the last valid checkpoint of {run.name}: nothing was deleted, "
@@ -327,18 +335,22 @@ def sweep(run: RunDir, attempt: Attempt) -> list[str]:
     return [path.name for path in half_deleted] + [one.path.name for one in left]
 
 
-def _looked_at(run: RunDir, enough: int | None) -> list[Row]:
-    """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin."""
+def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[Row]:
+    """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
+
+    What is known to be valid is not looked at again, and what is found valid is put there.
+    """
     rows: list[Row] = []
     valid = 0
     for step in find.steps(run):
         pinned = pins.carries(find.step_path(run, step))
-        found = find.look(run, step) if enough is None or valid < enough else None
-        if found is None or found.problem is not None or found.manifest is None:
-            rows.append(Row(step, valid=False, pinned=pinned))
-            continue
-        valid += 1
-        rows.append(Row(step, valid=True, pinned=pinned, metrics=found.manifest.metrics))
+        if step not in known and (enough is None or valid < enough):
+            found = find.look(run, step)
+            if found.problem is None and found.manifest is not None:
+                known[step] = Row(step, valid=True, metrics=found.manifest.metrics)
+        row = replace(known.get(step, Row(step, valid=False)), pinned=pinned)
+        rows.append(row)
+        valid += row.valid
     return rows
 
 

@@ -49,6 +49,7 @@ class Saves:
         self._told: int | None = None
         self._digest = ""
         self._has_memory = False
+        self._known: dict[int, retention.Row] = {}
 
     @property
     def _is_async(self) -> bool:
@@ -292,6 +293,7 @@ class Saves:
                 best_metric=keep.best_metric,
                 best_is=keep.best_is,
                 attempt=self._place.attempt,
+                known=self._known,
             )
         except CheckpointError as error:
             self._event("prune_failed", step=saved.step, why=str(error))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -534,3 +535,33 @@ def test_force_takes_nothing_that_is_in_use(run, attempt):
     assert retention.remove(run, [1000], idle=idle) == [1000]
     story.started(2)
     refused(run, [2000], RunAlive, "attempt 2 is choosing", force=True, idle=idle)
+
+
+def test_each_save_looks_at_the_files_of_one_checkpoint_and_before_it_takes_the_lock(
+    run, attempt, monkeypatch
+):
+    """At 10,000 ranks a look is 10,000 calls, for which no save of another must wait."""
+    looked, locked, known = [], [], {}
+    real, real_lock = find.size_problems, retention.publishing
+
+    @contextlib.contextmanager
+    def publishing(*args):
+        with real_lock(*args):
+            locked.append(True)
+            yield
+            locked.clear()
+
+    def size_problems(path, files):
+        looked.append((path.name, bool(locked)))
+        return real(path, files)
+
+    monkeypatch.setattr(find, "size_problems", size_problems)
+    monkeypatch.setattr(retention, "publishing", publishing)
+    for step in range(1000, 8000, 1000):
+        (path,) = support.save(run, attempt, step)
+        looked.clear()
+        retention.prune(run, keep_last=2, attempt=attempt, known=known)
+
+        assert looked == [(path.name, False)]
+    assert find.steps(run) == [7000, 6000]
+    assert sorted(known) == [6000, 7000]

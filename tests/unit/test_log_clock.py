@@ -174,3 +174,11 @@ def test_times_never_go_back_where_clocks_differ():
 @pytest.mark.parametrize(("since", "offset"), [(9, 0), (10, 0), (11, 10), (110, 10), (111, 20)])
 def test_what_was_written_before_is_known_by_the_last_mark_before(since, offset):
     assert first_offset([Mark(10, 10), Mark(110, 20)], since) == offset
+
+
+@pytest.mark.parametrize(("ranks", "every_s"), [(8, 2), (1000, 2), (10_000, 20)])
+def test_all_nodes_together_ask_for_no_more_than_500_logs_a_second(tmp_path, ranks, every_s):
+    clock = LogClock([tmp_path / f"rank-{rank:05d}.log" for rank in range(8)], in_all=ranks)
+
+    assert clock.every_s == every_s
+    assert ranks / clock.every_s <= log_clock.LOOKS_PER_S
