@@ -11,6 +11,7 @@ import os
 import pwd
 import shlex
 import stat
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, UsageError
@@ -72,7 +73,7 @@ def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
     if foreign:
         if "/" not in named:
             raise UsageError(f"--foreign takes the run's path, not {named!r}: {run.root}")
-        return load_spec(run.spec)
+        return replace(load_spec(run.spec), foreign=True)
     # The spec says whether its group may write the rest, so the group may not write the spec.
     hint = "" if foreign is None else "; if you trust them, name it by its path, with --foreign"
     _refuse(run, run.root, hint, group=True)
@@ -81,7 +82,7 @@ def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
     shared = spec.settings.run.group_writable
     for path in (run.root, run.jobs, run.snapshot):
         _refuse(run, path, hint, group=shared)
-    return spec
+    return replace(spec, foreign=False)
 
 
 def job_spec(run: RunDir) -> Spec:
@@ -93,7 +94,8 @@ def job_spec(run: RunDir) -> Spec:
     """
     _refuse_in_job(run, run.spec)
     spec = load_spec(run.spec)
-    _refuse_in_job(run, run.snapshot, group=spec.settings.run.group_writable)
+    if not spec.foreign:
+        _refuse_in_job(run, run.snapshot, group=spec.settings.run.group_writable)
     return spec
 
 

@@ -72,6 +72,8 @@ class Spec:
     whatever the files say by then; None without a site, and in specs of older versions."""
     unlocked: list[str] = field(default_factory=list)
     """Locked keys of the preset that the user changed with --allow-locked."""
+    foreign: bool = False
+    """Whether the user has asked for this run although others own its code (--foreign)."""
     format: int = FORMAT
 
     def dump(self, path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.rundir.find import find_run
-from hpctrain.rundir.owner import own_spec
+from hpctrain.rundir.owner import job_spec, own_spec
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 
@@ -62,6 +62,21 @@ def test_a_time_in_the_future_counts_as_the_files(tmp_path):
     Story(tmp_path / "newest", t=time.time() - 50).submitted()
     os.utime(tmp_path / "ahead" / "events.jsonl", (1000, 1000))
     assert find_run("-", runs=tmp_path).name == "newest"
+
+
+@pytest.mark.two_users
+def test_a_job_runs_foreign_code_only_where_its_user_has_asked_for_it(run):
+    (run.root / "snapshot").chmod(0o700)
+    os.chown(run.snapshot, OWNER.uid, OWNER.gid)
+    with pytest.raises(ChecksFailed, match=f"belongs to user {OWNER.uid}"):
+        job_spec(run)
+    own_spec(run, named=str(run.root), foreign=True).dump(run.spec)
+    assert job_spec(run).name == "lm"
+    os.chown(run.snapshot, os.geteuid(), os.getegid())
+    own_spec(run, named="lm").dump(run.spec)
+    os.chown(run.snapshot, OWNER.uid, OWNER.gid)
+    with pytest.raises(ChecksFailed):
+        job_spec(run)
 
 
 @pytest.mark.two_users
