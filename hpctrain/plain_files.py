@@ -76,3 +76,12 @@ def replace_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def skip_hole(file: FileIO) -> None:
+    """Go on where the file has bytes again: reading a terabyte of nothing takes minutes."""
+    try:
+        file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
+    except OSError as error:  # other than that: the file system knows no holes
+        if error.errno == errno.ENXIO:  # nothing but the hole is left
+            file.seek(0, os.SEEK_END)

@@ -115,11 +115,12 @@ class Reading:
     """
 
     def __init__(self, run: RunDir, lines: Lines) -> None:
+        from hpctrain.ledger.lines import LONGEST_BYTES
         from hpctrain.rundir.logs import LogFile
 
         self.turns: list[Event] = []
         self.printed = 0
-        self._file = LogFile(run.events)
+        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
         self._lines = lines
         self._left_out = 0
         self._torn_end = False

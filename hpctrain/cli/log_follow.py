@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.ledger.derive import OVER, RunState, run_state, standing
 from hpctrain.ledger.events import parse
+from hpctrain.ledger.lines import LONGEST_BYTES
 from hpctrain.rundir.logs import LogFile
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Turns:
     """A ledger without its step marks, which are most of it, read as it grows."""
 
     def __init__(self, run: RunDir) -> None:
-        self._file = LogFile(run.events)
+        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
 
     def new(self) -> list[Event]:
         """The events since the last call."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import TYPE_CHECKING
+
+from hpctrain.plain_files import skip_hole
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -38,7 +38,7 @@ class Lines:
         if not block:
             return None
         if block[0] == 0 and not block.strip(b"\0"):
-            self._skip_hole()
+            skip_hole(self._file)
             block = b"" if not self.rest else block
         *lines, rest = (self.rest + block).split(b"\n")
         if lines:
@@ -50,11 +50,3 @@ class Lines:
             self._dropping, rest = True, b""
         self.rest = rest
         return lines
-
-    def _skip_hole(self) -> None:
-        """Go on where the file has bytes again: reading a terabyte of nothing takes minutes."""
-        try:
-            self._file.seek(os.lseek(self._file.fileno(), self._file.tell(), os.SEEK_DATA))
-        except OSError as error:  # other than that: the file system knows no holes
-            if error.errno == errno.ENXIO:  # nothing but the hole is left
-                self._file.seek(0, os.SEEK_END)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hpctrain.plain_files import open_plain
+from hpctrain.plain_files import open_plain, skip_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +28,9 @@ class LogFile:
         at: Where the line that was given last ends.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path, offset: int = 0, *, longest_bytes: int = _LONGEST) -> None:
         self.path = path
+        self._longest_bytes = longest_bytes
         self.at = offset
         self._offset = offset
         self._partial = b""
@@ -48,7 +49,7 @@ class LogFile:
             for line in whole:
                 self.at += len(line) + 1
                 yield line
-            if len(self._partial) > _LONGEST:  # a progress bar that never ends its line
+            if len(self._partial) > self._longest_bytes:  # a progress bar that never ends its line
                 self.at += len(self._partial)
                 yield self._partial
                 self._partial = b""
@@ -66,6 +67,11 @@ class LogFile:
                     self._offset, self._partial, self.at = 0, b"", 0
                 file.seek(self._offset)
                 content: bytes = file.read(at_once)
+                while content and not self._partial and not content.strip(b"\0"):
+                    skip_hole(file)
+                    self.at += file.tell() - self._offset
+                    self._offset = file.tell()
+                    content = file.read(at_once)
         except FileNotFoundError:
             return b""
         self._offset += len(content)

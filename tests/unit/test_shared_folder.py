@@ -10,8 +10,9 @@ import tracemalloc
 import pytest
 
 from hpctrain.ledger import events as ledger
-from hpctrain.ledger.events import Tail
+from hpctrain.ledger.events import Tail, parse
 from hpctrain.rundir.find import all_runs, find_run, look_into
+from hpctrain.rundir.logs import LogFile
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 
@@ -64,6 +65,9 @@ def test_a_hole_of_a_terabyte_takes_no_time(tmp_path):
     for events in (ledger.read(run), ledger.read(run, marks="few"), Tail(run.events).new()):
         assert [event.kind for event in events] == ["submit_intent", "submitted", "done"]
     assert find_run("17", runs=tmp_path).root == run.root
+    log = LogFile(run.events)
+    assert [parse(line).kind for line in log.lines() if parse(line)][-1] == "done"
+    assert log.at == run.events.stat().st_size
     assert time.monotonic() - began < MOST_S
 
 
