@@ -20,8 +20,9 @@ _init = DistributedDataParallel.__init__
 @functools.wraps(_init)
 def _group_last(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
-    # Attributes go in the order in which they came.
-    self.__dict__["process_group"] = self.__dict__.pop("process_group")
+    own = vars(self)
+    if "process_group" in own:  # attributes go in the order in which they came
+        own["process_group"] = own.pop("process_group")
 
 
 def let_groups_go_last() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.agent import node as module
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
 from hpctrain.agent.stopwatch import StopWatch
@@ -29,8 +30,24 @@ time.sleep(0 if folder.name == "2" else 60)
 """
 
 
-def _agent(node, port, folder):
-    """The agent of one of two nodes, with one rank each; node 0 writes how it ended."""
+CAUSE = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+echo = folder / "failure-00000.json"
+if folder.name == "1" and os.environ["RANK"] == "0":
+    raise ConnectionError("Connection closed by peer")
+while folder.name == "1" and not echo.exists():
+    time.sleep(0.01)
+if folder.name == "1":
+    time.sleep(0.5)  # for an agent that does not wait
+    raise ValueError("the cause")
+"""
+
+
+def _agent(node, port, folder, changes=None):
+    """The agent of one of two nodes, with one rank each; writes how it ended."""
+    for name, value in (changes or {}).items():
+        setattr(module, name, value)
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from hpctrain.agent.rendezvous import Rendezvous
@@ -46,7 +63,13 @@ def _agent(node, port, folder):
 
     context = JobContext("1", 0, node, ["n0", "n1"], "127.0.0.1", port, "")
     watch = StopWatch(context, arrivals=list, ask=None)
-    hooks = RoundHooks(begin, watch, lambda _failure: True) if node == 0 else None
+    told = []
+
+    def may_restart(failure):
+        told.append(failure.summary)
+        return True
+
+    hooks = RoundHooks(begin, watch, may_restart) if node == 0 else None
     _note_forks(folder / f"forks-{node}")
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -70,9 +93,10 @@ def _agent(node, port, folder):
     )
     agent.run()
     rendezvous.close()
-    if node == 0:
-        end = agent.end
-        (folder / "end.json").write_text(json.dumps([end.ending, end.silent_nodes, len(begun)]))
+    end = agent.end
+    staged = folder / f"end-{node}.new"
+    staged.write_text(json.dumps([end.ending, end.silent_nodes, len(begun), told]))
+    staged.rename(folder / f"end-{node}")
     os._exit(0)
 
 
@@ -98,29 +122,59 @@ def _wait(path):
     return path.read_text()
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Starts both agents on a script; the second one's constants may differ."""
+    agents = []
+
+    def begin(script, **changes):
+        (tmp_path / "script.py").write_text(script)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        fork = multiprocessing.get_context("fork")
+        for node, mine in enumerate(({}, changes)):
+            agents.append(fork.Process(target=_agent, args=(node, port, tmp_path, mine)))
+            agents[-1].start()
+        return agents
+
+    yield begin
+    for agent in agents:
+        agent.kill()
+        agent.join()
+
+
 @pytest.mark.parametrize(
     ("dead", "expected"), [(False, ["left", [], 2]), (True, ["failed", [1], 1])]
 )
-def test_ranks_start_again_only_where_every_agent_answers(tmp_path, dead, expected):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    agents = [fork.Process(target=_agent, args=(node, port, tmp_path)) for node in (0, 1)]
-    for agent in agents:
-        agent.start()
+def test_ranks_start_again_only_where_every_agent_answers(start, tmp_path, dead, expected):
+    agents = start(SCRIPT)
     ranks = [int(_wait(tmp_path / "1" / f"pid-{rank}")) for rank in (0, 1)]
 
     if dead:
         os.kill(agents[1].pid, signal.SIGSTOP)
     os.kill(ranks[0], signal.SIGKILL)
-    end = json.loads(_wait(tmp_path / "end.json"))
-    for agent in agents:
-        agent.kill()
+    end = json.loads(_wait(tmp_path / "end-0"))
 
-    assert end == expected
+    assert end[:3] == expected
     # A lock that another thread holds at a fork is held for ever in the rank.
     forks = [(tmp_path / f"forks-{node}").read_text().splitlines() for node in (0, 1)]
     begun = expected[2]
     assert forks == [["1 0"] * (1 + begun), ["1 0"] * begun], "store and ranks; ranks"
+
+
+def test_the_other_nodes_reports_are_awaited_one_may_be_the_cause(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SETTLE_S", 60.0)
+    start(CAUSE)
+
+    *_, told = json.loads(_wait(tmp_path / "end-0"))
+
+    assert told == ["ValueError: the cause"]
+
+
+def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp_path):
+    start("import os, time; time.sleep(0.5 * (os.environ['RANK'] == '0'))", POLL_S=1.5)
+
+    ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
+
+    assert ends == ["left", "left"]

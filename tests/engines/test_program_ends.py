@@ -61,6 +61,7 @@ def _agent(folder, port):
         hooks=hooks,
         start_method="fork",
         before_ranks=lambda _number: None,
+        secret="of a test",
     )
     agent.run()
     rendezvous.close()

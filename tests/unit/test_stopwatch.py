@@ -133,3 +133,13 @@ def test_a_user_signal_of_a_preemption_explains_a_return(clock):
     stop.look()
 
     assert stop.is_told_to_stop()
+
+
+@pytest.mark.parametrize("preempt_time", [None, 990.0])
+def test_what_a_job_on_its_way_out_says_of_its_end_is_not_the_ranks_time(clock, preempt_time):
+    """SLURM sets the end of a job that it requeues to now, and kills after KillWait."""
+    facts = JobFacts("COMPLETING", restarts=1, preempt_time=preempt_time, end_time=1000.0)
+    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=9000.0)
+
+    assert not stop.look().kill
+    assert stop.seconds_left() == 30.0 - LEAVE_S
