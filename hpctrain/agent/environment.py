@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.ledger import events as ledger
+from hpctrain.rundir.fresh import look_anew
 from hpctrain.site.environment import (
     Environment,
     Versions,
@@ -67,6 +68,7 @@ class RankEnvironment:
 
         Called on every node, after torch was imported and before the attempt's ranks start.
         """
+        look_anew(self._run.root, self._run.checkpoints)  # for this node's ranks
         directory = self._run.attempt(number)
         versions = versions_here()
         derived, final = self._derive(versions, run_dir=str(directory))

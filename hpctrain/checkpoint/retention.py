@@ -20,6 +20,7 @@ from hpctrain.checkpoint.usage import in_use
 from hpctrain.errors import CheckpointError, ChecksFailed, RunAlive
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.fence import publishing, run_lock
+from hpctrain.rundir.fresh import look_anew
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def prune(
             used = set() if attempt is not None else used_steps(run, idle)
             rows = _looked_at(run, enough, known)
             kept = why_kept(rows, rules, used | set(protect))
-            going = sorted(step for step, why in kept.items() if not why)
+            going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
             renamed = _renamed(run, going)
         _remove(renamed)
     except OSError as error:
@@ -276,6 +277,7 @@ def refuse(
         HpctrainError: see `remove`.
     """
     pins.require_known(run, sorted(steps))
+    look_anew(*(find.step_path(run, step) for step in steps))
     usage = in_use(ledger.read(run), idle)
     for step in sorted(steps):
         if usage is not None and usage.holds(step):
@@ -352,6 +354,13 @@ def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[R
         rows.append(row)
         valid += row.valid
     return rows
+
+
+def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:
+    """Without those that somebody on another node has pinned within the last minute."""
+    paths = {step: find.step_path(run, step) for step in steps}
+    look_anew(*paths.values())
+    return [step for step, path in paths.items() if not pins.carries(path)]
 
 
 def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.plain_files import replace_text
+from hpctrain.rundir.fresh import left_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +70,7 @@ class Request:
 def read_request(path: Path, job_id: str) -> Request | None:
     """The request that waits for this job; None where there is none that still holds."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(left_text(path))
         request = Request(
             str(raw["job_id"]),
             str(raw["token"]),
@@ -79,7 +80,7 @@ def read_request(path: Path, job_id: str) -> Request | None:
             float(raw["t"]),
         )
     # Not there, or seen while NFS still shows half of it.
-    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
     holds = request.job_id == job_id and abs(time.time() - request.t) < REQUEST_HOLDS_S
     return request if holds else None

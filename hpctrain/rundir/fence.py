@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain import locks
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
+from hpctrain.rundir.fresh import look_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,8 @@ class Attempt:
 def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
     """Hold the run's lock for a moment; the kernel frees it when the holder dies.
 
+    Whoever has it sees the run as others have left it, not as its client of the disk remembers it.
+
     Args:
         run: The run.
         timeout_s: So long at most does it wait; `LOCK_TIMEOUT_S` by itself.
@@ -64,6 +67,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
             ) from error
         except OSError as error:
             raise CheckpointError(_why_not(run, error)) from error
+        look_anew(run.root, run.checkpoints)
         yield
 
 

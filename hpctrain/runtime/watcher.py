@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
 from hpctrain.profile.names import Request, read_request
+from hpctrain.rundir.fresh import left_text
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.world import one_line
 
@@ -130,8 +131,8 @@ class Watcher:
 
     def _look_for_stop(self) -> None:
         try:
-            request = json.loads(self._request.read_text())
-        except (FileNotFoundError, ValueError):  # not there, or NFS still shows half of it
+            request = json.loads(left_text(self._request))
+        except ValueError:  # none, or seen while NFS still shows half of it
             return
         if isinstance(request, dict) and str(request.get("job_id")) == self._job_id:
             self.stop = STOP_USER

@@ -12,6 +12,7 @@ from hpctrain.errors import RunAlive, UsageError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.nodes import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
+from hpctrain.rundir.fresh import look_anew
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.slurm.script import site_of
@@ -134,6 +135,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
             f"{run.name} is done (step {ends[-1]}); to train on, raise --set train.steps=N, "
             "or go back with --from STEP"
         )
+    look_anew(run.root, run.checkpoints)
     choice = find.choose(run, at_step=from_step)
     found = choice.found
     if found is None and from_step is None:

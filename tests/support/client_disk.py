@@ -196,8 +196,12 @@ class Client:
             for known in [p for p in list(self._listings) if p == path or p.startswith(below)]:
                 self._listings.pop(known, None)
             parent = os.path.dirname(path)
-            self._attributes.pop(parent, None)
             self._listings.pop(parent, None)
+            # A folder that has changed: what was known not to be there is asked for anew.
+            self._attributes.pop(parent, None)
+            for known, (_, found) in list(self._attributes.items()):
+                if found is None and os.path.dirname(known) == parent:
+                    self._attributes.pop(known, None)
 
     # ---- names
 

@@ -72,6 +72,15 @@ def environment(pid: int) -> dict[str, str]:
     return {name: value for name, mark, value in pairs if mark}
 
 
+def command(pid: int) -> list[str]:
+    """The words that the process was started with; empty once it has ended."""
+    try:
+        raw = (PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return raw.decode(errors="replace").split("\0")[:-1]
+
+
 def executable(pid: int) -> str:
     """Name of the program file; empty once it has ended."""
     try:

@@ -8,6 +8,7 @@ import functools
 import getpass
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from tests.support.slurm_config import (
 from tests.support.slurm_keeper import LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 PREFIX = "hpct-"
@@ -191,9 +192,16 @@ class Daemons:
             return True
         return False
 
-    def start_slurmd(self, node: str) -> None:
-        """Start one node's slurmd; it registers by itself."""
-        self._spawn(node, "slurmd", "-D", "-N", node)
+    def start_slurmd(self, node: str, *, mount: Sequence[str] = ()) -> None:
+        """Start one node's slurmd; it registers by itself.
+
+        With `mount`, a command that mounts something, the node has mounts of its own.
+        """
+        slurmd = ["slurmd", "-D", "-N", node]
+        if mount:
+            script = f"{shlex.join(mount)} && exec {shlex.join(slurmd)}"
+            slurmd = ["unshare", "--mount", "--propagation=private", "sh", "-c", script]
+        self._spawn(node, *slurmd)
 
     def configure(self, *, user_signal: bool) -> None:
         """Write slurm.conf; daemons that run read it at `scontrol reconfigure`."""

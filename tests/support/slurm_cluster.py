@@ -25,7 +25,7 @@ from tests.support.slurm_boot import Daemons, missing, tail, wait_for
 from tests.support.slurm_config import NODES, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 T = TypeVar("T")
 Record = dict[str, str]
@@ -249,6 +249,26 @@ class SlurmCluster:
             return bool(state) and not state.endswith("*")
 
         wait_for(up, 45, lambda: f"{name} to come back:\n{tail(self.at.log(name))}")
+
+    @contextmanager
+    def own_mounts(self, mount: Callable[[str], Sequence[str]]) -> Iterator[None]:
+        """While inside, each node has mounts of its own, made by the command that `mount` names."""
+        for name in self.nodes:
+            self._daemons.kill(name)
+            self._daemons.start_slurmd(name, mount=mount(name))
+        try:
+            for name in self.nodes:
+                self.revive_node(name)
+            yield
+        finally:
+            self.drain_all()
+            for name in self.nodes:
+                self._daemons.kill(name)  # `reset` starts it where all others are
+                processes.kill_all(self._serving(mount(name)))
+
+    def _serving(self, command: Sequence[str]) -> list[int]:
+        """What a command has left running."""
+        return [p for p in self._daemons.descendants() if processes.command(p) == list(command)]
 
     def _stepds(self, node: str) -> list[int]:
         log = str(self.at.log(node))

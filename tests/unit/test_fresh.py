@@ -1,0 +1,125 @@
+"""What one node has written another one acts upon at once, although its client caches for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.checkpoint import find, pins, retention
+from hpctrain.errors import Fenced
+from hpctrain.ledger.events import append, read
+from hpctrain.rundir.fence import publishing, read_fence, run_lock, take_attempt
+from hpctrain.rundir.fresh import left_text, look_anew
+from hpctrain.rundir.layout import RunDir
+from tests.support import checkpoints as support
+from tests.support import client_disk
+
+pytestmark = pytest.mark.fuse
+FOREVER_S = 600
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The same run, as each of two nodes sees it."""
+    behind = tmp_path / "behind"
+    behind.mkdir()
+    one, other = tmp_path / "one", tmp_path / "other"
+    with (
+        client_disk.mounted(behind, one, cache_s=FOREVER_S),
+        client_disk.mounted(behind, other, cache_s=FOREVER_S),
+    ):
+        (one / "run").mkdir()
+        yield RunDir(one / "run"), RunDir(other / "run")
+
+
+def test_a_start_on_a_node_that_was_here_before_finds_what_was_saved_elsewhere(nodes):
+    here, there = nodes
+    support.save(here, take_attempt(here, job_id="7", restarts=0), 1000)
+    assert find.choose(here).found.step == 1000
+    support.save(there, take_attempt(there, job_id="7", restarts=1), 2000)
+    assert find.choose(here).found.step == 1000, "nothing is cached here: this shows nothing"
+
+    take_attempt(here, job_id="7", restarts=2)
+
+    assert find.choose(here).found.step == 2000
+
+
+def test_a_node_whose_ranks_only_read_looks_anew(nodes):
+    here, there = nodes
+    assert find.steps(here) == []
+    support.save(there, take_attempt(there, job_id="7", restarts=0), 1000)
+    assert find.steps(here) == []
+
+    look_anew(here.root, here.checkpoints)
+
+    assert find.steps(here) == [1000]
+    assert find.look(here, 1000).problem is None
+    assert [path.name for path in here.checkpoints.iterdir()] == ["step-0000001000"]
+
+
+def test_a_pin_from_the_login_node_holds_from_the_moment_it_is_made(nodes):
+    here, login = nodes
+    attempt = take_attempt(here, job_id="7", restarts=0)
+    for step in (1000, 2000, 3000):
+        support.save(here, attempt, step)
+    assert pins.pinned(here) == {}
+    pins.pin(login, 1000)
+    assert pins.pinned(here) == {}, "nothing is cached here: this shows nothing"
+
+    assert retention.prune(here, keep_last=1, attempt=attempt) == [2000]
+
+    assert find.steps(here) == [3000, 1000]
+
+
+def test_a_newer_attempt_elsewhere_fences_at_once(nodes):
+    here, there = nodes
+    old = take_attempt(here, job_id="7", restarts=0)
+    with publishing(here, old):
+        pass
+    new = take_attempt(there, job_id="7", restarts=1)
+
+    with pytest.raises(Fenced):
+        publishing(here, old).__enter__()
+
+    assert read_fence(here) == new
+
+
+def test_a_lock_is_one_lock_for_all_nodes_also_where_it_was_not_there_before(nodes):
+    here, there = nodes
+    assert not here.lock.exists()
+    with run_lock(there):
+        assert take_would_wait(here)
+    with run_lock(here):
+        assert take_would_wait(there)
+
+
+def take_would_wait(run):
+    with pytest.raises(Exception, match="held by another process"), run_lock(run, timeout_s=0.1):
+        pass
+    return True
+
+
+def test_facts_of_two_nodes_are_all_there_for_both_in_their_order(nodes):
+    here, there = nodes
+    for number in range(20):
+        append(here, "one", number=number)
+        assert len(read(there)) == 2 * number + 1
+        append(there, "other", number=number)
+        assert len(read(here)) == 2 * number + 2
+
+    told = [(event.kind, event.data["number"]) for event in read(here)]
+    assert told == [(kind, number) for number in range(20) for kind in ("one", "other")]
+    assert len(here.events.read_bytes().splitlines()) == 40
+
+
+def test_a_request_is_heard_by_who_was_told_that_there_is_none(nodes):
+    here, login = nodes
+    assert [left_text(here.stop_request) for _ in range(3)] == ["", "", ""]
+
+    login.stop_request.with_suffix(".new").write_text("stop")
+    login.stop_request.with_suffix(".new").replace(login.stop_request)
+
+    assert left_text(here.stop_request) == "stop"
+    login.stop_request.unlink()
+    assert left_text(here.stop_request) == ""
+    login.stop_request.write_text("again")
+    assert left_text(here.stop_request) == "again"
