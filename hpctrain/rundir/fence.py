@@ -140,6 +140,9 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
         with staged.open("rb") as file:
             os.fsync(file.fileno())
         staged.replace(run.fence)
+        # Before the other nodes look into it: told that it is not there, their clients of the disk
+        # would believe it for a minute, and the first save would fail.
+        run.checkpoints.mkdir(exist_ok=True)
         return attempt
 
 

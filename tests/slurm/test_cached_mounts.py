@@ -73,4 +73,4 @@ def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, r
     nodes = [event.data["nodes"] for event in run.events("attempt_started")]
     assert nodes[:3] == [["n1", "n2"], ["n3", "n4"], ["n1", "n2"]]
     assert [why for why, _ in run.ends()] == ["preempted", "preempted", "stopped", "completed"]
-    assert run.steps_lost() == [0, 0, 0]
+    assert run.steps_lost() == [0, 0, 0], run.story()
