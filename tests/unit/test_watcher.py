@@ -11,8 +11,10 @@ import time
 import pytest
 
 from hpctrain.errors import ClusterUnreachable
+from hpctrain.profile import names
 from hpctrain.profile.names import Request
 from hpctrain.records import JobFacts
+from hpctrain.rundir.fresh import left_text
 from hpctrain.runtime import watcher as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.runtime.clock import JobClock
@@ -61,6 +63,12 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.005)
+    for reader in (module, names):
+        monkeypatch.setattr(reader, "left_text", _left_text)
+
+
+def _left_text(path):
+    return path.read_text() if isinstance(path, Disk) else left_text(path)
 
 
 def watching(tmp_path, *, request=None, profile=None, control=None, end_time=2e9):
