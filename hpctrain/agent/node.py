@@ -45,6 +45,9 @@ ROLL_CALL_S = 5.0
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
 LOOK_ANYWAY_S = 5.0
 """So often node 0 looks for reports whatever their count is, which anybody can change."""
+LOOK_EACH_S = 0.001
+"""For each node so long between two looks: a thousand that report one by one are not a million
+questions. The last one's report is looked for at once."""
 GOODBYE_S = 5.0
 """How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
@@ -302,6 +305,8 @@ class NodeAgent(LocalElasticAgent):
     def _gather(self, reports: _Reports) -> None:
         count, now = self._news_store.count(self._key("reports")), time.monotonic()
         if count == reports.count and now < reports.looked_at + LOOK_ANYWAY_S:
+            return
+        if count < self._node_count and now < reports.looked_at + self._node_count * LOOK_EACH_S:
             return
         reports.count, reports.looked_at = count, now
         for node in set(range(self._node_count)) - reports.nodes:

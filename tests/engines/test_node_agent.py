@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,3 +179,30 @@ def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp
     ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
 
     assert ends == ["left", "left"]
+
+
+@pytest.mark.parametrize("nodes", [4, 1000])
+def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch, nodes):
+    asked, moment = [], [100.0]
+
+    class Store:
+        said = 0
+
+        def count(self, _):
+            return self.said
+
+        def get(self, key):
+            asked.append(key)
+            return [] if int(key) < self.said else None
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: moment[0])
+    store, reports = Store(), module._Reports()
+    agent = SimpleNamespace(
+        _news_store=store, _node_count=nodes, _key=lambda name: name.removeprefix("report/")
+    )
+    for store.said in range(nodes + 1):
+        moment[0] += module.POLL_S
+        NodeAgent._gather(agent, reports)
+
+    assert reports.nodes == set(range(nodes))  # also the last one's, at once
+    assert len(asked) <= nodes * 60
