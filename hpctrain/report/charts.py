@@ -264,7 +264,8 @@ def throughput(data: ReportData) -> Chart:
         xaxis=time_axis(),
         yaxis=axis(name, rangemode="tozero"),
     )
-    words = f"Median {figure(middle, name)}, best {figure(max(r for r in rates if r), name)}."
+    best = max(rate for rate in rates if rate is not None)
+    words = f"Median {figure(middle, name)}, best {figure(best, name)}."
     return Chart(key, title, words, {"data": [trace], "layout": shape})
 
 

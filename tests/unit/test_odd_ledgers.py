@@ -50,6 +50,9 @@ class Scheduler:
     def requeue(self):
         pass
 
+    def forbid_requeue(self):
+        pass
+
     def exclude(self, nodes):
         pass
 

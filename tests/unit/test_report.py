@@ -28,6 +28,7 @@ from hpctrain.report.page import comparison_page, in_script, page
 from hpctrain.report.summary import attempt_rows, facts, failure_groups
 from hpctrain.report.text import as_text, comparison
 from hpctrain.report.timeline import MOST_LINES, timeline
+from tests.support.ledger_runs import Story
 from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
 
 if TYPE_CHECKING:
@@ -606,6 +607,16 @@ def test_what_cannot_be_done_is_one_line(runs, capsys, argv, code, words):
 
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_run_that_counted_nothing_has_a_throughput_of_nothing(runs, capsys):
+    story = Story(runs / "idle").submitted().started(1)
+    for last in (5, 10):
+        story.add("steps", 1, first=last - 4, last=last, tokens=0, seconds=2.5)
+
+    assert main(["report", "idle", "--text"]) == 0
+
+    assert "best 0" in capsys.readouterr().out
 
 
 def test_a_page_is_written_through_no_link_that_somebody_has_put_there(runs, tmp_path, monkeypatch):
