@@ -159,11 +159,11 @@ PREEMPTED = JobFacts("RUNNING", restarts=0, preempt_time=1.0)
 
 @pytest.fixture
 def training(runs):
-    """Attempt 1 in job 7, on a disk that is full by now."""
+    """Attempt 1 in job 7, of an unchanged script, on a disk that is full by now."""
     story = Story(runs / "lm", cluster="slurm").submitted("7")
     number = take_attempt(story.run, job_id="7", restarts=0).number
     story.run.attempt(number).mkdir(parents=True)
-    story.started(number, "7").restored(number).add("phase", number, name="first_step")
+    story.started(number, "7")
     fill(runs)
     return story.run
 
