@@ -10,6 +10,7 @@ import pytest
 from hpctrain.agent.aftermath import Aftermath
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.node import RoundEnd
+from hpctrain.errors import ClusterUnreachable
 from hpctrain.ledger import events as ledger
 from hpctrain.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.rundir.fence import take_attempt
@@ -252,3 +253,93 @@ def test_a_run_that_another_job_has_ended_may_be_gone_on_with(story):
     story.add("attempt_ended", 1, reason="stopped", next="stop")
 
     assert not aftermath(story, Scheduler(), job_id="8", restarts=0).is_over()
+
+
+KILLED = FailureReport(0, "n1", "signal", "killed by SIGKILL")
+
+
+def test_ranks_of_a_job_that_lives_start_again(story):
+    assert aftermath(story, Scheduler(), restarts=1).after_crash(1, KILLED)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        JobFacts("RUNNING", restarts=2),
+        JobFacts("PENDING", restarts=2),
+        JobFacts("COMPLETING", restarts=1),
+        JobFacts("CANCELLED", restarts=1),
+    ],
+)
+def test_ranks_of_a_job_that_went_on_without_us_or_ended_do_not(story, facts):
+    """A dead node's agent may live on: two of them would train the same run."""
+    scheduler = Scheduler()
+    scheduler.facts = lambda: facts
+
+    assert not aftermath(story, scheduler, restarts=1).after_crash(1, KILLED)
+
+
+def test_a_silent_scheduler_keeps_no_ranks_from_starting_again(story):
+    scheduler = Scheduler()
+
+    def silent():
+        raise ClusterUnreachable("no answer")
+
+    scheduler.facts = silent
+
+    assert aftermath(story, scheduler, restarts=1).after_crash(1, KILLED)
+
+
+@pytest.mark.parametrize(("job_id", "again"), [("7", False), ("8", True)])
+def test_a_cancelled_jobs_ranks_do_not_start_again(story, job_id, again):
+    story.add("cancel_requested", job_id=job_id, save=True)
+
+    assert aftermath(story, Scheduler(), restarts=1).after_crash(1, KILLED) is again
+
+
+def test_an_agent_that_was_overtaken_neither_restarts_nor_requeues(story):
+    take_attempt(story.run, job_id="7", restarts=2)
+    scheduler = Scheduler()
+    scheduler.requeue = lambda: scheduler.asked.append("requeue")
+    mine = aftermath(story, scheduler)
+    end = SimpleNamespace(ending="failed", failure=KILLED, why="", silent_nodes=[])
+    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+    assert not mine.after_crash(1, KILLED)
+    assert mine.conclude(1, end, watch) == 0
+
+    assert "requeue" not in scheduler.asked
+    assert last(story, "fenced").attempt == 1
+    assert not [e for e in ledger.read(story.run) if e.kind == "attempt_ended"]
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ("tok-1", "job 7 belongs to an older submission of gpt; it leaves"),
+        ("tok-2", ""),
+        ("", ""),
+    ],
+)
+def test_the_job_of_an_older_submission_leaves(story, token, why):
+    story.submitted("8", "tok-2")
+    context = JobContext("7", 1, 0, ["n1"], "n1", 20000, token)
+    mine = Aftermath(story.run, load_spec(story.run.spec), context, Scheduler())
+
+    assert mine.is_over() == why
+
+
+@pytest.mark.parametrize(
+    ("job_id", "save", "why"),
+    [
+        ("7", False, "job 7 was cancelled; it does not start again"),
+        ("7", True, ""),
+        ("8", False, ""),
+    ],
+)
+def test_a_cancelled_job_does_not_start_again(story, job_id, save, why):
+    story.add("cancel_requested", job_id=job_id, save=save)
+    context = JobContext("7", 1, 0, ["n1"], "n1", 20000, "tok-1")
+    mine = Aftermath(story.run, load_spec(story.run.spec), context, Scheduler())
+
+    assert mine.is_over() == why

@@ -10,6 +10,7 @@ import pytest
 from hpctrain.ledger import events as ledger
 from hpctrain.plan import interval
 from hpctrain.records import StopCause
+from hpctrain.runtime.agreement import STOP_TERM, WARNED, Wish
 from hpctrain.runtime.clock import LEAVE_S, JobClock
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.run import Run
@@ -148,6 +149,23 @@ def test_a_job_that_is_too_short_is_told_so_once_and_tries(run, capsys):
     assert told.count("\n") == 1
     run._clock.stepped(1.0)
     assert run._is_due()
+
+
+@pytest.mark.parametrize(
+    ("agreed", "heard", "asked"), [(WARNED, False, 1), (STOP_TERM, False, 0), (0, True, 0)]
+)
+def test_a_warning_is_kept_until_all_ranks_have_heard_it(run, agreed, heard, asked):
+    """Most ticks of short steps exchange nothing."""
+    warnings = []
+    run._listener = SimpleNamespace(interrupted=False, term=False, warned=True)
+    run._watcher = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
+    run._agreement = SimpleNamespace(tick=lambda wish: Wish(agreed if wish.stop else 99))
+    run._telemetry = SimpleNamespace(wishes_to_tell=lambda: False)
+    run.world, run._saves = SimpleNamespace(rank=0), None
+
+    run._exchange()
+
+    assert (run._listener.warned, len(warnings)) == (heard, asked)
 
 
 def _share(kind):

@@ -130,6 +130,7 @@ def test_trouble_with_one_request_does_not_hide_the_other(tmp_path):
 
     until(lambda: watcher.profile)
     assert watcher.take_profile() == request
+    assert not (tmp_path / "profile-request.json").exists(), "that it is answered"
 
 
 def test_trouble_is_told_once_for_each_file(tmp_path, capfd):

@@ -1,0 +1,118 @@
+"""A rank's process: deaf to SLURM's signals, dead with its agent, gone when its program is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from hpctrain.agent import ranks
+from hpctrain.agent.ranks import RankTask, run_rank
+from tests.support.gloo import preload
+from tests.support.processes import alive, kill_all
+
+PATIENCE_S = 30.0
+FORK = multiprocessing.get_context("fork")
+CHILD = """
+import multiprocessing, signal
+multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True).start()
+"""
+STUCK = """
+import signal, threading
+threading.Thread(target=threading.Event().wait).start()
+raise ValueError("mine")
+"""
+DEAF = """
+import signal
+names = ("SIGTERM", "SIGUSR2", "SIGUSR1", "SIGHUP")
+print([signal.getsignal(getattr(signal, name)) is signal.SIG_IGN for name in names])
+"""
+PAUSE = """
+import os, pathlib, signal
+here = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+(here / "new").write_text(str(os.getpid()))
+(here / "new").rename(here / "pid")
+signal.pause()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    preload()
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    """Starts a rank with a script, as a child of this process."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("HPCTRAIN_ATTEMPT_DIR", str(tmp_path))
+    monkeypatch.setattr(ranks, "EXIT_HANG_S", 0.2)
+    begun = []
+
+    def begin(script):
+        (tmp_path / "script.py").write_text(script)
+        task = RankTask("", str(tmp_path / "script.py"))
+        begun.append(FORK.Process(target=run_rank, args=(task,)))
+        begun[-1].start()
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.join()
+
+
+def log(tmp_path):
+    return (tmp_path / "rank-00000.log").read_text()
+
+
+def test_a_child_that_no_signal_ends_does_not_keep_its_rank(rank):
+    process = rank(CHILD)
+    process.join(PATIENCE_S)
+
+    assert process.exitcode == 0
+
+
+def test_a_rank_that_raised_is_gone_though_its_threads_are_not(rank, tmp_path):
+    process = rank(STUCK)
+    process.join(PATIENCE_S)
+
+    assert process.exitcode == 1
+    assert "ValueError: mine" in log(tmp_path)
+
+
+def test_a_script_that_knows_nothing_lives_through_slurms_signals(rank, tmp_path):
+    process = rank(DEAF)
+    process.join(PATIENCE_S)
+
+    assert (process.exitcode, log(tmp_path)) == (0, "[True, True, True, True]\n")
+
+
+def _agent(script, folder):
+    os.environ.update(RANK="0", HPCTRAIN_ATTEMPT_DIR=str(folder))
+    FORK.Process(target=run_rank, args=(RankTask("", str(script)),)).start()
+    signal.pause()
+
+
+def test_a_rank_dies_with_its_agent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PAUSE)
+    agent = FORK.Process(target=_agent, args=(script, tmp_path))
+    agent.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        assert alive(pid)
+        agent.kill()
+        agent.join()
+        while alive(pid):
+            assert time.monotonic() < deadline, "it outlived its agent"
+            time.sleep(0.01)
+    finally:
+        kill_all([pid])
