@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.settings.check_engine import check_engine
 from hpctrain.settings.check_hooks import check_hooks
 from hpctrain.settings.check_profile import check_profile
+from hpctrain.settings.sbatch_options import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,30 +103,20 @@ _WORDS = (
 # sbatch options that hpctrain sets itself, with the setting that is meant for them.
 _OURS = {
     "--nodes": "slurm.nodes",
-    "-N": "slurm.nodes",
     "--ntasks": "slurm.ranks_per_node",
-    "-n": "slurm.ranks_per_node",
     "--ntasks-per-node": "slurm.ranks_per_node",
     "--time": "slurm.time",
-    "-t": "slurm.time",
     "--signal": "slurm.signal_lead_s",
     "--partition": "slurm.partition",
-    "-p": "slurm.partition",
     "--account": "slurm.account",
-    "-A": "slurm.account",
     "--qos": "slurm.qos",
-    "-q": "slurm.qos",
     "--job-name": "--name",
-    "-J": "--name",
     "--requeue": "the [budget] settings",
     "--no-requeue": "the [budget] settings",
     "--output": "the run directory's jobs/",
-    "-o": "the run directory's jobs/",
     "--error": "the run directory's jobs/",
-    "-e": "the run directory's jobs/",
     "--open-mode": "nothing: it is always append",
     "--array": "one run per submit",
-    "-a": "one run per submit",
     "--wrap": "a script behind --",
 }
 
@@ -246,9 +237,13 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
         for option in getattr(settings.slurm, key):
             if not option.startswith("-") or not option.isprintable():
                 raise UsageError(f"{told} has {option!r}; each takes one option, e.g. --switches=1")
-            name = option.partition("=")[0].split()[0]
-            if key == "extra" and name in _OURS:
-                raise UsageError(f"{told} has {option}, which hpctrain sets; use {_OURS[name]}")
+            try:
+                names = names_of(option)
+            except UsageError as error:
+                raise UsageError(f"{told}: {error}") from None
+            ours = [name for name in names if name in _OURS] if key == "extra" else []
+            if ours:
+                raise UsageError(f"{told} has {option}, which hpctrain sets; use {_OURS[ours[0]]}")
 
 
 def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:

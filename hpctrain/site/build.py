@@ -14,7 +14,6 @@ from hpctrain.settings.schema import Settings
 from hpctrain.site import schema
 from hpctrain.site.keys import keys_of, make
 from hpctrain.site.lock import holds
-from hpctrain.site.paths import ADMINS
 from hpctrain.site.preset import Leaf, Path, Site, SiteFile, dotted
 
 if TYPE_CHECKING:
@@ -43,9 +42,11 @@ def build(name: str, sheets: Sequence[Sheet]) -> Site:
     for sheet in sheets:
         leaves = _with_sources(leaves, sheet)
         for path, leaf in _own(sheet, name):
+            if path == _LOCK and not sheet.locks:
+                continue
             _check_source(leaf, path, sheet, leaves)
             new = _appended(leaves, path, leaf) if path in sheet.added else leaf
-            if sheet.layer not in ADMINS and _is_locked(leaves, path, new):
+            if not sheet.locks and _is_locked(leaves, path, new):
                 overridden[path] = f"{sheet.layer} ({leaf.place})"
             leaves[path] = new
         tables |= dict.fromkeys(sheet.tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from hpctrain.errors import NotFound, UsageError
 from hpctrain.settings.merge import nearest
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.site.build import OF_ITS_OWN, build
-from hpctrain.site.paths import GIVEN, PROJECT, PROJECT_FILE, layers
+from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
 from hpctrain.site.schema import IN_WORDS, NAME
 from hpctrain.site.sheet import Sheet, take_apart
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.site.preset import Site
+
+
+ROOT = 0
+"""Whose files lock."""
 
 
 def load_site(
@@ -202,7 +207,14 @@ def _read(path: Path, layer: str, name: str) -> Sheet | None:
         return None
     if not re.fullmatch(NAME, name):
         raise UsageError(f'{path}: "{name}" cannot be a site\'s name; it takes {IN_WORDS[NAME]}')
-    return take_apart(file, name=name, layer=layer)
+    sheet = take_apart(file, name=name, layer=layer)
+    return replace(sheet, by_root=layer == PACKAGED or _is_roots(path))
+
+
+def _is_roots(path: Path) -> bool:
+    """Whether root has written a file: HPCTRAIN_SITE_PATH and --site can name anybody's."""
+    found = path.stat()
+    return found.st_uid == ROOT and not found.st_mode & stat.S_IWOTH
 
 
 def _project_sheet(project: Path | None, name: str | None) -> Sheet | None:

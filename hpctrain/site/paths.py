@@ -20,7 +20,7 @@ PACKAGED, SYSTEM, USER, PROJECT = "packaged", "system", "user", "project"
 GIVEN = "file"
 """The layer of a site that was named by its file."""
 ADMINS = (PACKAGED, SYSTEM, GIVEN)
-"""Layers whose [lock] counts. A file that is given by its path may be an admin's draft."""
+"""Layers whose [lock] counts where the file is root's. One given by its path may be a draft."""
 
 
 def data_dir(kind: Literal["site-configs", "sbatch"]) -> Path:

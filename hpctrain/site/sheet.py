@@ -43,6 +43,13 @@ class Sheet:
     """Items of `X_add`, by the path of `X`."""
     tables: dict[Path, int] = field(default_factory=dict)
     """Named tables such as [partitions.gpu], which may be empty, with their lines."""
+    by_root: bool = True
+    """Nobody else can have written it: else its locks hold nobody, and higher ones hold it."""
+
+    @property
+    def locks(self) -> bool:
+        """Whether it is the admins', so that its [lock] counts and no lock holds it."""
+        return self.layer in ADMINS and self.by_root
 
     def text(self, key: str) -> str:
         """A text outside any table; "" where the file has none."""

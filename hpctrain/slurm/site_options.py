@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import node_range
+from hpctrain.settings.sbatch_options import name_of, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,31 +18,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import SlurmSettings
     from hpctrain.site.preset import Site
 
-# Short options that people write, and what sbatch calls them in full.
-_LONG = {
-    "-A": "--account",
-    "-B": "--extra-node-info",
-    "-C": "--constraint",
-    "-D": "--chdir",
-    "-G": "--gpus",
-    "-J": "--job-name",
-    "-L": "--licenses",
-    "-M": "--clusters",
-    "-N": "--nodes",
-    "-S": "--core-spec",
-    "-a": "--array",
-    "-c": "--cpus-per-task",
-    "-d": "--dependency",
-    "-e": "--error",
-    "-m": "--distribution",
-    "-n": "--ntasks",
-    "-o": "--output",
-    "-p": "--partition",
-    "-q": "--qos",
-    "-t": "--time",
-    "-w": "--nodelist",
-    "-x": "--exclude",
-}
 _STARTERS = frozenset({"#SBATCH", "sbatch", "srun", "salloc"})
 
 # The setting behind an option that hpctrain writes itself, so that a refusal can name it.
@@ -51,13 +27,6 @@ _SETTINGS = {
     "--exclusive": "slurm.exclusive",
     "--signal": "slurm.signal_lead_s",
 }
-
-
-def name_of(option: str) -> str:
-    """An option's long name without its value: `-G4` and `--gpus=4` are both --gpus."""
-    if option.startswith("--"):
-        return option.partition("=")[0].split()[0]
-    return _LONG.get(option[:2], option[:2])
 
 
 def gpu_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
@@ -119,7 +88,8 @@ def more_options(settings: SlurmSettings, site: Site | None, header: Iterable[st
     """
     if site is None:
         return []
-    written = {name_of(option): option for option in [*header, *settings.extra]}
+    given = [*header, *settings.extra]
+    written = {name: option for option in given for name in names_of(option)}
     found: list[str] = []
     for option in _required(site):
         name = name_of(option)
@@ -179,9 +149,10 @@ def refuse_forbidden(
     Raises:
         UsageError: one of them is forbidden, with who asked and who forbids.
     """
-    forbidden = {name_of(option) for option in site.slurm.forbidden} if site else set()
+    refused = site.slurm.forbidden if site else ()
+    forbidden = {name for option in refused for name in names_of(option)}
     for option, path in options:
-        if site is not None and name_of(option) in forbidden:
+        if site is not None and forbidden.intersection(names_of(option)):
             origin = origins.get(path, "default")
             raise UsageError(
                 f"{origin}: {path} asks for {option}, which "
@@ -237,4 +208,4 @@ def _options(line: str) -> list[str]:
         words = line.split()
     if not words or words[0] not in _STARTERS:
         return []
-    return [word for word in words[1:] if word.startswith("-")]
+    return [word for word in words[1:] if word.startswith("-") and word.strip("-")]

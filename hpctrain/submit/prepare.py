@@ -33,7 +33,7 @@ from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
 from hpctrain.submit.secret_notes import secret_notes
 from hpctrain.submit.site_checks import check_site, cpu_notes, shell_layer
-from hpctrain.submit.site_choice import choose
+from hpctrain.submit.site_choice import choose, dropped_locks
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
 from hpctrain.submit.versions import check_versions
 
@@ -148,13 +148,18 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes = [*chosen.notes, *check(settings, origins)]
     notes += check_hooks_here(settings, origins, request.cwd)
     env, env_origins = _environment(request, config)
-    unlocked: list[str] = []
+    unlocked = dropped_locks(request, config, chosen) if cluster == "slurm" else []
+    if unlocked:
+        notes.append(
+            f"locks that do not hold because another site was named: {', '.join(unlocked)}"
+        )
     if site is not None:
         changes = changed(site, settings, origins, env, env_origins) | changed_by_shell(
             site, request.environ, env
         )
-        told, unlocked = take_locks(site, changes, allow=request.allow_locked)
+        told, changed_paths = take_locks(site, changes, allow=request.allow_locked)
         notes += told
+        unlocked += changed_paths
         if cluster == "slurm":
             is_script = entry.kind == "script"
             notes += check_site(

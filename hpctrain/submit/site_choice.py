@@ -5,12 +5,16 @@ tests/unit/test_site_submit.py holds the promises.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.errors import HpctrainError
 from hpctrain.site.detect import choose as choose_here
 from hpctrain.site.detect import look_around
+from hpctrain.site.load import site_files
+from hpctrain.site.paths import SYSTEM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +57,34 @@ def choose(request: SubmitRequest, config: Source | None, cluster: str) -> Chose
         # Most clusters have no preset: that nothing matched is no news.
         return Chosen(site, [how] if site is not None or "matches (" in how else [])
     return Chosen(site, [f"site {name}, as {by} says"] if by else [])
+
+
+def dropped_locks(request: SubmitRequest, config: Source | None, chosen: Chosen) -> list[str]:
+    """Locks of the site that this is, which do not hold because another one was named.
+
+    Empty where no admin's file locks anything: nothing is asked then.
+    """
+    name, _ = _named(request, config)
+    environ = request.environ
+    if name is None or not _anybody_locks(environ):
+        return []
+    try:
+        here, _ = choose_here(None, environ, look_around(environ, lambda: _cluster_name(environ)))
+    except HpctrainError:  # several match, or one is wrong: nobody can say which it would be
+        return []
+    if here is None:
+        return []
+    held = set(chosen.site.lock.keys) if chosen.site is not None else set()
+    return [f"{here.about.name}: {key}" for key in here.lock.keys if key not in held]
+
+
+def _anybody_locks(environ: Mapping[str, str]) -> bool:
+    for files in site_files(environ).values():
+        for layer, path in files:
+            with contextlib.suppress(OSError):
+                if layer == SYSTEM and b"lock" in path.read_bytes():
+                    return True
+    return False
 
 
 def _cluster_name(environ: Mapping[str, str]) -> str | None:

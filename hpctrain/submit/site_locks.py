@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hpctrain.settings.merge import DEFAULT
 from hpctrain.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.site.lock import check_locked
+from hpctrain.site.preset import dotted
 from hpctrain.submit.site_checks import CHOSEN
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def take_locks(
     """
     told = check_locked(site, changes, allow=allow)
     alone = replace(site, overridden={})
-    paths = [path for path in changes if check_locked(alone, {path: changes[path]}, allow=True)]
+    of_files = {dotted(path): place for path, place in site.overridden.items()}
+    every = of_files | dict(changes)
+    paths = [path for path in every if check_locked(alone, {path: every[path]}, allow=True)]
     return told, paths
 
 

@@ -16,7 +16,6 @@ from hpctrain.slurm import batch
 from hpctrain.slurm.header import check_options, export_arguments
 from hpctrain.slurm.leak import clean, kept_settings
 from hpctrain.slurm.script import render_script
-from hpctrain.slurm.site_options import name_of
 
 
 @pytest.fixture
@@ -166,12 +165,22 @@ def test_whole_nodes_are_not_asked_for_by_default_where_that_is_forbidden(site):
     assert "--exclusive" not in header(render(site("[slurm]\nforbidden = ['--exclusive']\n")))
 
 
-@pytest.mark.parametrize(
-    ("option", "name"),
-    [("-G4", "--gpus"), ("--gpus=4", "--gpus"), ("-p", "--partition"), ("--mem 4G", "--mem")],
-)
-def test_an_option_is_known_by_its_long_name(option, name):
-    assert name_of(option) == name
+@pytest.mark.parametrize("option", ["--nodelist=n1", "--nodel=n1", "-wn1", "-w n1", "-Hw n1"])
+@pytest.mark.parametrize("place", ["extra", "srun_args", "setup"])
+def test_what_is_refused_here_is_refused_however_it_is_spelt(site, option, place):
+    made = site("[slurm]\nforbidden = ['--nodelist']\n")
+    given = [f"sbatch {option} x.sh"] if place == "setup" else [option]
+
+    with pytest.raises(UsageError, match="is refused here"):
+        render(made, **{place: given})
+
+
+@pytest.mark.parametrize("option", ["--licenses=none", "--licens=none", "-Lnone", "-HLnone"])
+def test_what_is_required_is_not_changed_however_it_is_spelt(site, option):
+    made = site("[slurm]\nrequired = ['--licenses=scratch:1']\n")
+
+    with pytest.raises(UsageError, match="does not go with"):
+        render(made, extra=[option])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
+from hpctrain.site import load
 from hpctrain.site.load import load_site
 from hpctrain.site.schema import Partition, Preemption
 from hpctrain.submit.accounting import Accounting
@@ -22,6 +24,7 @@ from hpctrain.submit.partition import Need, choose, misfits, time_limit
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import ResumeRequest, change_spec
 from hpctrain.submit.site_checks import check_site, cpu_notes
+from tests.support.users import STRANGER
 
 FRONTIER = Partition(
     gpus_per_node=8,
@@ -139,8 +142,9 @@ gpus_per_node = 8
 
 
 @pytest.fixture
-def work(tmp_path):
+def work(tmp_path, monkeypatch):
     """A folder to submit from, with the site `juniper` and an sbatch that nobody calls."""
+    monkeypatch.setattr(load, "ROOT", os.geteuid())
     folder = tmp_path / "work"
     (folder / "sites").mkdir(parents=True)
     (folder / "train.py").write_text("")
@@ -658,3 +662,53 @@ def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
     assert note.startswith("flag --set slurm.setup: slurm.setup replaces that of site juniper (")
     assert note.endswith("and lacks of it: ulimit -l unlimited")
     assert said('slurm.setup=["source plugin.sh", "ulimit -l unlimited", "more"]') == []
+
+
+@pytest.fixture
+def admins(work):
+    """The site's preset with locks, known by a variable, in root's hands."""
+    path = work / "sites" / "juniper.toml"
+    path.write_text(JUNIPER + LOCK + "[detect]\nenv.JUNIPER = '1'\n")
+    return path
+
+
+@pytest.fixture
+def mine(work):
+    """A user's own folder of sites, with another preset of that name."""
+    path = work / "mine" / "juniper.toml"
+    path.parent.mkdir()
+    path.write_text(
+        "[settings.slurm]\ngpus_per_node = 2\n[lock]\nkeys = ['settings.slurm.exclude']\n"
+    )
+    return path
+
+
+@pytest.mark.two_users
+def test_a_folder_that_the_shell_names_is_no_admins_unless_root_wrote_it(work, admins, mine):
+    path = f"{mine.parent}:{work / 'sites'}"
+    environ = shell(work, PROJECT="lab") | {"HPCTRAIN_SITE_PATH": path}
+    assert ask(work, environ=environ).spec.preset["lock"]["keys"] == ["settings.slurm.exclude"]
+
+    os.chown(mine, STRANGER.uid, STRANGER.gid)
+    with pytest.raises(UsageError, match=r"gpus_per_node is locked by .* and changed by system"):
+        ask(work, environ=environ)
+
+    allowed = ask(work, environ=environ, allow_locked=True).spec
+    assert "settings.slurm.gpus_per_node" in allowed.unlocked
+    assert "settings.slurm.exclude" not in allowed.preset["lock"]["keys"]
+
+
+@pytest.mark.two_users
+@pytest.mark.parametrize("named", ["none", "other.toml"])
+def test_locks_that_fall_because_another_site_was_named_are_recorded(work, admins, named):
+    (work / "other.toml").write_text("name = 'other'\n[slurm]\naccount_required = false\n")
+    environ = shell(work, PROJECT="lab", JUNIPER="1")
+    site = str(work / named) if named != "none" else named
+
+    made = ask(work, environ=environ, site=site, nodes="1")
+
+    locks = "juniper: settings.slurm.gpus_per_node"
+    assert locks in made.spec.unlocked
+    assert any(note.startswith("locks that do not hold") and locks in note for note in made.notes)
+    assert ask(work, environ=environ, site=None).spec.unlocked == []
+    assert ask(work, environ=environ, site="juniper").spec.unlocked == []
