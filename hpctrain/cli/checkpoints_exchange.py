@@ -174,6 +174,7 @@ def import_command(
     Nothing in it is run: pickles are read for tensors and plain data only. What was written is read
     back and compared with the source, tensor by tensor, before it is committed.
     """
+    from hpctrain.cli.output import echo_note
     from hpctrain.exchange import into, naming, open_source
     from hpctrain.exchange.tensors import TARGETS
     from hpctrain.modes import follow_folder
@@ -189,7 +190,10 @@ def import_command(
     request = naming.Request(
         prefix, _pairs(renames), _table(table), weights, model_only=what == "model"
     )
-    contents = open_source.read(Path.cwd() / source.expanduser(), kind)
+    place = Path.cwd() / source.expanduser()
+    if risk := open_source.risk(place, kind):  # before anything of it is read
+        echo_note(risk)
+    contents = open_source.read(place, kind)
     tensors, notes = naming.name_all(contents, request)
     tensors = naming.in_dtype(tensors, TARGETS.get(dtype))
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import find, names
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.manifest import Manifest
 
+SAFE_TORCH = (2, 10)
+"""Older ones corrupt memory on a crafted file, `weights_only` or not."""
 KINDS = ("dcp", "torch", "safetensors", "deepspeed", "hpctrain")
 
 
@@ -43,6 +47,32 @@ def read(source: Path, kind: str | None = None) -> Contents:
         from hpctrain.exchange import from_dcp, from_deepspeed, from_torch
     readers = {"dcp": from_dcp.read, "deepspeed": from_deepspeed.read, "torch": from_torch.read}
     return readers[kind](source)
+
+
+def risk(source: Path, kind: str | None = None, *, version: str | None = None) -> str:
+    """What reading this source risks with the torch that is installed; "" where nothing is known.
+
+    Args:
+        source: A file or a directory.
+        kind: One of KINDS; None finds out.
+        version: Of torch; None asks what is installed, without importing it.
+
+    Raises:
+        CheckpointError: see `detect`.
+    """
+    if not source.exists() or (kind or detect(source)) in {"hpctrain", "safetensors"}:
+        return ""
+    try:
+        version = metadata.version("torch") if version is None else version
+    except metadata.PackageNotFoundError:  # the reading says so
+        return ""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers >= SAFE_TORCH:
+        return ""
+    return (
+        f"torch {version} reads pickles with a fault that a crafted file can use to run code "
+        "(CVE-2026-24747, mended in 2.10): import only files that you trust, or safetensors"
+    )
 
 
 @contextlib.contextmanager

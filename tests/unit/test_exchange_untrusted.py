@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import hpctrain
+from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
 from hpctrain.exchange import from_dcp, open_source
 from hpctrain.exchange.naming import Request, name_all
@@ -440,3 +441,37 @@ def test_a_dcp_file_that_is_missing_is_refused(run, call, tmp_path):
 
     assert "__0_0.distcp cannot be read: No such file" in line
     shutil.rmtree(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "told"),
+    [
+        ("x.pt", "2.6.0", True),
+        ("x.pt", "2.9.1+cu128", True),
+        ("x.pt", "2.10.0", False),
+        ("x.pt", "2.13.0a0+git1", False),
+        ("x.pt", "3.0", False),
+        ("x.safetensors", "2.6.0", False),
+        ("missing.pt", "2.6.0", False),
+    ],
+)
+def test_what_an_older_torch_risks_is_told_of_files_that_it_reads(tmp_path, name, version, told):
+    (tmp_path / "x.pt").write_bytes(b"PK\3\4" + b"\0" * 20)
+    (tmp_path / "x.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")
+
+    risk = open_source.risk(tmp_path / name, version=version)
+
+    assert ("CVE-2026-24747" in risk and version in risk) if told else risk == ""
+
+
+def test_the_risk_is_told_before_anything_is_read(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(open_source.metadata, "version", lambda _: "2.9.0")
+    (tmp_path / "x.pt").write_bytes(b"PK\3\4" + b"\0" * 20)
+    heard = []
+    monkeypatch.setattr(open_source, "read", lambda *_: heard.append(capsys.readouterr().err))
+    words = ["checkpoints", "import", str(tmp_path / "x.pt"), "--run", str(run.root), "--step", "7"]
+
+    with pytest.raises(AttributeError):  # nothing was read
+        main(words)
+
+    assert "torch 2.9.0 reads pickles with a fault" in heard[0]
