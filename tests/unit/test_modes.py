@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -177,3 +178,28 @@ def test_a_run_that_a_colleague_has_put_in_the_place_of_the_owners_is_not_execut
         f"spec.json belongs to user {COLLEAGUE.uid}: it decides what this job runs" in done.stderr
     )
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.two_users
+def test_others_who_may_look_at_a_run_still_can(common_path):
+    """Its state and its events are for all whom the umask lets in; what it executes is not."""
+    project = common_path / "project"
+    project.mkdir()
+    os.chown(project, OWNER.uid, OWNER.gid)
+    (project / "train.py").write_text("print()\n")
+    hand = 'umask 022; exec "$@"'
+    run_as(OWNER, ["sh", "-c", hand, "sh", *SUBMIT], cwd=project, HPCTRAIN_RUNS=f"{project}/runs")
+    told = (
+        "from pathlib import Path; from hpctrain.ledger import events;"
+        "from hpctrain.rundir.layout import RunDir;"
+        f"events.append(RunDir(Path({str(project / 'runs' / 'r')!r})), 'submit_intent', token='t')"
+    )
+    run_as(OWNER, ["sh", "-c", hand, "sh", sys.executable, "-c", told])
+
+    for words in (["status", "--json"], ["events"], ["report", "--text"]):
+        done = run_as(
+            STRANGER,
+            own_program("hpctrain", words[0], str(project / "runs" / "r"), *words[1:]),
+            check=False,
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), (words, done.stderr)
