@@ -109,6 +109,8 @@ class Aftermath:
         for event in events:
             if event.kind in {"submit_intent", "submitted"}:
                 newest = event.data["token"]
+            if event.kind == "submit_failed" and event.data.get("token") == newest:
+                newest = "refused"  # it came all the same, and nobody waits for it
             if event.kind == "cancel_requested" and not event.data.get("save"):
                 newest = newest if event.data.get("job_id") != self._context.job_id else "cancelled"
         if not token or not newest or token == newest:

@@ -38,12 +38,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         match list(argv):
             case ["before", root, _]:
+                if many := one_of_many(os.environ):
+                    raise UsageError(many)
                 for name, value in exports(os.environ, _meeting_point(root)).items():
                     print(f"export {name}={shlex.quote(value)}")
                 return 0
             case ["after", root, token, "--rc", rc, "--term", term]:
                 from hpctrain.slurm.after import after
 
+                if one_of_many(os.environ):  # `before` has said so
+                    return UsageError.exit_code
                 return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
             case ["body"]:
                 from hpctrain.slurm.script import body_path
@@ -55,6 +59,21 @@ def main(argv: Sequence[str]) -> int:
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def one_of_many(env: Mapping[str, str]) -> str:
+    """Why this job cannot be a run's, or "": of several jobs each would fence the others out."""
+    what = ""
+    if env.get("SLURM_ARRAY_TASK_ID"):
+        what = f"a task of the array {env.get('SLURM_ARRAY_JOB_ID')}"
+    elif env.get("SLURM_HET_SIZE", "1") != "1":
+        what = "a part of a heterogeneous job"
+    if not what:
+        return ""
+    return (
+        f"job {env['SLURM_JOB_ID']} is {what}, and a run is one plain job: submit the script by "
+        "itself for each run, without --array, `#SBATCH hetjob` and ':'"
+    )
 
 
 class MeetingPoint(NamedTuple):

@@ -1,7 +1,8 @@
-"""SLURM's name for this cluster, one of the things by which a site is known."""
+"""SLURM's name for this cluster: a site is known by it, and a job of another one is told by it."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from hpctrain.errors import ClusterError
@@ -22,3 +23,25 @@ def cluster_name() -> str | None:
         return None
     found = re.search(r"^ClusterName\s*=\s*(\S+)\s*$", text, re.MULTILINE)
     return found[1] if found else None
+
+
+def submitted_here(answer: str) -> str:
+    """The job's id in what `sbatch --parsable` printed, `id` or `id;cluster`, after any greeting.
+
+    Raises:
+        ClusterError: there is none, or the job went to another cluster (a wrapper around sbatch can
+            do that). There it would look forgotten to us, so it is cancelled.
+    """
+    words = answer.split()
+    job_id, _, cluster = words[-1].partition(";") if words else ("", "", "")
+    if not job_id.isdigit():
+        raise ClusterError(f"sbatch printed no job id: {answer.strip()[:80]!r}")
+    here = cluster_name() if cluster else None
+    if here is not None and here != cluster:
+        with contextlib.suppress(ClusterError):  # a start that comes all the same ends itself
+            run(["scancel", f"--clusters={cluster}", job_id])
+        raise ClusterError(
+            f"sbatch sent job {job_id} to the cluster {cluster}, and this is {here}: it was "
+            "cancelled; submit on a login node of that cluster"
+        )
+    return job_id

@@ -16,8 +16,8 @@ import submitit
 from submitit.helpers import Checkpointable
 from submitit.slurm.slurm import SlurmJob
 
-from hpctrain.errors import ClusterError
 from hpctrain.rundir.layout import RunDir
+from hpctrain.slurm.cluster_name import submitted_here
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, run
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import job_context
@@ -99,13 +99,8 @@ class HpctrainExecutor(submitit.SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """The id that `sbatch --parsable` prints, ``id`` or ``id;cluster``, after any greeting."""
-        text = string.decode() if isinstance(string, bytes) else string
-        lines = text.split()
-        job_id = lines[-1].partition(";")[0] if lines else ""
-        if not job_id.isdigit():
-            raise ClusterError(f"sbatch printed no job id: {text.strip()[:80]!r}")
-        return job_id
+        """The id that `sbatch --parsable` prints, of a job on this cluster."""
+        return submitted_here(string.decode() if isinstance(string, bytes) else string)
 
 
 def submit_agent(folder: Path, run_dir: Path, script_path: Path, timeout_s: float) -> str:

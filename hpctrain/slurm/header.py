@@ -38,6 +38,9 @@ _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _LAYOUT = re.compile(
     r"--(ntasks|tasks|ntasks-per-\w+|tasks-per-node|cpus-per-task|array)(=.*)?|-[nca]\d*(\s.*)?"
 )
+_ELSEWHERE = re.compile(r"--cl|-M")
+"""--clusters and --cluster-constraint, however short."""
+_ARRAY = re.compile(r"--ar|-a")
 
 
 def header_lines(
@@ -172,6 +175,11 @@ def pattern(path: str) -> str:
 
 def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str:
     """One of the site's options; a task layout only where the number of nodes is fixed anyway."""
+    if site is not None and (_ELSEWHERE.match(option) or _ARRAY.match(option)):
+        raise UsageError(
+            f"{site.where('slurm')} wants {option}: a run is one job, of the cluster on which it "
+            "is submitted"
+        )
     least, most = node_range(settings.nodes)
     if site is not None and _LAYOUT.fullmatch(option) and least != most:
         raise UsageError(
@@ -182,10 +190,23 @@ def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str
 
 
 def _checked(option: str) -> str:
-    """One of the user's own options, unless it keeps the job from coming back on fewer nodes."""
+    """One of the user's own options, unless it keeps the job from coming back on fewer nodes.
+
+    Nor one by which the run would be several jobs, or a job that is not where we would ask for it.
+    """
     if not option.startswith("-"):
         raise UsageError(
             f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
+        )
+    if _ELSEWHERE.match(option):
+        raise UsageError(
+            f"slurm.extra: {option!r} sends the job to another cluster, where nobody would find it "
+            "again: submit on a login node of that cluster"
+        )
+    if _ARRAY.match(option):
+        raise UsageError(
+            f"slurm.extra: {option!r} makes a job array, and a run is one job: submit each by "
+            "itself, with a --name of its own"
         )
     if _LAYOUT.fullmatch(option):
         raise UsageError(

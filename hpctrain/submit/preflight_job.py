@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.clusters import get_cluster
-from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.errors import ClusterUnreachable
 from hpctrain.local.preflight_nodes import LocalNodes
 from hpctrain.preflight.checks_between import LOGIN
 from hpctrain.preflight.expect import Order, expected_of
@@ -25,6 +25,7 @@ from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.check import node_range
 from hpctrain.site.environment import Versions, derive
 from hpctrain.site.paths import data_dir
+from hpctrain.slurm.cluster_name import submitted_here
 from hpctrain.slurm.command import run as run_command
 from hpctrain.slurm.header import export_arguments
 from hpctrain.slurm.script import body_path, render_script
@@ -149,10 +150,7 @@ class SlurmJob:
     def __init__(self, script: Path) -> None:
         arguments = export_arguments(script.read_text())
         command = ["sbatch", "--parsable", *arguments, str(script)]
-        words = run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False).split()
-        self._job_id = words[-1].partition(";")[0] if words else ""
-        if not self._job_id.isdigit():
-            raise ClusterError(f"sbatch printed no job id: {' '.join(words)[:80]!r}")
+        self._job_id = submitted_here(run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False))
         self._cluster = get_cluster("slurm")
         self.name = f"job {self._job_id}"
 

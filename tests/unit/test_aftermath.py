@@ -55,6 +55,62 @@ def aftermath(story, scheduler, *, job_id="7", restarts=1):
     return Aftermath(story.run, spec, context, scheduler, now=lambda: story.t)
 
 
+def test_a_zombie_requeues_nothing_and_writes_no_end(story):
+    """Its node was lost, and another job has the run by now."""
+    take_attempt(story.run, job_id="8", restarts=0)
+    forbidden = SimpleNamespace()  # whoever asks or requeues by it fails
+
+    assert aftermath(story, forbidden).conclude(1, RoundEnd("failed"), SimpleNamespace()) == 0
+
+    kinds = [event.kind for event in ledger.read(story.run)]
+    assert kinds[-1] == "fenced"
+    assert "attempt_ended" not in kinds
+
+
+def context_of(token, job_id="7"):
+    return JobContext(job_id, 0, 0, ["n1"], "n1", 20000, token)
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([], ""),
+        ([("submit_intent", {"token": "tok-2", "script": "x.sh"})], "belongs to an older"),
+        ([("submit_failed", {"token": "tok-1", "why": "no"})], "belongs to an older"),
+        ([("cancel_requested", {"job_id": "7", "save": False})], "was cancelled"),
+        ([("cancel_requested", {"job_id": "6", "save": False})], ""),
+        ([("cancel_requested", {"job_id": "7", "save": True})], ""),
+    ],
+)
+def test_a_job_of_a_submission_that_no_longer_counts_does_not_start(
+    story, monkeypatch, events, why
+):
+    """Before anything of it can write: the newest submission's job may be running."""
+    from hpctrain.agent import main
+
+    for kind, fields in events:
+        story.add(kind, **fields)
+    story.ended(1, "crashed", "requeue")
+    monkeypatch.setattr(main.signals, "install", lambda: None)
+    monkeypatch.setattr(main, "follow_folder", lambda _: None)
+    monkeypatch.setattr(main, "RankEnvironment", _started)
+
+    if not why:
+        with pytest.raises(Started):
+            main.run_agent(story.run, context_of("tok-1"), Scheduler())
+        return
+    assert main.run_agent(story.run, context_of("tok-1"), Scheduler()) == 5
+    assert why in last(story, "orphan_left").data["why"]
+
+
+class Started(Exception):
+    """The agent went on to its ranks."""
+
+
+def _started(*_):
+    raise Started
+
+
 def last(story, kind):
     return [event for event in ledger.read(story.run) if event.kind == kind][-1]
 

@@ -29,7 +29,7 @@ from hpctrain.settings.merge import flag_layer, resolve
 from hpctrain.settings.mesh_flag import engine_flags, parse_mesh
 from hpctrain.settings.schema import EngineSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.submit.resume import ResumeRequest, change_spec
+from hpctrain.submit.resume import SAME_RUN, ResumeRequest, change_spec
 from tests.support.ledger_runs import Story
 
 SHAPE = ModelShape(layers=4, dim=128, heads=4, hidden=352, seq_len=128, experts=8)
@@ -704,11 +704,31 @@ def test_a_resume_may_change_the_engine_and_its_mesh():
 
 @pytest.mark.parametrize(
     ("change", "was"),
-    [("train.experts=4", 0), ("train.experts_per_token=1", 2), ("train.layers=5", 4)],
+    [
+        ("train.seed=1", 1234),
+        ("train.seq_len=64", 128),
+        ("train.layers=5", 4),
+        ("train.dim=64", 128),
+        ("train.heads=2", 4),
+        ("train.experts=4", 0),
+        ("train.experts_per_token=1", 2),
+        ("train.data=/other", "'.*'"),
+        ("train.data_limit_mb=9", 8.0),
+    ],
 )
-def test_a_resume_with_another_model_is_refused(change, was):
-    with pytest.raises(UsageError, match=rf"was {was} and cannot become .* start a new run"):
+def test_a_resume_with_another_model_or_other_samples_is_refused(change, was):
+    name = change.partition("=")[0]
+    with pytest.raises(
+        UsageError, match=rf"^{name} was {was} and cannot become .* start a new run"
+    ):
         changed(a_spec(), sets=[change])
+
+
+def test_all_that_makes_it_another_run_is_tried_above():
+    [marks] = test_a_resume_with_another_model_or_other_samples_is_refused.pytestmark
+    tried = {change.partition("=")[0].removeprefix("train.") for change, _ in marks.args[1]}
+
+    assert tried == set(SAME_RUN)
 
 
 def a_plan(chosen, origins, saved_engine="ddp", saved_mesh=None):

@@ -13,6 +13,7 @@ import pytest
 from hpctrain.agent.ports import PORTS, first_port, free_port
 from hpctrain.errors import ClusterError
 from hpctrain.records import EndReason
+from hpctrain.slurm import batch
 from hpctrain.slurm.batch import exports
 from hpctrain.slurm.control import SlurmControl
 from hpctrain.slurm.environment import job_context, master_addr
@@ -195,6 +196,26 @@ def test_a_silent_slurmctld_is_asked_once_before_the_start(tmp_path, monkeypatch
     assert sorted(exports(JOB)) == ["HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
 
     assert (tmp_path / "asked").read_text() == "show job 4711\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "what"),
+    [
+        ({"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "0"}, "a task of the array 4711"),
+        ({"SLURM_HET_SIZE": "2"}, "a part of a heterogeneous job"),
+    ],
+)
+def test_one_of_several_jobs_starts_no_run_and_is_not_requeued(monkeypatch, capsys, env, what):
+    for name, value in (JOB | env).items():
+        monkeypatch.setenv(name, value)
+
+    before = batch.main(["before", "/runs/lm", "tok"])
+    [line] = capsys.readouterr().err.splitlines()
+    after = batch.main(["after", "/runs/lm", "tok", "--rc", "2", "--term", "0"])
+
+    assert (before, after) == (2, 2)
+    assert f"job 4711 is {what}, and a run is one plain job" in line
+    assert capsys.readouterr() == ("", "")
 
 
 def test_exports_are_safe_to_evaluate(tmp_path):

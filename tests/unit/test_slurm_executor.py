@@ -14,6 +14,27 @@ from hpctrain.slurm.executor import AgentTask, HpctrainExecutor
 read_id = HpctrainExecutor._get_job_id_from_submission_command
 
 
+@pytest.fixture(autouse=True)
+def commands(tmp_path, monkeypatch):
+    """This is the cluster alps; returns what SLURM's commands were asked."""
+    for name in ("scontrol", "scancel"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\necho "ClusterName = alps"\n'
+        )
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    return tmp_path / "asked"
+
+
+def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
+    with pytest.raises(ClusterError, match="sent job 4711 to the cluster cm4, and this is alps"):
+        read_id("4711;cm4\n")
+
+    assert commands.read_text().splitlines()[-1] == "scancel --clusters=cm4 4711"
+
+
 @pytest.mark.parametrize(
     "printed", ["4711\n", "4711;alps\n", b"4711\n", "Welcome to Alps!\nproject ok\n4711\n"]
 )
