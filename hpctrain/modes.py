@@ -20,6 +20,34 @@ OTHERS_WRITE = 0o002
 NOT_OWNER_WRITE = 0o022
 
 
+def make_runs_folder(path: Path) -> None:
+    """Make the folder of all runs, and those above it, where they are missing.
+
+    Where the umask lets others put their runs there too, they cannot move this user's: a run that
+    another has put in its place would be the next that its job starts.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for folder in reversed([path, *path.parents]):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & NOT_OWNER_WRITE:
+            folder.chmod(mode | stat.S_ISVTX)
+
+
+def can_be_replaced(runs: Path) -> bool:
+    """Whether others can put something of theirs in the place of a run in this folder."""
+    try:
+        mode = runs.stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & NOT_OWNER_WRITE) and not mode & stat.S_ISVTX
+
+
 def make_run_folder(path: Path, *, group: bool) -> None:
     """Make a run's folder, and let this process write into it as `follow_folder` says.
 

@@ -38,7 +38,7 @@ if [ "$hpctrain_term" = 1 ]; then
 elif [ "$hpctrain_rc" = 0 ]; then
   # One task per node, the agent. It sees all CPUs and GPUs of the node; ranks and their binding are
   # its own affair.
-  mkdir -p "$HPCTRAIN_RUN_DIR/jobs" # srun starts no task whose output it cannot open
+  (umask 077 && mkdir -p "$HPCTRAIN_RUN_DIR/jobs") # srun starts no task whose output it cannot open
   hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
   hpctrain_files=("--output=$hpctrain_output-%t.out" --open-mode=append)
   hpctrain_own=

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hpctrain.preflight.bounded import Unanswered, start
+from hpctrain.preflight.connection import is_loopback, listen
 from hpctrain.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ GPU_MIB, CPU_MIB = 1024, 8
 GPU_TIMES, CPU_TIMES = 10, 4
 GEMM_SIZE = {"cuda": 4096, "cpu": 256}
 JOIN_S = 60.0
+BACKLOG = 4096
 
 
 def main() -> int:
@@ -59,7 +61,15 @@ def _store(order: Mapping[str, Any]) -> Any:
     """The store in which all tries meet; it lives in the first node's process."""
     if not order["host"]:
         return None
-    return TCPStore("localhost", int(order["store"]), is_master=True, wait_for_workers=False)
+    address, port = str(order["address"]), int(order["store"])
+    # torch would listen on all of the machine's addresses.
+    return TCPStore(
+        address if is_loopback(address) else "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listen(address, port, BACKLOG).detach(),
+    )
 
 
 def _try(order: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,11 @@ class Crew:
         self._orders = cast("TextIO", self._process.stdin)
         self._answers = cast("TextIO", self._process.stdout)
 
-    def ready(self, *, host: bool, port: int) -> str:
+    def ready(self, *, host: bool, address: str, port: int) -> str:
         """Wait for torch, and on the first node for the store; why they do not come, or ""."""
-        return str(self._ask({"store": port, "host": host}, START_S).get("error", ""))
+        return str(
+            self._ask({"store": port, "host": host, "address": address}, START_S).get("error", "")
+        )
 
     def attempt(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """What this node's ranks measured: {"ranks": [...]}, or {"error": why}."""

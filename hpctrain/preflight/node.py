@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.preflight.expect import Order
 from hpctrain.preflight.meeting import Alone
 from hpctrain.preflight.report import lines
 from hpctrain.preflight.tour import Place, tour
+from hpctrain.rundir.owner import distrust
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ KEY = "HPCTRAIN_PREFLIGHT_KEY"
 def main(argv: Sequence[str]) -> int:
     """Take part; the first node leaves the report in the folder. Returns the exit code."""
     folder, rank = Path(argv[0]), int(argv[1])
+    if why := distrust(folder) or distrust(folder / ORDER):
+        print(f"hpctrain: error: {folder} {why}: it says what this job starts", file=sys.stderr)
+        return ChecksFailed.exit_code
     place = place_of(folder, rank, os.environ)
     try:
         order = Order.from_plain(json.loads((folder / ORDER).read_text())) if rank == 0 else None

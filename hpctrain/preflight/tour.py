@@ -188,7 +188,8 @@ class _Node:
         lock = "" if first or unseen else shared.try_lock(self._folder)
         error = ""
         if self._crew is not None:
-            error = self._crew.ready(host=first, port=self._place.port + STORE_PORT)
+            where = self._place.address, self._place.port + STORE_PORT
+            error = self._crew.ready(host=first, address=where[0], port=where[1])
         return {"unresolved": lost, "unseen": unseen, "lock": lock, "crew": error}
 
     def reduce(self, tests: Tests) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpctrain.clusters import get_cluster
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.local.preflight_nodes import LocalNodes
+from hpctrain.modes import follow_folder, make_runs_folder
 from hpctrain.preflight.checks_between import LOGIN
 from hpctrain.preflight.expect import Order, expected_of
 from hpctrain.preflight.node import ORDER, PROGRESS, REPORT
@@ -94,7 +95,9 @@ def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: f
     """
     token = f"preflight-{secrets.token_hex(4)}"
     run = RunDir(runs / FOLDER / token)
-    run.root.mkdir(parents=True, mode=0o700)
+    make_runs_folder(run.root.parent)
+    run.root.mkdir(mode=0o700)
+    follow_folder(run.root)
     run.jobs.mkdir()
     nonce = secrets.token_hex(8)
     order = _order(spec, site, run, nonce, bandwidth=bandwidth, try_s=try_s)

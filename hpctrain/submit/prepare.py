@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
-from hpctrain.modes import make_run_folder
+from hpctrain.modes import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.plan.nodes import meshes
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.check import check
@@ -167,6 +168,12 @@ def prepare(request: SubmitRequest) -> Prepared:
             )
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_notes(secrets)
+    runs = Path(os.path.normpath(request.cwd / request.runs))
+    if can_be_replaced(runs):
+        notes.append(
+            f"others can put a run of theirs in the place of yours in {runs}, and your job would "
+            f"start it; `chmod +t {shlex.quote(str(runs))}` keeps them from it"
+        )
     notes += _without_effect(origins, cluster, entry)
     if cluster == "slurm":
         notes += cpu_notes(settings, site)
@@ -178,7 +185,6 @@ def prepare(request: SubmitRequest) -> Prepared:
     planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
     ranks = [mesh.data_ranks for mesh in planned.values()]
     notes += take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
-    runs = Path(os.path.normpath(request.cwd / request.runs))
     new_parent = _check_writable(runs)
     stem = RECIPE_NAME if is_recipe else _legal(Path(entry.path).stem)
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
@@ -217,7 +223,7 @@ def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
     for _ in range(_NAME_TRIES):
         root = runs / spec.name
         try:
-            runs.mkdir(parents=True, exist_ok=True)
+            make_runs_folder(runs)
             make_run_folder(root, group=spec.settings.run.group_writable)
             break
         except FileExistsError:

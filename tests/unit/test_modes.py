@@ -9,7 +9,13 @@ import sys
 import pytest
 
 from hpctrain.errors import ChecksFailed
-from hpctrain.modes import follow_folder, make_private_folder, make_run_folder, write_private
+from hpctrain.modes import (
+    can_be_replaced,
+    follow_folder,
+    make_private_folder,
+    make_run_folder,
+    write_private,
+)
 from hpctrain.process import own_program
 from hpctrain.rundir.layout import RunDir
 from hpctrain.rundir.owner import job_spec
@@ -105,6 +111,43 @@ def test_a_private_file_replaces_what_lay_ready_for_it(tmp_path):
     assert (tmp_path / "elsewhere").read_text() == ""
 
 
+@pytest.mark.parametrize(("umask", "mode_of"), [(0o002, 0o1775), (0o022, 0o755), (0o000, 0o1777)])
+def test_others_may_put_runs_beside_and_not_in_the_place_of_one(tmp_path, umask, mode_of):
+    os.umask(umask)
+
+    run = submitted(tmp_path / "work", "--runs", "a/b")
+
+    del run
+    for folder in (tmp_path / "work" / "a", tmp_path / "work" / "a" / "b"):
+        assert folder.stat().st_mode & 0o7777 == mode_of
+
+
+def test_a_folder_in_which_others_can_replace_runs_is_told(tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert can_be_replaced(tmp_path / "runs")
+    (tmp_path / "runs").chmod(0o1777)
+    assert not can_be_replaced(tmp_path / "runs")
+    assert not can_be_replaced(tmp_path / "missing")
+
+
+def test_a_preflights_node_starts_nothing_that_others_can_have_written(tmp_path):
+    folder = tmp_path / "p"
+    folder.mkdir(mode=0o700)
+    (folder / "order.json").write_text("{}")
+    (folder / "order.json").chmod(0o666)
+
+    done = subprocess.run(
+        own_program("hpctrain.preflight.node", str(folder), "0"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == ChecksFailed.exit_code
+    assert done.stderr.count("\n") == 1
+    assert "can be written by every user: it says what this job starts" in done.stderr
+
+
 @pytest.mark.parametrize("part", ["spec.json", "snapshot"])
 def test_a_job_does_not_run_what_others_can_have_written(tmp_path, part):
     run = Story(tmp_path / "runs" / "lm").submitted().run
@@ -139,13 +182,12 @@ def test_a_colleague_changes_nothing_that_the_owners_job_executes(common_path):
     for attack in (
         f"echo '{{}}' > {run}/spec.json",
         f"echo '{{}}' > {run}/x && mv {run}/x {run}/spec.json",
-        f"mv {run} {run}-old 2>/dev/null; touch {run}/attempt.json",
+        f"mv {run} {run}-old",
+        f"touch {run}/attempt.json",
         f"mkdir {run}/snapshot",
     ):
         done = run_as(COLLEAGUE, ["sh", "-c", f"umask 002; {attack}"], check=False)
         assert done.returncode != 0, attack
-        if not run.exists():
-            (project / "runs" / "r-old").rename(run)
     assert run_as(STRANGER, ["cat", str(run / "spec.json")], check=False).returncode != 0
 
 
