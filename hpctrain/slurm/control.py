@@ -102,8 +102,8 @@ class SlurmControl:
     def forbid_requeue(self) -> None:
         """Keep SLURM from running this job again, as `--no-requeue` would have.
 
-        Since 24.05 a job that leaves in its grace time is run again whatever its exit code, and so
-        is one that had lived through a grace time and was requeued then, at its next end.
+        Since 24.05 a job that leaves in its grace time is run again whatever its exit code. Some
+        versions do so at its next end as well, where it was requeued in a grace time before.
         """
         deadline = time.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
         if not self._is_requeued(job_facts(self._record(deadline))):

@@ -1,8 +1,8 @@
 """Does SLURM itself run a job again that leaves in its grace time? Since 24.05 it may.
 
 Then nothing else may ask for the requeue: SLURM would remember the grace time beyond it, and run
-the job again at its next end as well, even after an exit code of 0 (seen on 24.11 and 26.05). Up to
-23.11 a job that leaves without a requeue is over.
+the job again at its next end as well, even after an exit code of 0 (seen with 24.11.5, no more with
+26.05.5). Up to 23.11 a job that leaves without a requeue is over.
 
 SLURM holds a job (JobHoldMaxRequeue) that it has run again MaxBatchRequeue times by itself. Before
 that happens we ask again, and `JobControl.forbid_requeue` sees to the last end.
