@@ -17,6 +17,7 @@ from typing import Any
 
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.ports import free_port
+from hpctrain.errors import HpctrainError
 from hpctrain.local import jobs
 from hpctrain.local.control import LocalControl
 from hpctrain.process import own_program
@@ -57,6 +58,11 @@ class Controller:
             self._take_requests()
             if not self._requeue:
                 return self._over("COMPLETED" if code == 0 else "FAILED", code)
+
+    def give_up(self, code: int) -> int:
+        """The job cannot go on; returns its exit code."""
+        self._signal(signal.SIGKILL)
+        return self._over("FAILED", code)
 
     def _let_go(self) -> None:
         """The nodes are free: what follows is the scheduler's own time."""
@@ -220,7 +226,12 @@ def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
 
 def main(arguments: list[str]) -> Any:
     """Serve one job."""
-    return Controller(arguments[0]).serve()
+    controller = Controller(arguments[0])
+    try:
+        return controller.serve()
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        return controller.give_up(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,21 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from hpctrain.agent.main import run_agent  # noqa: E402
+from hpctrain.errors import HpctrainError  # noqa: E402
 from hpctrain.local.control import LocalControl  # noqa: E402
 from hpctrain.records import JobContext  # noqa: E402
 from hpctrain.rundir.layout import RunDir  # noqa: E402
 
-if __name__ == "__main__":
+
+def main(argv: list[str]) -> int:
+    """Run this node's agent; returns its exit code."""
     context = JobContext(**json.loads(os.environ["HPCTRAIN_LOCAL_CONTEXT"]))
-    sys.exit(run_agent(RunDir(Path(sys.argv[1])), context, LocalControl(context.job_id)))
+    try:
+        return run_agent(RunDir(Path(argv[0])), context, LocalControl(context.job_id))
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hpctrain.process import own_program
 from hpctrain.rundir.layout import RunDir
 from hpctrain.rundir.owner import job_spec
 from hpctrain.runtime.event_file import EventFile
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, local_job
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as
 
 SUBMIT = own_program(
@@ -158,6 +159,35 @@ def test_a_job_does_not_run_what_others_can_have_written(tmp_path, part):
 
     with pytest.raises(ChecksFailed, match=rf"{part} can be written by every user.*chmod -R go-w"):
         job_spec(run)
+
+
+@pytest.mark.parametrize("program", ["controller", "node"])
+def test_a_local_job_of_such_a_run_ends_in_one_line(tmp_path, program):
+    run = Story(tmp_path / "runs" / "lm").submitted().run
+    run.spec.chmod(0o666)
+    local_job(tmp_path / "local", "local-1", run_dir=str(run.root), state="PENDING")
+    context = {"job_id": "local-1", "restarts": 0, "node_rank": 0, "nodes": ["local0"]}
+    context |= {"master_addr": "127.0.0.1", "port": 20000, "token": "tok-1"}
+    words = {"controller": "local-1", "node": str(run.root)}
+
+    done = subprocess.run(
+        own_program(f"hpctrain.local.{program}", words[program]),
+        env={
+            **os.environ,
+            "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),
+            "HPCTRAIN_LOCAL_CONTEXT": json.dumps(context),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == ChecksFailed.exit_code, done.stderr
+    assert "spec.json can be written by every user: it decides what this job runs" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    if program == "controller":
+        record = json.loads((tmp_path / "local" / "local-1" / "job.json").read_text())
+        assert record["state"] == "FAILED"
 
 
 def test_event_files_are_no_programs(tmp_path):
