@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from hpctrain.agent.ranks import RankTask, run_rank
 from hpctrain.agent.stopwatch import StopWatch
 from hpctrain.records import JobContext
 from hpctrain.rundir.fence import Attempt
+from tests.support.gloo import preload
 from tests.support.processes import listening
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
@@ -34,15 +36,25 @@ time.sleep(0 if folder.name == "2" else 60)
 CAUSE = """
 import os, pathlib, time
 folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
-echo = folder / "failure-00000.json"
+pid = folder / "pid"
 if folder.name == "1" and os.environ["RANK"] == "0":
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(pid)
     raise ConnectionError("Connection closed by peer")
-while folder.name == "1" and not echo.exists():
-    time.sleep(0.01)
 if folder.name == "1":
-    time.sleep(0.5)  # for an agent that does not wait
+    while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
+        time.sleep(0.01)
+    time.sleep(0.5)  # its agent knows; one that did not wait would conclude by now
     raise ValueError("the cause")
 """
+DEAF = """
+import os, pathlib, time
+if pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).name == "1":
+    if os.environ["RANK"] == "0":
+        raise ValueError("the cause")
+    time.sleep(600)
+"""
+RANKS = 1
 
 
 def _agent(node, port, folder, changes=None):
@@ -75,7 +87,7 @@ def _agent(node, port, folder, changes=None):
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
         role="rank",
-        local_world_size=1,
+        local_world_size=RANKS,
         entrypoint=run_rank,
         args=(RankTask("", str(folder / "script.py")),),
         rdzv_handler=rendezvous,
@@ -121,6 +133,12 @@ def _wait(path):
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.05)
     return path.read_text()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    """Else each agent would import torch for itself."""
+    preload()
 
 
 @pytest.fixture
@@ -171,6 +189,13 @@ def test_the_other_nodes_reports_are_awaited_one_may_be_the_cause(start, tmp_pat
     *_, told = json.loads(_wait(tmp_path / "end-0"))
 
     assert told == ["ValueError: the cause"]
+
+
+def test_ranks_that_hear_no_sigterm_hold_up_no_restart(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "RANKS", 2)
+    start(DEAF)
+
+    assert json.loads(_wait(tmp_path / "end-0"))[:3] == ["left", [], 2]
 
 
 def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.agent.store_process import StoreProcess
 from hpctrain.errors import ClusterError
 from tests.support.gloo import _free_port
-from tests.support.processes import alive, listening
+from tests.support.processes import alive, descendants, kill_all, listening
 
 PATIENCE_S = 30.0
 
@@ -36,6 +36,8 @@ def _client(port):
 def _serve(address, port, folder):
     store = StoreProcess()
     store.serve(address, port)
+    if os.fork() == 0:  # a rank has what its agent had open
+        signal.pause()
     (folder / "new").write_text(json.dumps(store.pid))
     (folder / "new").rename(folder / "pid")
     signal.pause()
@@ -114,12 +116,16 @@ def test_the_store_ends_with_a_killed_agent(tmp_path):
     maker.start()
     _await((tmp_path / "pid").exists, "no store")
     pid = json.loads((tmp_path / "pid").read_text())
-    assert alive(pid)
+    below = descendants(maker.pid)
+    assert pid in below
 
     os.kill(maker.pid, signal.SIGKILL)
     maker.join()
 
-    _await(lambda: not alive(pid), f"store {pid} outlived its agent")
+    try:
+        _await(lambda: not alive(pid), f"store {pid} outlived its agent")
+    finally:
+        kill_all(below)
 
 
 def test_stopping_waits_for_the_end():
