@@ -19,6 +19,7 @@ from hpctrain.modes import follow_folder, make_private_folder, write_private
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
 from hpctrain.rundir.secret_file import renew_secret
+from hpctrain.submit.disk import check_disk
 from hpctrain.submit.own_job import not_own
 
 if TYPE_CHECKING:
@@ -57,12 +58,15 @@ def launch(
         The job id.
 
     Raises:
+        ChecksFailed: the disk does not do what a run's promises stand on.
         RunAlive: a job of this run is pending or running.
         ClusterError: the scheduler refused; nothing runs.
         ClusterUnreachable: no answer, and no such job was found afterwards.
     """
     cluster = get_cluster(spec.cluster)
     follow_folder(run.root)
+    if by == "resume":  # a submit has looked before it made anything
+        check_disk(run.root)
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:

@@ -29,6 +29,7 @@ from hpctrain.settings.secrets import secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.slurm.leak import clean, kept_settings
+from hpctrain.submit.disk import check_disk
 from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
@@ -189,6 +190,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     stem = RECIPE_NAME if is_recipe else _legal(Path(entry.path).stem)
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
     _refuse_existing(runs / name)
+    check_disk(new_parent.parent if new_parent is not None else runs)
     spec = Spec(
         name=name,
         run_id=os.urandom(8).hex(),

@@ -14,6 +14,7 @@ import pytest
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec, load_spec
+from hpctrain.submit import disk
 from hpctrain.submit.prepare import (
     SubmitRequest,
     create_run,
@@ -338,6 +339,15 @@ def read_only_folder():
 def test_a_read_only_file_system_is_told_even_to_root(work):
     with pytest.raises(ChecksFailed, match=r"mounted read-only; choose another folder with --runs"):
         ask(work, runs=read_only_folder() / "runs")
+
+
+def test_a_disk_that_cannot_hold_runs_is_refused_before_anything_is_made(work, monkeypatch):
+    monkeypatch.setattr(disk, "file_system", lambda folder: "fuse.s3fs")
+
+    with pytest.raises(ChecksFailed, match=r"\(fuse\.s3fs\) cannot hold a run"):
+        ask(work)
+
+    assert not (work / "runs").exists()
 
 
 def test_a_folder_without_permission_is_told(work):
