@@ -169,6 +169,15 @@ class Cluster(Protocol):
             ClusterUnreachable: accounting gave no answer in time.
         """
 
+    def survey(self, job_ids: Sequence[str]) -> Cluster:
+        """The same, for a look at many of this user's jobs at once, with few questions in all.
+
+        It asks once at most and answers from that, so it is for one look only.
+
+        Args:
+            job_ids: All that accounting may be asked about.
+        """
+
     def cancel(self, job_id: str) -> None:
         """Cancel a pending or running job.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.events import Event
-    from hpctrain.records import JobStart
+    from hpctrain.records import Cluster, JobStart
     from hpctrain.rundir.layout import RunDir
 
 TERMINAL_JOB = "pid-"
@@ -22,13 +22,16 @@ TERMINAL_JOB = "pid-"
 _NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
 
 
-def ask(run: RunDir, cluster: str, events: Sequence[Event]) -> Answer:
+def ask(
+    run: RunDir, cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
     Args:
         run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
         cluster: "slurm" or "local", from the run's spec.json.
         events: The run's ledger.
+        scheduler: Asked in the place of that cluster's own: a `survey` of it.
     """
     from hpctrain.clusters import get_cluster
     from hpctrain.submit.launch import newest_submission
@@ -41,7 +44,7 @@ def ask(run: RunDir, cluster: str, events: Sequence[Event]) -> Answer:
         answer = _ask_machine(job_id, events)
     else:
         try:
-            scheduler = get_cluster(cluster)
+            scheduler = scheduler or get_cluster(cluster)
             found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
         except (ClusterError, UsageError) as error:
             return Answer(None, asked=False, problem=str(error))
@@ -50,23 +53,31 @@ def ask(run: RunDir, cluster: str, events: Sequence[Event]) -> Answer:
     return Answer(note=why) if why else answer
 
 
-def job_starts(cluster: str, events: Sequence[Event]) -> list[JobStart]:
+def job_starts(
+    cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> list[JobStart]:
     """Every start of the run's jobs that accounting remembers; none where it gives no answer.
 
     Args:
         cluster: "slurm" or "local", from the run's spec.json.
         events: The run's ledger.
+        scheduler: See `ask`.
     """
     from hpctrain.clusters import get_cluster
 
-    told = (str(e.data.get("job_id") or "") for e in events if e.kind in _NAME_JOBS)
-    job_ids = [one for one in dict.fromkeys(told) if one and not one.startswith(TERMINAL_JOB)]
-    if not job_ids:
+    ids = job_ids(events)
+    if not ids:
         return []
     try:
-        return get_cluster(cluster).starts(job_ids)
+        return (scheduler or get_cluster(cluster)).starts(ids)
     except (ClusterError, UsageError):  # the ledger's own times do without
         return []
+
+
+def job_ids(events: Sequence[Event]) -> list[str]:
+    """Every job that a run had, as far as its ledger names them."""
+    told = (str(e.data.get("job_id") or "") for e in events if e.kind in _NAME_JOBS)
+    return [one for one in dict.fromkeys(told) if one and not one.startswith(TERMINAL_JOB)]
 
 
 def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 from hpctrain.cli.options import runs_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.ledger.events import Event
     from hpctrain.ledger.rank_samples import RankSample
     from hpctrain.ledger.status import Answer, Checkpoint, RunStatus
-    from hpctrain.records import JobStart, Skipped
+    from hpctrain.records import Cluster, JobStart, Skipped
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
 
     _T = TypeVar("_T")
+    _Schedulers = Mapping[str, Cluster] | None
 
 ASKED_AT_ONCE = 8
 RANKS_TAIL_BYTES = 4 * 2**20
@@ -59,15 +60,19 @@ class Looker:
             thorough: Also look at its checkpoints, each of which costs a few file operations, and
                 ask accounting.
         """
-        from hpctrain.ledger import events as ledger
+        return self._status(_read(run), thorough=thorough, account=thorough)
+
+    def _status(
+        self, known: _Known, *, thorough: bool, account: bool, schedulers: _Schedulers = None
+    ) -> RunStatus:
+        """Put together with the scheduler's word; of a run that is over it is not asked."""
         from hpctrain.ledger.pulse import with_heartbeat
         from hpctrain.ledger.speed import speed
         from hpctrain.ledger.status import status_of
         from hpctrain.rundir.heartbeat import read_heartbeat
 
-        events = ledger.read(run, marks="few")
-        spec, problem = _spec(run)
-        answer, starts = self._scheduler(run, spec, problem, events, account=thorough)
+        run, events, spec = known.run, known.events, known.spec
+        answer, starts = self._scheduler(known, account=account, schedulers=schedulers or {})
         newest, skipped = _checkpoints(run, events) if thorough else (None, [])
         inside = run.root.parent == self.runs
         recipe = spec is not None and spec.entry.kind == "recipe"
@@ -93,54 +98,93 @@ class Looker:
         return status if beat is None else with_heartbeat(status, beat.t, beat.step)
 
     def look_at_all(self, *, thorough: bool) -> list[RunStatus]:
-        """All runs, the newest first; schedulers are asked side by side, since each takes its time.
+        """All runs, the newest first, by one question to a scheduler and one to accounting.
+
+        What is over by its ledger is nobody asked about, not even for its accounts. What others own
+        is asked about run by run: a user's own queue does not have their jobs.
 
         Args:
             thorough: See `look`; not for what other users own, whose checkpoints may be anything.
         """
+        from hpctrain.cli.job import job_ids
+        from hpctrain.clusters import get_cluster
         from hpctrain.rundir.find import look_into
         from hpctrain.rundir.owner import is_mine
 
         folder = look_into(self.runs)
         self.unreadable = folder.unreadable
 
-        def one(run: RunDir) -> RunStatus:
-            return self.look(run, thorough=thorough and is_mine(run.root))
+        def one(known: _Known) -> RunStatus:
+            mine = is_mine(known.run.root)
+            return self._status(
+                known,
+                thorough=thorough and mine,
+                account=thorough and not known.is_over,
+                schedulers=schedulers if mine else {},
+            )
 
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return list(pool.map(one, folder.runs))
+            runs = list(pool.map(_read, folder.runs))
+            ids: dict[str, list[str]] = {}
+            for known in runs:
+                if known.spec is not None and not known.is_over:
+                    ids.setdefault(known.spec.cluster, []).extend(job_ids(known.events))
+            schedulers = {name: get_cluster(name).survey(ids[name]) for name in ids if name}
+            return list(pool.map(one, runs))
 
     def _scheduler(
-        self,
-        run: RunDir,
-        spec: Spec | None,
-        problem: str,
-        events: Sequence[Event],
-        *,
-        account: bool,
+        self, known: _Known, *, account: bool, schedulers: Mapping[str, Cluster]
     ) -> tuple[Answer, list[JobStart]]:
         """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
         from hpctrain.cli.job import ask, job_starts
         from hpctrain.ledger.status import Answer
 
+        run, events, spec = known.run, known.events, known.spec
         if spec is None:  # a ledger alone still tells most
-            return Answer(None, asked=False, problem=problem), []
+            return Answer(None, asked=False, problem=known.problem), []
         jobs = tuple(e.t for e in events if e.kind in {"submitted", "attempt_started", "requeued"})
-        cluster = spec.cluster
+        cluster, scheduler = spec.cluster, schedulers.get(spec.cluster)
 
         def starts() -> list[JobStart]:
             if not account:
                 return []
             every = self.account_every_s
-            return _lately(self._starts, run.root, jobs, every, lambda: job_starts(cluster, events))
+            return _lately(
+                self._starts, run.root, jobs, every, lambda: job_starts(cluster, events, scheduler)
+            )
+
+        if known.is_over:
+            return Answer(), starts()
 
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(starts)
             every = self.ask_every_s
             answer = _lately(
-                self._answers, run.root, jobs, every, lambda: ask(run, cluster, events)
+                self._answers, run.root, jobs, every, lambda: ask(run, cluster, events, scheduler)
             )
             return answer, beside.result()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a run's own files say."""
+
+    run: RunDir
+    events: Sequence[Event]
+    spec: Spec | None
+    problem: str
+    """Why the spec cannot be read."""
+    is_over: bool
+    """By the ledger; no scheduler's word changes that."""
+
+
+def _read(run: RunDir) -> _Known:
+    from hpctrain.ledger import events as ledger
+    from hpctrain.ledger.derive import OVER, standing
+
+    events = ledger.read(run, marks="few")
+    spec, problem = _spec(run)
+    return _Known(run, events, spec, problem, standing(events).phase in OVER)
 
 
 def _lately(

@@ -103,6 +103,13 @@ class SlurmCluster:
             return []
         return job_starts(parse_sacct(text))
 
+    def survey(self, job_ids: Sequence[str]) -> SlurmCluster:
+        """Answers from two questions in all, for a look at many jobs of this user."""
+        from hpctrain.slurm.survey import Survey
+
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        return Survey(ids, query_timeout_s=self.query_timeout_s)
+
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
         _refuse_no_id(job_id)

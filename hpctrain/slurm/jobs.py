@@ -63,6 +63,21 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
     )
 
 
+def queued_job(row: Sequence[str]) -> JobInfo:
+    """The login node's view of one row of squeue in SURVEY_FORMAT."""
+    job_id, state, nodes, start, end, reason, command = row
+    return JobInfo(
+        job_id=job_id,
+        state=parse_state(state),
+        alive=is_alive(parse_state(state)),
+        reason=_or_none(reason),
+        nodes=_or_none(nodes) or "",
+        start_time=parse_time(start),
+        end_time=parse_time(end),
+        script=_or_none(command) or "",
+    )
+
+
 def job_facts(record: Mapping[str, str]) -> JobFacts:
     """The job's own view of one `scontrol show job` record."""
     return JobFacts(

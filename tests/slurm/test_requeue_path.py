@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.scenario import cli, submit
@@ -35,6 +37,9 @@ def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
     run.wait_step(3)
     pids = slurm.pids_of_job(run.job_id)
+    # The table of all runs asks squeue, and this one what a single run's status does not ask.
+    [listed] = json.loads(run.cli("status", "--json"))
+    assert (listed["state"], listed["job_id"]) == ("running", run.job_id)
 
     slurm.kill_munged()
     for pid in pids:
