@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
 
 HIDDEN = "***"
+_SHORT = 8
+"""Characters; a shorter value may be a part of other words."""
 _ENDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "ACCESSKEY", "AUTHKEY")
 _KEYS = frozenset({"API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "ACCOUNT", "ENCRYPTION"})
 _ELSEWHERE = frozenset({"PATH", "FILE", "DIR", "FOLDER", "ID", "NAME", "COUNT", "LENGTH"})
@@ -89,7 +91,10 @@ def hide(value: object, secrets: Sequence[Finding]) -> object:
     """The same JSON value, with every secret in its texts replaced."""
     if isinstance(value, str):
         for one in sorted(secrets, key=lambda one: -len(one.value)):
-            value = value.replace(one.value, HIDDEN)
+            whole = re.escape(one.value)
+            if len(one.value) < _SHORT:  # else parts of ordinary words would go too
+                whole = rf"(?<!\w){whole}(?!\w)"
+            value = re.sub(whole, HIDDEN, value)
         return value
     if isinstance(value, dict):
         return {key: hide(item, secrets) for key, item in value.items()}

@@ -101,6 +101,14 @@ def test_what_is_none_is_not_told(given):
     assert found(**given) == []
 
 
+def test_a_short_one_is_hidden_where_it_stands_alone():
+    one = found(env={"A_TOKEN": "test"})
+
+    assert hide("x=test tests/test.py contest 'test'", one) == (
+        f"x={HIDDEN} tests/{HIDDEN}.py contest '{HIDDEN}'"
+    )
+
+
 def test_hiding_takes_the_longer_one_first_and_keeps_the_rest():
     one = found(env={"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
     value = {"a": ["x abcdefgh", {"b": "abcd"}], "n": 1, "abcd": None}
