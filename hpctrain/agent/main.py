@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpctrain import open_files
 from hpctrain.agent import signals
 from hpctrain.agent.aftermath import Aftermath
+from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.fitness import Fitness
 from hpctrain.errors import RunAlive
@@ -121,6 +122,7 @@ def _run_rounds(
     from hpctrain.agent.stopwatch import StopWatch
 
     imported = time.time()
+    cpus = cpus_of_ranks(spec, os.environ)
     # The ledger and the ranks' logs tell what failed; torch's agent would tell it a third time.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     watch = StopWatch(
@@ -151,6 +153,7 @@ def _run_rounds(
             token=attempt.token,
             job_started=context.start_time,
             by="restart" if again else "start",
+            **({"cpus": cpus} if cpus else {}),
             **({} if again else _start_times(started, imported)),
         )
         return attempt
@@ -171,7 +174,7 @@ def _run_rounds(
         role="rank",
         local_world_size=spec.settings.slurm.ranks(),
         entrypoint=run_rank,
-        args=(_task(spec),),
+        args=(_task(spec, cpus),),
         rdzv_handler=rendezvous,
         max_restarts=1_000_000,
         monitor_interval=0.1,
@@ -204,7 +207,7 @@ def _start_times(started: float, imported: float) -> dict[str, float]:
     return times | ({"batch_started": float(batch)} if batch else {})
 
 
-def _task(spec: Spec) -> object:
+def _task(spec: Spec, cpus: list[str]) -> object:
     from hpctrain.agent.ranks import RankTask
 
     recipe = spec.entry.kind == "recipe"
@@ -216,4 +219,5 @@ def _task(spec: Spec) -> object:
         python_path=list(spec.entry.python_path),
         nsys_rank=spec.settings.profile.nsys_rank,
         nsys_in_range=bool(spec.settings.profile.steps),
+        cpus=cpus,
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import nsys, signals
+from hpctrain.agent.cpus import bind
 from hpctrain.plain_files import replace_text
 from hpctrain.process import die_with_parent, print_to
 from hpctrain.records import FailureReport
@@ -44,6 +45,8 @@ class RankTask:
     """The rank that runs under nsys, where there is one on its node."""
     nsys_in_range: bool = False
     """nsys records the steps of [profile] only."""
+    cpus: list[str] = field(default_factory=list)
+    """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""
 
 
 def failure_path(attempt_dir: Path, rank: int) -> Path:
@@ -58,6 +61,7 @@ def run_rank(task: RankTask) -> None:
     rank = int(os.environ["RANK"])
     attempt_dir = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
     print_to(attempt_dir / f"rank-{rank:05d}.log")
+    bind(task.cpus)
     try:
         if not nsys.run_below(task, rank, attempt_dir):
             _run_program(task)

@@ -160,7 +160,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep", "steps"), count),
     **dict.fromkeys(("save", "ok", "at_save"), flag),
     **dict.fromkeys(("others", "ranks"), list_of(count)),
-    **dict.fromkeys(("overridden", "unset", "notes"), list_of(words)),
+    **dict.fromkeys(("overridden", "unset", "notes", "cpus"), list_of(words)),
     **dict.fromkeys(("bad", "facts", "versions"), mapping),
     "nodes": _nodes,
     "skipped": count,

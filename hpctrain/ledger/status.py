@@ -94,6 +94,8 @@ class RunStatus:
     saving: Saving
     mesh: AttemptMesh | None
     """Of the newest attempt; None where it has not said so."""
+    cpus: Sequence[str]
+    """Of each rank of a node in the newest attempt, as its first node has bound them; or empty."""
     failure: Failure | None
     failure_log: str
     label: str
@@ -176,6 +178,7 @@ def status_of(
         skipped=passed_over(events, done, skipped),
         saving=saving(events),
         mesh=attempt_mesh(events, done),
+        cpus=bound_cpus(events, done[-1].number) if done else (),
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),
@@ -211,6 +214,15 @@ def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> Attemp
     mesh = Mesh(**{f.name: max(1, whole(data.get(f.name)) or 1) for f in fields(Mesh)})
     each = max(1, whole(data.get("ranks_per_node")) or 1)
     return AttemptMesh(text(data.get("engine")), mesh, newest.nodes, each)
+
+
+def bound_cpus(events: Sequence[Event], attempt: int) -> Sequence[str]:
+    """The CPUs of each rank of the first node of an attempt; empty where they are not bound."""
+    for event in reversed(list(live(events))):
+        if (event.kind, event.attempt) == ("attempt_started", attempt):
+            found: list[str] = event.data.get("cpus") or []
+            return found
+    return ()
 
 
 def passed_over(

@@ -27,7 +27,10 @@ def ranks_as_text(status: RunStatus, sample: RankSample | None, width: int) -> s
     Own work is what a rank does before it first waits for others: in wall time all are alike.
     """
     if sample is None:
-        return "ranks       the newest attempt has told no times of its ranks so far"
+        lines = ["ranks       the newest attempt has told no times of its ranks so far"]
+        if status.cpus:
+            lines += pack([f"CPUs of a node's ranks: {'; '.join(status.cpus)}"], width)
+        return "\n".join(lines)
     busy = sample.busy_s
     ranks = sorted(range(len(busy)), key=lambda rank: -busy[rank])[:RANKS_SHOWN]
     if len(busy) <= RANKS_SHOWN:
@@ -35,6 +38,7 @@ def ranks_as_text(status: RunStatus, sample: RankSample | None, width: int) -> s
     columns = [
         Column("rank", [str(rank) for rank in ranks], right=True),
         Column("node", _nodes(status, sample, ranks), shrink=True),
+        *_bound(status, sample, ranks),
         Column("step", [step_time(sample.wall_s[r] / sample.steps) for r in ranks], right=True),
         *_optional("data wait", sample.data_s, ranks, lambda r, s: _of(s, sample.wall_s[r])),
         *_optional("own work", sample.own_s, ranks, lambda _, s: step_time(s / sample.steps)),
@@ -65,6 +69,15 @@ def _nodes(status: RunStatus, sample: RankSample, ranks: Sequence[int]) -> list[
     if not each or each * len(nodes) != len(sample.wall_s):
         return ["-" for _ in ranks]
     return [nodes[rank // each] for rank in ranks]
+
+
+def _bound(status: RunStatus, sample: RankSample, ranks: Sequence[int]) -> list[Column]:
+    """Nodes of a job are alike; each rank's log says where a rank could not be bound."""
+    newest = status.attempts[-1].number if status.attempts else None
+    if not status.cpus or newest != sample.attempt:
+        return []
+    each = len(status.cpus)
+    return [Column("cpus", [status.cpus[rank % each] for rank in ranks], shrink=True, drop=1)]
 
 
 def _optional(

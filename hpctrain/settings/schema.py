@@ -76,6 +76,12 @@ class RunSettings:
         "copy the git-tracked files at submit: auto means yes below 64 MB",
         choices=("auto", "yes", "no"),
     )
+    cpu_bind: str = setting(
+        "auto",
+        "SLURM: ranks stay on the CPUs near their GPU, of those that the job was given; auto means "
+        "ranks with GPUs, yes all ranks",
+        choices=("auto", "yes", "no"),
+    )
     log_every_s: float = setting(5.0, "seconds between step marks in the ledger")
     group_writable: bool = setting(
         False,

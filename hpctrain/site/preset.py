@@ -16,6 +16,7 @@ from hpctrain.site.schema import (
     About,
     Baseline,
     Container,
+    Cpus,
     Detect,
     EnvGroups,
     Expect,
@@ -80,6 +81,7 @@ class Site:
     network: Network = field(default_factory=Network)
     env: EnvGroups = field(default_factory=EnvGroups)
     modules: Modules = field(default_factory=Modules)
+    cpus: Cpus = field(default_factory=Cpus)
     storage: Storage = field(default_factory=Storage)
     container: Container = field(default_factory=Container)
     baseline: Baseline = field(default_factory=Baseline)

@@ -23,6 +23,7 @@ DATE = r"\d{4}-\d\d-\d\d"
 ABSOLUTE = r"/.+"
 BIN = r"[1-9]\d*-([1-9]\d*)?"
 COUNT = r"[1-9]\d*"
+CPU_LIST = r"\d+(-\d+)?(,\d+(-\d+)?)*"
 SBATCH = r"SBATCH_[A-Z0-9_]+"
 MEMLOCK = r"unlimited|\d+"
 IN_WORDS = {
@@ -35,6 +36,7 @@ IN_WORDS = {
     ABSOLUTE: "an absolute path",
     BIN: "numbers of nodes such as 1-91, or 184- without an upper end",
     COUNT: "a number of nodes",
+    CPU_LIST: "numbers of CPUs such as 0-7,64-71",
     SBATCH: "a variable of sbatch's such as SBATCH_ACCOUNT",
     MEMLOCK: "unlimited, or a number of KiB",
 }
@@ -279,6 +281,15 @@ class Modules:
 
 
 @dataclass(frozen=True)
+class Cpus:
+    """[cpus]: of a node. Without a map ranks are bound as the machine itself tells."""
+
+    of_gpu: list[str] = fact(
+        [], "CPUs near each GPU, in the order of the GPUs, e.g. 49-55", pattern=CPU_LIST
+    )
+
+
+@dataclass(frozen=True)
 class Storage:
     """[storage]: where files belong. Texts may have $VARIABLES of the user's shell."""
 
@@ -347,6 +358,7 @@ TABLES: dict[str, type] = {
     "network": Network,
     "env": EnvGroups,
     "modules": Modules,
+    "cpus": Cpus,
     "storage": Storage,
     "container": Container,
     "baseline": Baseline,
