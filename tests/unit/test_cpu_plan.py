@@ -82,6 +82,11 @@ def test_lists_are_read_as_they_are_written(cpus):
     assert cpus_of(as_list(cpus)) == cpus
 
 
+AZURE_MASKS = (
+    "ffffff000000,ffffff000000,ffffff,ffffff,ffffff000000000000000000,ffffff000000000000000000,"
+    "ffffff000000000000,ffffff000000000000"
+)
+"""CPU_BIND of Azure's hopper.conf."""
 LUMI_MASKS = "fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000"
 """`--cpu-bind=mask_cpu` of LUMI's example, with its c=fe put in."""
 FRONTIER_REGIONS = """
@@ -105,10 +110,11 @@ def map_of(name):
     return [cpus_of(text) for text in load_site(name, environ={}).cpus.of_gpu]
 
 
-def test_the_map_of_lumi_is_that_of_its_masks():
-    masks = [int(mask, 16) for mask in LUMI_MASKS.split(",")]
+@pytest.mark.parametrize(("name", "masks"), [("lumi-g", LUMI_MASKS), ("azure-ndv5", AZURE_MASKS)])
+def test_maps_of_presets_are_those_of_their_masks(name, masks):
+    numbers = [int(mask, 16) for mask in masks.split(",")]
 
-    assert map_of("lumi-g") == [{cpu for cpu in range(64) if mask >> cpu & 1} for mask in masks]
+    assert map_of(name) == [{cpu for cpu in range(96) if mask >> cpu & 1} for mask in numbers]
 
 
 def test_the_map_of_frontier_is_that_of_its_guide():

@@ -1,0 +1,118 @@
+"""Holds presets against the quotes of their pages: `python docs/check_site_quotes.py`.
+
+site-configs/sources/NAME.toml has lines of each page that NAME.toml is made from, with the keys
+that they prove. Three ways:
+
+- `proves`: the value itself stands in the line; of a list each item, of a table each key and value.
+- `means`: key to words of the line that say the value otherwise ("12 hours" for "12:00:00").
+- `masks`: the line has one hexadecimal CPU mask for each item of a list of CPUs.
+
+A value without a line, a line that does not have what it proves, and a key that the preset has not
+are errors. What a preset has from a base is the base's to prove.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hpctrain.agent.cpu_plan import cpus_of
+
+PRESETS = Path(__file__).parents[1] / "site-configs"
+SOURCES = PRESETS / "sources"
+ABOUT = {"schema", "name", "description", "contact", "url", "reviewed", "stability", "extends"}
+
+
+def problems(preset: dict[str, Any], pages: dict[str, Any]) -> list[str]:
+    """What does not hold; empty where every value has a line that has it.
+
+    Args:
+        preset: NAME.toml as TOML reads it.
+        pages: sources/NAME.toml, the same.
+    """
+    values = dict(_values(preset))
+    found: list[str] = []
+    proved: set[str] = set()
+    for page, told in pages.items():
+        if page not in preset.get("sources", {}):
+            found.append(f"{page} is no source of the preset")
+        if not told.get("url") or not told.get("read"):
+            found.append(f"{page} lacks its url or the day on which it was read")
+        for quote in told["quotes"]:
+            for key, why in _of_quote(quote, values):
+                proved.add(key)
+                if why:
+                    found.append(f"{page}: {key} {why}")
+    return found + [f"{key} has no line that proves it" for key in values if key not in proved]
+
+
+def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each key of a quote, with what is wrong; "" where it holds."""
+    text = quote["text"]
+    found = []
+    for key in quote.get("proves", []):
+        missing = [one for one in _words(values.get(key, "")) if not _stands_in(one, text)]
+        found.append((key, f"is {missing}, which the line has not" if missing else ""))
+    for key, words in quote.get("means", {}).items():
+        found.append((key, "" if words in text else f"is said by {words!r}, not of the line"))
+    for key in quote.get("masks", []):
+        masks = [int(mask, 16) for mask in re.findall(r"(?:0x|\b)([0-9a-f]{2,})\b", text)]
+        told = [{cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1} for mask in masks]
+        here = [set(cpus_of(item)) for item in values.get(key, [])]
+        found.append((key, "" if here == told else "is not what the masks say"))
+    return [(key, why if key in values else "is no value of the preset") for key, why in found]
+
+
+def _words(value: Any) -> list[str]:
+    """What must stand in a line for a value."""
+    if isinstance(value, dict):
+        return [word for pair in value.items() for one in pair for word in _words(one)]
+    if isinstance(value, list):
+        return [word for one in value for word in _words(one)]
+    return [str(value)]
+
+
+def _stands_in(word: str, text: str) -> bool:
+    """As a word of its own: 8 does not stand in 128."""
+    return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w])", text) is not None
+
+
+def _values(table: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
+    """Every value of a preset by its path, without what says who it is and where it is from."""
+    found: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        at = (*path, key)
+        if key in {"source", "why", "description"} or at[0] == "sources":
+            continue
+        if len(at) == 1 and key in ABOUT:
+            continue
+        if isinstance(value, dict) and "value" in value:
+            found.append((".".join(at), value["value"]))
+        elif isinstance(value, dict) and not _is_leaf(at):
+            found += _values(value, at)
+        else:
+            found.append((".".join(at), value))
+    return found
+
+
+def _is_leaf(path: tuple[str, ...]) -> bool:
+    """Tables that are one value."""
+    return path[-1] in {"allreduce_busbw_gbs", "walltime_bins"}
+
+
+def main() -> int:
+    """Print what does not hold; 1 where something does not."""
+    failed = 0
+    for path in sorted(SOURCES.glob("*.toml")):
+        preset = tomllib.loads((PRESETS / path.name).read_text())
+        for line in problems(preset, tomllib.loads(path.read_text())):
+            print(f"{path.stem}: {line}")
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Values of presets stand in quoted lines of their pages, and what does not hold is found."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[2]
+CHECK = runpy.run_path(str(TOP / "docs" / "check_site_quotes.py"))
+PRESETS, SOURCES = CHECK["PRESETS"], CHECK["SOURCES"]
+QUOTED = sorted(path.stem for path in SOURCES.glob("*.toml"))
+NOT_YET = {
+    "aws-p5",
+    "clariden",
+    "coreweave-h100",
+    "frontier",
+    "isambard-ai",
+    "lonestar6",
+    "lumi-g",
+    "mila",
+    "oci-h100",
+    "sherlock",
+    "snellius",
+    "vista",
+}
+"""Reference presets whose pages are named, and not quoted line by line so far."""
+
+
+def read(name):
+    preset = tomllib.loads((PRESETS / f"{name}.toml").read_text())
+    return preset, tomllib.loads((SOURCES / f"{name}.toml").read_text())
+
+
+def test_the_presets_without_quotes_are_those_that_are_known():
+    references = {
+        path.stem
+        for path in PRESETS.glob("*.toml")
+        if tomllib.loads(path.read_text())["stability"] == "reference"
+    }
+
+    assert set(QUOTED) | NOT_YET == references
+    assert not set(QUOTED) & NOT_YET
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_every_value_stands_in_a_quoted_line_of_its_source(name):
+    assert CHECK["problems"](*read(name)) == []
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_every_value_that_is_changed_is_found_where_its_line_has_it_word_for_word(name):
+    preset, pages = read(name)
+    proved = {
+        key
+        for page in pages.values()
+        for quote in page["quotes"]
+        for key in (*quote.get("proves", []), *quote.get("masks", []))
+    }
+
+    assert len(proved) > 5
+    for key in proved:
+        changed = copy.deepcopy(preset)
+        *path, last = key.split(".")
+        table = changed
+        for part in path:
+            table = table[part]
+        table[last] = ["0"] if key.startswith("cpus.") else "another"
+        (found,) = CHECK["problems"](changed, pages)
+        assert key in found
+
+
+def problems(preset, **quote):
+    page = {"url": "https://x", "read": "2026-11-22", "quotes": [quote]}
+    return CHECK["problems"]({"sources": {"page": ""}, **preset}, {"page": page})
+
+
+@pytest.mark.parametrize(
+    ("preset", "quote", "says"),
+    [
+        ({"slurm": {"mem": "0"}}, {"text": "--mem=0", "proves": []}, "slurm.mem has no line"),
+        ({"n": {"rate": 8}}, {"text": "128 of them", "proves": ["n.rate"]}, "is ['8'], which the"),
+        ({"n": {"t": "12:00:00"}}, {"text": "6 hours", "means": {"n.t": "12 hours"}}, "is said"),
+        ({}, {"text": "x", "proves": ["n.gone"]}, "n.gone is no value of the preset"),
+        ({"c": {"of": ["0-1"]}}, {"text": "mask_cpu:f0", "masks": ["c.of"]}, "not what the masks"),
+    ],
+)  # fmt: skip
+def test_what_does_not_hold_is_said(preset, quote, says):
+    (found,) = problems(preset, **quote)
+
+    assert says in found
+
+
+def test_a_page_that_the_preset_does_not_name_or_without_its_day_is_said():
+    page = {"url": "https://x", "quotes": []}
+
+    assert CHECK["problems"]({"sources": {}}, {"page": page}) == [
+        "page is no source of the preset",
+        "page lacks its url or the day on which it was read",
+    ]
