@@ -53,7 +53,7 @@ browser: $(STAMP)
 
 .PHONY: fuse
 fuse: $(STAMP)
-	@tests/support/install_fuse.sh >.fuse-install.log 2>&1 || \
+	@tests/support/install_fuse.sh tests/support/torch_environment.sh >.fuse-install.log 2>&1 || \
 	  { tail -n 1 .fuse-install.log >&2; \
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .fuse-install.log
@@ -88,7 +88,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/torch_environment.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
@@ -100,6 +100,19 @@ soak: slurm fuse ## long campaigns, and all of tests/slurm on every version of S
 	@$(PYTEST) $(BESIDE) tests/slurm
 	@$(call on_the_other_versions,tests/slurm)
 	@$(PYTEST) -m soak --timeout=0 $(TESTS)
+
+TORCH_VERSIONS ?= 2.8.0 2.14.1
+TORCH_FOLDER ?= /var/cache/hpctrain-torch
+TORCH_TESTS ?= tests/engines tests/e2e
+
+.PHONY: torch-versions
+torch-versions: $(STAMP) ## engines and whole stories on the oldest and the newest torch; 7 GB each, one at a time
+	@for version in $(TORCH_VERSIONS); do \
+	  other=$$(tests/support/torch_environment.sh $$version $(TORCH_FOLDER)) || exit 1; \
+	  echo "# torch $$version"; \
+	  "$$other" -m pytest -q -p no:cacheprovider $(TORCH_TESTS) || exit 1; \
+	  rm -rf "$(TORCH_FOLDER)/$$version"; \
+	done
 
 .PHONY: bench
 bench: $(STAMP) ## measure speed; prints ratios

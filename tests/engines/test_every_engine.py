@@ -33,6 +33,11 @@ WITH_EXPERTS = {
     "ZeRO-1@2": ("EPxFSDP2@4", "FSDP2@3"),
     "ZeRO-3@4": ("EPxFSDP2@4", "FSDP2@3"),
 }
+WITH_EXPERTS = {
+    name: tuple(filter(layouts.runs_here, others))
+    for name, others in WITH_EXPERTS.items()
+    if layouts.runs_here(name)
+}
 EXPERTS = 4
 
 

@@ -44,7 +44,7 @@ import importlib
 for module, names in {names}.items():
     held = importlib.import_module(module)
     for name in names:
-        delattr(held, name)
+        vars(held).pop(name, None)  # older releases have some of them not
 import hpctrain.engines.parallelize, hpctrain.engines.pipeline, hpctrain.engines.exact_shards
 from hpctrain.engines import torch_private
 import torch

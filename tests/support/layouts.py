@@ -33,6 +33,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def runs_here(layout: str) -> bool:
+    """Whether the installed torch can run a layout: `make torch-versions` comes with older ones."""
+    from importlib import metadata
+
+    from hpctrain.plan.versions import refusal
+    from hpctrain.settings.schema import EngineSettings
+
+    options = EngineSettings(**LAYOUTS[layout][1])
+    return refusal({"torch": metadata.version("torch")}, options) is None
+
+
 def build(layout: str, *, experts: int = 0, layers: int = 4, **settings: Any) -> Any:
     """The tiny model under a layout. In a rank; collective, once for each engine."""
     import torch
