@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain import open_files
-from hpctrain.errors import FileSystemFault, HpctrainError
+from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 600.0
+
+_ANSWERS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
+)
+"""What a file system says that works: nothing is there, something is, there is no room."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ def on_rank_0(world: World, act: Callable[[], T]) -> T:
     Collective. An error on rank 0 alone would leave the others waiting in the next collective.
 
     Raises:
-        HpctrainError: rank 0's own; an OSError becomes a FileSystemFault, any other error one that
-            names it.
+        HpctrainError: rank 0's own; an OSError becomes a FileSystemFault, or a CheckpointError
+            where trying again cannot help; any other error becomes one that names it.
     """
     result: Any = None
     error: HpctrainError | None = None
@@ -119,7 +125,8 @@ def on_rank_0(world: World, act: Callable[[], T]) -> T:
         except HpctrainError as problem:
             error = problem
         except OSError as problem:
-            error, cause = FileSystemFault(one_line(problem)), problem
+            kind = CheckpointError if problem.errno in _ANSWERS else FileSystemFault
+            error, cause = kind(one_line(problem)), problem
         except Exception as problem:  # noqa: BLE001 - whatever it is, every rank must hear of it
             error, cause = HpctrainError(f"rank 0: {one_line(problem)}"), problem
     result, error = broadcast(world, (result, error))

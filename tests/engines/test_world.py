@@ -15,7 +15,13 @@ class Odd(Exception):
         self.other = other
 
 
-RAISED = [KeyError("token"), ValueError("Expecting value"), OSError(116, "Stale"), Odd("a", "b")]
+RAISED = [
+    KeyError("token"),
+    ValueError("Expecting value"),
+    OSError(116, "Stale"),
+    OSError(28, "Full"),
+    Odd("a", "b"),
+]
 
 
 def rank(errors):
@@ -44,6 +50,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank():
         ("HpctrainError", "rank 0: KeyError: 'token'"),
         ("HpctrainError", "rank 0: ValueError: Expecting value"),
         ("FileSystemFault", "OSError: [Errno 116] Stale"),
+        ("CheckpointError", "OSError: [Errno 28] Full"),
         ("HpctrainError", "rank 0: Odd: a"),
     ]
     assert [told[:2] for told in one[:-1]] == [told[:2] for told in zero[:-1]]

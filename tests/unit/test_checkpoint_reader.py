@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint import ranged, shard
 from hpctrain.checkpoint.digest import BLOCK_BYTES
 from hpctrain.checkpoint.manifest import TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.patience import Patience
 from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.shard import Piece
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
@@ -159,6 +160,31 @@ def test_a_fault_put_at_the_read_point_is_the_disks(source, monkeypatch):
     monkeypatch.setattr(points, "reach", reach)
     with pytest.raises(FileSystemFault, match="put there"):
         source.read(everything())
+
+
+def test_a_handle_that_went_stale_is_opened_again(source, monkeypatch):
+    stale, real_open, real_read = set(), os.open, os.preadv
+
+    def opened(path, *args, **options):
+        handle = real_open(path, *args, **options)
+        if opened.first:
+            stale.add(handle)
+        else:
+            stale.discard(handle)
+        opened.first = False
+        return handle
+
+    def read(handle, *args):
+        if handle in stale:
+            raise OSError(116, "Stale file handle")
+        return real_read(handle, *args)
+
+    opened.first = True
+    patient = Source.open(source.path, source.manifest, Patience(0.01))
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "preadv", read)
+
+    assert patient.read(everything()) > 0
 
 
 def test_calls_that_give_less_than_asked_for_are_repeated(source, monkeypatch):
