@@ -16,7 +16,7 @@ from hpctrain.checkpoint import commit, shard, space
 from hpctrain.checkpoint.assemble import RankPart, part_of
 from hpctrain.checkpoint.boxes import bytes_of, held, parts_to_write
 from hpctrain.checkpoint.names import step_name
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 from hpctrain.testing import points
 from hpctrain.world import gather_on_0, on_rank_0, one_line
 
@@ -78,7 +78,8 @@ def save(place: Place, world: World, state: State, manifest: Manifest) -> Saved:
         manifest: Everything but files and tensors, which are filled in here.
 
     Raises:
-        CheckpointError: some rank could not write; the message is the first one's.
+        CheckpointError: some rank could not write; the message is the first one's. It is a
+            FileSystemFault where a file system refused, which it may not the next time.
         Fenced: a newer attempt has taken the run over.
     """
     started = time.monotonic()
@@ -139,7 +140,7 @@ def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
     place.run.checkpoints.mkdir(parents=True, exist_ok=True)
     problem = space.forecast(place.run.checkpoints, need, need_files)
     if problem:
-        raise CheckpointError(f"step {step} was not saved: {problem}")
+        raise FileSystemFault(f"step {step} was not saved: {problem}")
     return commit.stage(place.run, step, place.attempt)
 
 
@@ -149,29 +150,33 @@ def _write(
     step: int,
     pieces: Sequence[Piece],
     write: Callable[[Path], Report],
-) -> tuple[RankPart, str]:
-    """This rank's part; an error is returned, not raised, so that all ranks abort together."""
+) -> tuple[RankPart, str, bool]:
+    """This rank's part; an error is returned, not raised, so that all ranks abort together.
+
+    The last says whether it is the file system's.
+    """
     path = staged / shard.file_name(world.rank)
     try:
         part = part_of(pieces, write(path) if pieces else None)
         points.reach("report.gather", path=path, step=step, rank=world.rank)
     except OSError as error:
-        return part_of([], None), f"rank {world.rank}: {space.describe(error, path)}"
+        return part_of([], None), f"rank {world.rank}: {space.describe(error, path)}", True
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         text = str(error) if isinstance(error, HpctrainError) else one_line(error)
-        return part_of([], None), f"rank {world.rank}: {text}"
-    return part, ""
+        return part_of([], None), f"rank {world.rank}: {text}", False
+    return part, "", False
 
 
 def _publish(
-    place: Place, staged: Path, manifest: Manifest, answers: Sequence[tuple[RankPart, str]]
+    place: Place, staged: Path, manifest: Manifest, answers: Sequence[tuple[RankPart, str, bool]]
 ) -> tuple[int, str]:
     """Rank 0: commit if every rank has written, else free what was staged."""
     try:
-        problems = [problem for _, problem in answers if problem]
+        problems = [(problem, of_disk) for _, problem, of_disk in answers if problem]
         if problems:
-            raise CheckpointError(f"step {manifest.step} was not committed: {problems[0]}")
-        parts = [part for part, _ in answers]
+            error = FileSystemFault if all(of_disk for _, of_disk in problems) else CheckpointError
+            raise error(f"step {manifest.step} was not committed: {problems[0][0]}")
+        parts = [part for part, _, _ in answers]
         commit.write_table(staged, manifest, parts)
         commit.publish(place.run, staged, manifest, place.attempt)
     except HpctrainError:

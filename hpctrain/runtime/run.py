@@ -376,8 +376,10 @@ class Run:
 
     def _finish(self) -> None:
         self._telemetry.tell(at_end=True)
-        self.save()
         if self._saves is not None:
+            self._before_save()
+            with self._telemetry.saving:
+                self._saves.patiently(self.step, self._snapshot)
             self._saves.close()
         self._event("done", step=self.step)
         self._write_outcome("done", None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint import retention
 from hpctrain.checkpoint.save import Place, Saved, save
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
 from hpctrain.plan.last_save import LastSave, flight_left_s, last_save, patience_s
 from hpctrain.runtime.marks import note
 from hpctrain.runtime.pace import Pace
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
     Snapshot = Callable[[], tuple[State, Manifest]]
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
+"""Between two tries of the last save."""
 
 
 class Saves:
@@ -127,11 +131,38 @@ class Saves:
             self._event("save_skipped", step=step, why=f"no time: step {self.step} was finished")
             return
         try:
-            self.now(step, snapshot)
+            self.patiently(step, snapshot, left_s)
         except Fenced:
             raise
         except CheckpointError as error:
             self._failed(step, error)
+
+    def patiently(self, step: int, snapshot: Snapshot, left_s: float | None = None) -> None:
+        """Like `now`, tried again while the file system refuses and there is time. Collective.
+
+        A periodic save may fail; after the last one before leaving there is no other.
+
+        Args:
+            step: The step.
+            snapshot: Its state.
+            left_s: Until the processes are killed; None where nobody says. Rank 0's counts.
+
+        Raises:
+            CheckpointError: see `now`.
+        """
+        patience = self._settings.save_patience_s
+        if left_s is not None:
+            patience = min(patience, patience_s(left_s, self._clock.expected_save_s()))
+        deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
+        while True:
+            try:
+                return self.now(step, snapshot)
+            except FileSystemFault as error:
+                if not broadcast(self._world, time.monotonic() + pause <= deadline):
+                    raise
+                self._event("save_failed", step=step, why=f"{error}; tried again")
+            time.sleep(pause)  # a file system tells nobody that it is back
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def now(self, step: int, snapshot: Snapshot) -> None:
         """Commit this step while training waits, unless it is committed already. Collective.

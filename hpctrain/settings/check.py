@@ -50,6 +50,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.max_loss_s": 0,
     "checkpoint.timeout_s": 0,
     "checkpoint.patience_s": 0,
+    "checkpoint.save_patience_s": 0,
     "checkpoint.write_mib": 1,
     "checkpoint.write_threads": 1,
     "checkpoint.keep_last": 2,

@@ -152,6 +152,11 @@ class CheckpointSettings:
         120.0,
         "reading is tried again so long where the file system gives errors; then the attempt fails",
     )
+    save_patience_s: float = setting(
+        120.0,
+        "the last save before leaving is tried again so long where the file system refuses, and "
+        "never longer than the scheduler leaves",
+    )
     write_mib: int = setting(4, "MiB handed to the file system at a time")
     write_threads: int = setting(1, "threads of each rank that write its shard")
     read_once: bool = setting(

@@ -150,7 +150,7 @@ def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_sta
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
     disk = small_disk(800 << 10)
-    run = make_run(disk / "run", **EACH, checkpoint__mode=mode)
+    run = make_run(disk / "run", **EACH, checkpoint__mode=mode, checkpoint__save_patience_s=0)
     with pytest.raises(AssertionError, match=r"step 8 was not saved: .* free"):
         train(run, 2)  # the last save is no periodic one: the run is not done without it
 
@@ -165,6 +165,34 @@ def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
     with contextlib.suppress(AssertionError):
         train(run, 2)
     assert _events(run, "restored")[-1]["step"] == kept[0]
+
+
+@pytest.mark.parametrize("stop_at", [None, 4])
+def test_the_last_save_before_leaving_is_tried_again(tmp_path, fault, stop_at):
+    """After it there is no other, and a file system that is away for a moment comes back."""
+    fault("fail:shard.write,rank=1,error=ESTALE,hit=1")
+    seldom = {"train__steps": STEPS, "checkpoint__interval_steps": 100}
+    run = make_run(tmp_path / "run", **seldom)
+    train(run, 2, **({} if stop_at is None else {"stop_at": stop_at, "victim": 1}))
+
+    end = _events(run, "done" if stop_at is None else "stopped")[-1]["step"]
+    (failed,) = _events(run, "save_failed")
+    assert failed["step"] == end
+    assert "Stale file handle" in failed["why"]
+    assert failed["why"].endswith("; tried again")
+    assert _committed(run) == [end]
+
+
+def test_the_last_save_is_tried_again_only_while_there_is_time(tmp_path, fault, monkeypatch):
+    fault("fail:shard.write,rank=1,error=EIO")
+    monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "7")
+    seldom = {"train__steps": 60, "checkpoint__interval_steps": 100}
+    run = make_run(tmp_path / "run", **seldom, checkpoint__save_patience_s=3000)
+    train(run, 2, stop_at=4, victim=1)
+
+    assert _events(run, "stopped")
+    assert not _committed(run)
+    assert not _events(run, "save_failed")[-1]["why"].endswith("; tried again")
 
 
 def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(tmp_path, fault):
