@@ -1,0 +1,51 @@
+"""A file system that refuses one rank at a restore costs an attempt, and no checkpoint."""
+
+from __future__ import annotations
+
+import time
+
+from hpctrain.ledger import events as ledger
+from hpctrain.rundir.layout import RunDir
+from tests.support.recipe import TINY
+from tests.support.scenario import cli
+
+LIMIT_S = 150
+FAULTS = "kill:report.gather,step=8,attempt=1,rank=1;fail:read.table,rank=1,attempt=2,error=ESTALE"
+
+
+def test_the_attempt_is_requeued_and_goes_on_from_the_same_checkpoint(tmp_path):
+    env = {
+        "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),
+        "HPCTRAIN_FAULTS": FAULTS,
+    }
+    sets = TINY | {
+        "checkpoint.interval_steps": 4,
+        "checkpoint.mode": "sync",
+        "checkpoint.patience_s": 0.2,
+        "preflight.enabled": "no",
+    }
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={_toml(value)}")]
+    where = ["--cluster", "local", "--nodes", "1", "--ranks-per-node", "2", "--no-snapshot"]
+
+    done = cli(None, tmp_path, "submit", "--name", "lm", *where, *words, env=env)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "runs" / "lm")
+    deadline = time.monotonic() + LIMIT_S
+    while (ends := _ends(run))[-1:] not in (["completed"], ["user_error"]):
+        assert time.monotonic() < deadline, [(e.kind, e.data) for e in ledger.read(run)]
+        time.sleep(0.1)
+
+    events = ledger.read(run)
+    assert ends == ["crashed", "storage_failed", "completed"]
+    assert [e.data["step"] for e in events if e.kind == "restored"] == [0, 4]
+    assert not [e for e in events if e.kind == "checkpoint_set_aside"]
+    status = cli(None, tmp_path, "status", "lm", env=env).stdout
+    assert "storage_error" in status
+
+
+def _ends(run):
+    return [e.data["reason"] for e in ledger.read(run) if e.kind == "attempt_ended"]
+
+
+def _toml(value):
+    return str(value).lower() if isinstance(value, bool) else value
