@@ -12,7 +12,7 @@ import pytest
 from hpctrain.agent import ranks
 from hpctrain.agent.ranks import RankTask, run_rank
 from tests.support.gloo import preload
-from tests.support.processes import alive, kill_all
+from tests.support.processes import alive, descendants, kill_all
 
 PATIENCE_S = 30.0
 FORK = multiprocessing.get_context("fork")
@@ -48,6 +48,7 @@ def _preloaded():
 def rank(tmp_path, monkeypatch):
     """Starts a rank with a script, as a child of this process."""
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("HPCTRAIN_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setattr(ranks, "EXIT_HANG_S", 0.2)
     begun = []
@@ -61,7 +62,7 @@ def rank(tmp_path, monkeypatch):
 
     yield begin
     for process in begun:
-        process.kill()
+        kill_all([*descendants(process.pid), process.pid])
         process.join()
 
 
@@ -92,7 +93,7 @@ def test_a_script_that_knows_nothing_lives_through_slurms_signals(rank, tmp_path
 
 
 def _agent(script, folder):
-    os.environ.update(RANK="0", HPCTRAIN_ATTEMPT_DIR=str(folder))
+    os.environ.update(RANK="0", LOCAL_RANK="0", HPCTRAIN_ATTEMPT_DIR=str(folder))
     FORK.Process(target=run_rank, args=(RankTask("", str(script)),)).start()
     signal.pause()
 
