@@ -159,7 +159,8 @@ def test_the_presets_map_counts_for_the_gpus_that_the_job_was_given(tmp_path):
 def test_ranks_stay_unbound_where_nothing_is_known_or_nobody_wants_it(tmp_path, changes):
     spec = a_spec(**{"site": "frontier", **changes})
 
-    assert cpus.cpus_of_ranks(spec, {}, ALLOCATABLE, tmp_path) == []
+    environ = {"SLURM_CPUS_ON_NODE": "56"}
+    assert cpus.cpus_of_ranks(spec, environ, ALLOCATABLE, tmp_path) == []
 
 
 def test_ranks_without_gpus_are_bound_where_that_is_asked_for(tmp_path):
