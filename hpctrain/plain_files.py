@@ -40,13 +40,20 @@ def open_plain(path: Path) -> FileIO:
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags)
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+    try:
+        _refuse_odd(path, descriptor)
+    except OSError:  # also of a server that does not answer: a poll must not gather descriptors
         os.close(descriptor)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+        raise
     return open(descriptor, "rb", buffering=0)  # noqa: PTH123 - a descriptor has no path
+
+
+def _refuse_odd(path: Path, descriptor: int) -> None:
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
 
 
 def read_plain(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
