@@ -94,7 +94,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _refuse_huge(value: object) -> None:
     """TOML's integers have 64 bits; the parser takes any, which floats and C cannot."""
     if isinstance(value, int) and value.bit_length() > BITS:
-        raise ValueError(f"an integer of {value.bit_length()} bits; there are {BITS + 1}")
+        raise ValueError(f"an integer of {value.bit_length()} bits; there are 64 with its sign")
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for one in inner:
         _refuse_huge(one)

@@ -123,3 +123,19 @@ def test_a_missing_file_is_not_found_and_a_folder_cannot_be_read(tmp_path):
         read_toml(tmp_path / "no.toml")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_toml(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = 9223372036854775808", "an integer of 64 bits; there are 64 with its sign"),
+        ("[a]\nb = [{c = 0x1" + "0" * 5000 + "}]", "an integer of 20001 bits"),
+        ("x = " + "9" * 5000, "is not valid TOML"),
+        ("x = " + "[" * 2000 + "]" * 2000, "too deep in each other"),
+    ],
+)
+def test_what_no_program_could_hold_is_refused_in_one_line(tmp_path, text, why):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(UsageError, match=why) as refused:
+        read_toml(tmp_path / "x.toml")
+    assert len(str(refused.value)) < 300
