@@ -73,8 +73,8 @@ for version in $(SLURM_VERSIONS); do \
   PYTHON=python $(SYSTEM) prepare $$version || \
     { [[ "$(HPCTRAIN_REQUIRE)" != *slurm* ]] || exit 3; echo "its tests are left out" >&2; continue; }; \
   echo "# SLURM $$version"; \
-  PYTHON=python HPCTRAIN_REQUIRE=slurm $(SYSTEM) run $$version $(PYTEST) $(BESIDE) $(1) || exit; \
-done
+  PYTHON=python HPCTRAIN_REQUIRE=slurm $(SYSTEM) run $$version $(PYTEST) $(BESIDE) $(1) || failed=1; \
+done; exit $${failed:-0}
 endef
 
 .PHONY: slurm-versions

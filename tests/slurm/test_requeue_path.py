@@ -114,7 +114,8 @@ def test_a_start_after_the_end_leaves_at_once_and_does_nothing(slurm, tmp_path):
     urgent = slurm.submit_urgent(4)
     slurm.wait_job(run.job_id, "PENDING", timeout=30)
     slurm.cancel(urgent)
-    run.wait_done()
+    run.wait_event("done")
+    slurm.wait_job(run.job_id, "COMPLETED", timeout=120)  # after a third start, where one comes
 
     once_more = slurm.by_version({(22, 5): 0, (24, 5): 1, (26, 5): 0})
     assert int(slurm.job(run.job_id)["Restarts"]) == 1 + once_more
