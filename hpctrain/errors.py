@@ -83,6 +83,10 @@ class FileSystemFault(CheckpointError):
     """The file system gave an error: nobody knows whether what lies there is whole or damaged."""
 
 
+class NotWritten(CheckpointError):
+    """The file system did not take a checkpoint: no room, or a fault; it may the next time."""
+
+
 class NewerFormat(CheckpointError):
     """A checkpoint that a newer hpctrain has written: neither damaged, nor to be passed over."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import find, names
 from hpctrain.checkpoint import manifest as manifests
-from hpctrain.errors import CheckpointError, FileSystemFault
+from hpctrain.errors import CheckpointError, NotWritten
 from hpctrain.rundir.fence import publishing
 from hpctrain.testing import points
 
@@ -226,4 +226,4 @@ def _errors_named(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FileSystemFault(f"{what}: {error}") from error
+        raise NotWritten(f"{what}: {error}") from error

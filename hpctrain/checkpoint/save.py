@@ -16,7 +16,7 @@ from hpctrain.checkpoint import commit, shard, space
 from hpctrain.checkpoint.assemble import RankPart, part_of
 from hpctrain.checkpoint.boxes import bytes_of, held, parts_to_write
 from hpctrain.checkpoint.names import step_name
-from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
+from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
 from hpctrain.testing import points
 from hpctrain.world import gather_on_0, on_rank_0, one_line
 
@@ -78,8 +78,8 @@ def save(place: Place, world: World, state: State, manifest: Manifest) -> Saved:
         manifest: Everything but files and tensors, which are filled in here.
 
     Raises:
-        CheckpointError: some rank could not write; the message is the first one's. It is a
-            FileSystemFault where a file system refused, which it may not the next time.
+        CheckpointError: some rank could not write; the message is the first one's. It is
+            NotWritten where a file system refused, which it may not do the next time.
         Fenced: a newer attempt has taken the run over.
     """
     started = time.monotonic()
@@ -137,10 +137,14 @@ def commit_together(
 
 
 def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
-    place.run.checkpoints.mkdir(parents=True, exist_ok=True)
+    try:
+        place.run.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = space.describe(error, place.run.checkpoints)
+        raise NotWritten(f"step {step} was not saved: {why}") from error
     problem = space.forecast(place.run.checkpoints, need, need_files)
     if problem:
-        raise FileSystemFault(f"step {step} was not saved: {problem}")
+        raise NotWritten(f"step {step} was not saved: {problem}")
     return commit.stage(place.run, step, place.attempt)
 
 
@@ -174,7 +178,7 @@ def _publish(
     try:
         problems = [(problem, of_disk) for _, problem, of_disk in answers if problem]
         if problems:
-            error = FileSystemFault if all(of_disk for _, of_disk in problems) else CheckpointError
+            error = NotWritten if all(of_disk for _, of_disk in problems) else CheckpointError
             raise error(f"step {manifest.step} was not committed: {problems[0][0]}")
         parts = [part for part, _, _ in answers]
         commit.write_table(staged, manifest, parts)

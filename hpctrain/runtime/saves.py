@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint import retention
 from hpctrain.checkpoint.save import Place, Saved, save
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
+from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
 from hpctrain.plan.last_save import LastSave, flight_left_s, last_save, patience_s
 from hpctrain.runtime.marks import note
 from hpctrain.runtime.pace import Pace
@@ -157,7 +157,7 @@ class Saves:
         while True:
             try:
                 return self.now(step, snapshot)
-            except FileSystemFault as error:
+            except (NotWritten, FileSystemFault) as error:
                 if not broadcast(self._world, time.monotonic() + pause <= deadline):
                     raise
                 self._event("save_failed", step=step, why=f"{error}; tried again")
