@@ -21,6 +21,7 @@ from hpctrain.slurm.jobs import (
 from hpctrain.slurm.parse import (
     expand_nodes,
     parse_config_seconds,
+    parse_count,
     parse_queue,
     parse_records,
     parse_sacct,
@@ -196,3 +197,11 @@ def test_kill_wait_is_read_from_the_config():
 
     assert parse_config_seconds(text, "KillWait") == 8
     assert parse_config_seconds(text, "Wait") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5", "x", "\N{SUPERSCRIPT TWO}", "9" * 12, "9" * 5000]
+)
+def test_a_count_that_is_none_is_none(text):
+    assert parse_count(text) is None
+    assert parse_count("17") == 17
