@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.native import Native
 from hpctrain.engines.stages import Stages, cut
+from hpctrain.engines.torch_private import without_outputs
 from hpctrain.errors import UsageError
 from hpctrain.plan.passes import passes_of
 from hpctrain.world import one_line
@@ -142,7 +143,7 @@ class Pipeline(Native):
         self._round = _Round(microbatches, loss, factor, total)
         first = 0 in self._stages.numbers
         inputs = [torch.cat([each.inputs for each in microbatches])] if first else []
-        act(*inputs, target=torch.arange(len(microbatches)), return_outputs=False)
+        act(*inputs, target=torch.arange(len(microbatches)), **without_outputs(act.__self__))
         self._round = None
         return self.total(total)
 

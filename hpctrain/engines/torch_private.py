@@ -8,6 +8,7 @@ releases were run; tests/engines/test_torch_private.py holds the promises.
 from __future__ import annotations
 
 import functools
+import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,18 @@ def all_to_all_with_gradient(
     exchange = _get(_COLLECTIVES, "all_to_all_single_autograd", "engine.ep")
     out: torch.Tensor = exchange(tokens, receive, send, group)
     return out
+
+
+# ---- pipelines
+
+
+def without_outputs(schedule: Any) -> dict[str, bool]:
+    """What tells a schedule's `step` and `eval` not to join the outputs of all microbatches.
+
+    Older releases know no such word and hand it on to the model: there the last stage holds them.
+    """
+    known = "return_outputs" in inspect.signature(schedule.step).parameters  # eval hands it on
+    return {"return_outputs": False} if known else {}
 
 
 # ---- nested values

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,14 @@ def test_engines_are_imported_and_train_where_names_that_they_do_not_use_are_mis
 def test_the_axis_of_a_mesh_that_cannot_be_cut_is_named():
     with pytest.raises(UsageError, match=r"engine\.ep needs DeviceMesh\._unflatten, which torch"):
         torch_private.split_axis(object(), "dp_shard", (1, 2), ("ep_shard", "ep"))
+
+
+def test_a_pipelines_step_is_told_only_what_its_release_knows():
+    def newer(*_args, target=None, return_outputs=True): ...
+    def older(*_args, target=None, **kwargs): ...
+
+    assert torch_private.without_outputs(SimpleNamespace(step=newer)) == {"return_outputs": False}
+    assert torch_private.without_outputs(SimpleNamespace(step=older)) == {}
 
 
 def test_operators_that_a_release_lacks_are_left_out():
