@@ -196,6 +196,8 @@ def test_ranks_that_hear_no_sigterm_hold_up_no_restart(start, tmp_path, monkeypa
     start(DEAF)
 
     assert json.loads(_wait(tmp_path / "end-0"))[:3] == ["left", [], 2]
+    failed = json.loads((tmp_path / "1" / "failure-00000.json").read_text())["time"]
+    assert (tmp_path / "2" / "rank-00000.log").stat().st_mtime - failed < 30, "torch's patience"
 
 
 def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp_path):
