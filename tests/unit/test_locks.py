@@ -232,11 +232,19 @@ def test_a_holder_that_is_killed_leaves_nothing_behind(run):
         pass
 
 
-def test_who_removed_the_lock_file_has_not_let_in_two(run):
-    """`rm run.lock` while it is held: whoever waits goes on at the new file, with all others."""
-    with run_lock(run):
-        run.lock.unlink()
-    with run_lock(run), pytest.raises(CheckpointError), run_lock(run, timeout_s=0.1):
+def test_who_removes_the_lock_file_does_not_let_in_two(run, monkeypatch):
+    """`rm run.lock` just as it is opened: the lock of a file that is gone keeps nobody out."""
+    real, asked = fcntl.flock, []
+
+    def flock(descriptor, operation):
+        if not asked:
+            run.lock.unlink()
+        asked.append(operation)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    with run_lock(run), pytest.raises(CheckpointError, match="held"), run_lock(run, timeout_s=0.1):
         pass
 
 
