@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from tests.support import browser, client_disk, users
 from tests.support.slurm_boot import FOREIGN, missing
@@ -25,6 +27,12 @@ from tests.support.slurm_cluster import SlurmCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Other tests run beside: how long an example takes says nothing about the code.
+hypothesis_settings.register_profile(
+    "beside", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.load_profile("beside")
 
 REQUIRE = "HPCTRAIN_REQUIRE"
 BESIDE_NICENESS = 15

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_S = 600
 PRELOAD = (
-    # The first optimizer step imports it: 1.1 s in every rank (research runtime.md 1.10).
+    # The first optimizer step imports it: 1.1 s in every rank.
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",

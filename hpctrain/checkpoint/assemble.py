@@ -1,7 +1,7 @@
 """From what each rank wrote to the one table of all chunks, checked to cover every tensor once.
 
 A rank sends its part as columns, not as objects: with a thousand ranks of five hundred tensors
-unpickling and merging objects takes rank 0 most of a minute (shared research `checkpoint.md` 4g).
+unpickling and merging objects takes rank 0 most of a minute.
 """
 
 from __future__ import annotations

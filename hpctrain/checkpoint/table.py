@@ -1,7 +1,7 @@
 """The chunk table: where each part of each tensor lies, and the digests of its blocks.
 
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
-of a second (shared research `checkpoint.md` section 4g). On disk it is a safetensors file of 1-D
+of a second. On disk it is a safetensors file of 1-D
 columns, each in the narrowest type that holds it, under another suffix than the shards', so that
 nobody takes it for weights.
 """

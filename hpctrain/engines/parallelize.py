@@ -169,8 +169,7 @@ def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
 def _averaged(model: nn.Module, world: World) -> nn.Module:
     """Torch's DDP around a model. Collective."""
     # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
-    # a resumed first step would add in another order: not bit-equal from 3 ranks on (research
-    # runtime.md 1.8).
+    # a resumed first step would add in another order: not bit-equal from 3 ranks on.
     devices = [world.device] if world.device.type == "cuda" else None
     # Where every parameter is used, each rank prints that this is not needed, and torch has no
     # switch for it. So one parameter is never used; the model has it for this moment alone.

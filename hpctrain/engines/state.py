@@ -128,7 +128,7 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by name; where there was none yet, it is that of step 0.
 
-    Torch makes missing state by a real step and leaves Adam's count at 1 (research runtime.md 1.9).
+    Torch makes missing state by a real step and leaves Adam's count at 1.
     """
     fresh = not optimizer.state
     rates = [group["lr"] for group in optimizer.param_groups]

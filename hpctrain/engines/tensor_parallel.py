@@ -333,7 +333,7 @@ def keep_gradients_through_compile(model: nn.Module, styles: Mapping[str, Parall
 
     A module's output that is still under way between ranks (torch's AsyncCollectiveTensor) goes
     into a compiled block as it is, and its gradient does not come out: an embedding's was exactly
-    zero (research runtime.md 1.9). A copy is a plain tensor.
+    zero. A copy is a plain tensor.
     """
     inside = {id(module) for block in every_block(model) for module in block.modules()}
     behind = False

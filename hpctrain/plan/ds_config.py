@@ -192,12 +192,12 @@ def _musts(engine: EngineSettings, precision: str, data_ranks: int) -> dict[str,
     stage = stage_of(engine.kind)
     zero: dict[str, Any] = {
         "stage": stage,
-        # With them 0.19.8 tells wrongly which rank holds what (research runtime.md 1.8).
+        # With them 0.19.8 tells wrongly which rank holds what.
         "round_robin_gradients": False,
     }
     if stage == SPREADS_PARAMETERS and engine.activation_checkpointing == "selective":
         # It adds a bias in place to what was saved for the backward pass: wrong gradients, and
-        # nothing says so (research runtime.md 1.9).
+        # nothing says so.
         zero["memory_efficient_linear"] = False
     return {
         "train_batch_size": data_ranks,

@@ -1,7 +1,7 @@
 """Which attempt may write into a run.
 
 After a node failure the ranks of the old attempt may go on running beside the new one (seen for
-35 s, shared research `launch.md` section 1.8). So every attempt carries a token, and whoever
+35 s). So every attempt carries a token, and whoever
 publishes something asks, under the run's lock, whether its token is still the newest.
 """
 

@@ -103,6 +103,16 @@ def hide(value: object, secrets: Sequence[Finding]) -> object:
     return value
 
 
+def secret_warnings(found: Sequence[Finding]) -> list[str]:
+    """A line for each place that names a secret; the secret is in none."""
+    lines = [
+        f"{one.where}: {one.name} looks like a secret, and spec.json would hold it; "
+        "leave it in your shell: it reaches the job by itself"
+        for one in found
+    ]
+    return list(dict.fromkeys(lines))
+
+
 def _of_pair(where: str, name: str, value: str, *, variable: bool = True) -> list[Finding]:
     is_one = (
         is_secret_name(name, variable=variable)

@@ -25,7 +25,7 @@ from hpctrain.settings.check_profile import profile_flags
 from hpctrain.settings.environ import from_flag, from_table
 from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
 from hpctrain.settings.mesh_flag import engine_flags
-from hpctrain.settings.secrets import secrets_of
+from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.slurm.leak import clean, kept_settings
@@ -33,7 +33,6 @@ from hpctrain.submit.disk import check_disk
 from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
-from hpctrain.submit.secret_notes import secret_notes
 from hpctrain.submit.site_checks import check_site, cpu_notes, shell_layer
 from hpctrain.submit.site_choice import choose, dropped_locks
 from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
@@ -168,7 +167,7 @@ def prepare(request: SubmitRequest) -> Prepared:
                 settings, origins, site, is_script=is_script, accounting=request.accounting
             )
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
-    notes += secret_notes(secrets)
+    notes += secret_warnings(secrets)
     runs = Path(os.path.normpath(request.cwd / request.runs))
     if can_be_replaced(runs):
         notes.append(

@@ -1,6 +1,6 @@
 """What damaged other checkpoint formats silently, tried on ours with real ranks; and the 12 traps.
 
-Tables 4c and 4d and section 6 of the shared research `checkpoint.md`. Each damage must be found
+Each damage must be found
 before any of the model's state is touched, and by all ranks alike. Where each trap is tried:
 
  1. published before every rank's bytes are durable: here

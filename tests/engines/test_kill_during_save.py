@@ -1,8 +1,7 @@
 """SIGKILL in the middle of saves: of one rank, of all, of a writer process, at random moments.
 
 Promise 3: a checkpoint is either committed or not there. Promise 1: the run ends as if undisturbed.
-Each kill is followed by a resume, which must find the newest committed step with every value right
-(traps 1, 2, 6 and 12 of the shared research `checkpoint.md`, section 6).
+Each kill is followed by a resume, which must find the newest committed step with every value right.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def _parts(make, pp, order=None, **chosen):
     return [found[number] for number in sorted(found)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_each_layer_is_in_one_stage_in_order_and_the_largest_stage_is_as_small_as_can_be(data):
     links = data.draw(
@@ -65,7 +65,6 @@ def _largest(runs, sizes):
     return max(sum(sizes[place] for place in run) for run in runs)
 
 
-@settings(deadline=None)
 @given(
     layers=st.integers(1, 40), block=st.integers(1, 99), ends=st.integers(0, 400), data=st.data()
 )

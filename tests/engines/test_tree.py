@@ -42,7 +42,7 @@ def tree(leaves):
     return tree(leaves[:half]) + tree(leaves[half:])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(count=COUNTS, seed=SEEDS)
 def test_the_order_of_additions_is_a_tree_over_the_number_of_leaves_alone(count, seed):
     leaves = numbers(count, seed)
@@ -50,7 +50,7 @@ def test_the_order_of_additions_is_a_tree_over_the_number_of_leaves_alone(count,
     assert torch.equal(added(leaves), tree(leaves))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(count=COUNTS, seed=SEEDS, cuts=st.sets(st.integers(1, SIZE - 1), max_size=6))
 def test_it_does_not_matter_how_elements_are_cut_into_shards(count, seed, cuts):
     leaves = numbers(count, seed)
@@ -107,7 +107,7 @@ def norm_of(parts, count=None):
     return exact_norm(parts, count, ALONE, spread=False)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=SEEDS, cuts=st.sets(st.integers(1, 1999), max_size=9), scale=st.integers(-30, 30))
 def test_a_norm_does_not_depend_on_how_elements_are_spread(seed, cuts, scale):
     generator = torch.Generator().manual_seed(seed)

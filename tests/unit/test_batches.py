@@ -37,7 +37,7 @@ def take(ranks, steps):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("micro_batch", [0, 1, 3])
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(global_batch=BATCHES, first=st.integers(0, 10**15))
 def test_all_ranks_and_pieces_take_each_position_once(world_size, micro_batch, global_batch, first):
     plan = plan_micro_batches(global_batch, world_size, micro_batch)
@@ -55,7 +55,7 @@ def test_all_ranks_and_pieces_take_each_position_once(world_size, micro_batch, g
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(global_batch=BATCHES, micro_batch=st.integers(0, 9))
 def test_every_rank_runs_the_same_number_of_passes(world_size, global_batch, micro_batch):
     plan = plan_micro_batches(global_batch, world_size, micro_batch)
@@ -75,7 +75,7 @@ def test_every_rank_runs_the_same_number_of_passes(world_size, global_batch, mic
     assert weights.count(0.0) == plan.empty_pieces == len(weights) - global_batch
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(global_batch=BATCHES, world_size=st.integers(1, 100))
 def test_shares_differ_by_at_most_one(global_batch, world_size):
     sizes = shares(global_batch, world_size)
@@ -85,7 +85,7 @@ def test_shares_differ_by_at_most_one(global_batch, world_size):
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(global_batch=BATCHES, world_size=st.integers(1, 17), micro_batch=st.integers(1, 9))
 def test_no_pass_more_is_run_than_memory_asks_for(global_batch, world_size, micro_batch):
     plan = plan_micro_batches(global_batch, world_size, micro_batch)
@@ -102,7 +102,7 @@ ASKED = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     asked=ASKED,
     world_size=st.integers(1, 17),
@@ -130,7 +130,7 @@ def test_whatever_an_engine_asks_each_position_is_taken_once_in_equally_many_pas
         assert {len(piece.indices) for piece in all_pieces} == {plan.largest_piece}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     asked=ASKED, world_size=st.integers(1, 17), micro_batch=st.integers(1, 9), global_batch=BATCHES
 )
@@ -145,7 +145,7 @@ def test_no_pass_more_is_run_than_an_engine_asks_for(asked, world_size, micro_ba
     assert too_few or too_large
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     equal=st.booleans(),
     world_size=st.integers(1, 17),
@@ -224,7 +224,7 @@ def test_the_world_size_does_not_change_which_samples_a_step_takes(world_size, m
     assert together == alone
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     legs=st.lists(
         st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(0, 5), st.integers(0, 6)),

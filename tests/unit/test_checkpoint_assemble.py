@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import assemble as module
@@ -138,7 +138,7 @@ def test_the_states_digests_leave_out_the_generators_of_random_numbers():
 # ---- what covers a tensor -----------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(tilings.checkpoints())
 def test_any_way_to_cut_tensors_is_accepted(drawn):
     ranks, _ = drawn
@@ -151,7 +151,7 @@ def test_any_way_to_cut_tensors_is_accepted(drawn):
         assert elements == math.prod(entry.shape)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.data())
 def test_a_piece_that_is_moved_resized_doubled_or_lost_is_refused(data):
     """Told by painting: what covers each element once is accepted, all else is not."""
@@ -202,7 +202,7 @@ def tiles(pieces) -> bool:
     return bool((painted == 1).all())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_boxes_too_many_to_paint_are_judged_alike(data):
     shape = data.draw(tilings.shapes(largest=8))

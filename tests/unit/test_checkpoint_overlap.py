@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.grid import Grid
@@ -80,7 +80,7 @@ def cases(draw):
     return pieces, [one for one in wanted if one.nbytes]
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(cases())
 def test_each_byte_of_a_region_is_filled_once_and_from_its_place(drawn):
     pieces, wanted = drawn
@@ -96,7 +96,7 @@ def test_each_byte_of_a_region_is_filled_once_and_from_its_place(drawn):
         assert set(times) == {1}
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(cases(), st.data())
 def test_a_missing_or_a_doubled_chunk_is_told_by_every_region_that_it_touches(drawn, data):
     pieces, wanted = drawn

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import ranged, shard
@@ -56,7 +56,7 @@ def source(tmp_path):
     return Source(tmp_path, *support.bare(tmp_path, support.PIECES, WHOLE))
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(
     tilings.checkpoints(),
     st.sampled_from([8, 24, 64]),

@@ -171,7 +171,7 @@ ways = st.fixed_dictionaries(
 most_taken = st.one_of(st.none(), st.integers(1, 300))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes, st.integers(0, 900), ways, most_taken)
 def test_bytes_and_digests_are_the_same_however_they_are_written(
     tmp_path_factory, large, small, way, most

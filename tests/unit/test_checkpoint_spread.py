@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.shard import Piece
@@ -31,7 +31,7 @@ def held(draw):
     return pieces
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(held(), st.integers(1, 9))
 def test_all_replicas_parts_make_up_each_box_exactly(pieces, replicas):
     written = {number: [] for number in range(len(pieces))}
@@ -46,7 +46,7 @@ def test_all_replicas_parts_make_up_each_box_exactly(pieces, replicas):
         assert sorted(written[number]) == sorted(elements_of(piece))
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(held(), st.integers(1, 9))
 def test_a_part_is_one_run_of_the_boxs_bytes_so_it_needs_no_copy(pieces, replicas):
     for number, part in (one for parts in all_parts(pieces, replicas) for one in parts):
@@ -56,7 +56,7 @@ def test_a_part_is_one_run_of_the_boxs_bytes_so_it_needs_no_copy(pieces, replica
         assert of_part == of_box[first : first + len(of_part)]
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(held(), st.integers(1, 9))
 def test_no_replica_gets_an_empty_part_and_each_empty_or_scalar_tensor_one_writer(pieces, replicas):
     pieces = [*pieces, whole("none", "F32", 0, 3), whole("step", "F32"), whole("one", "U8", 1, 1)]

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import table
@@ -54,7 +54,7 @@ def same(one, other):
 # ---- what is written comes back -----------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(tilings.checkpoints())
 def test_any_table_comes_back_as_it_was(drawn):
     ranks, _ = drawn
@@ -166,7 +166,7 @@ def parsed(content, manifest):
         return None, str(error)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_bytes_are_a_torn_checkpoint_or_a_table_that_fits_the_manifest(data):
     """Also where their digest is right, as a writer with a mistake would make them."""

@@ -481,7 +481,7 @@ STARTS = st.lists(
 
 
 @given(EVENTS, STARTS, st.floats(0, 3000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_list_of_events_adds_up_and_none_is_an_error(events, starts, now):
     found = goodput(events, starts=starts, now=now)
 
@@ -519,7 +519,7 @@ def lives(draw) -> tuple[Log, float]:
 
 
 @given(lives())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_of_a_runs_time_from_its_submission_to_its_end_is_covered(life):
     log, end = life
 

@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cli.main import main
@@ -134,7 +134,6 @@ def best(engine, nodes, ranks, shape, among=None):
     return next((mesh for mesh in meshes if is_legal(mesh, engine, ranks, shape)), None)
 
 
-@settings(deadline=None)
 @given(questions())
 def test_a_mesh_is_the_least_that_its_bounds_and_the_model_allow_or_there_is_none(question):
     engine, nodes, ranks, shape = question
@@ -148,7 +147,6 @@ def test_a_mesh_is_the_least_that_its_bounds_and_the_model_allow_or_there_is_non
         assert wanted.world_size == nodes * ranks
 
 
-@settings(deadline=None)
 @given(questions())
 def test_numbers_of_nodes_that_are_named_have_a_mesh_and_no_nearer_one_has(question):
     engine, nodes, ranks, shape = question

@@ -27,7 +27,7 @@ def test_each_epoch_has_every_sample_once(size):
         assert sorted(drawn) == list(range(size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(size=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 2**40))
 def test_any_epoch_of_any_order_has_every_sample_once(size, seed, epoch):
     order = SampleOrder(size, seed)
@@ -37,7 +37,7 @@ def test_any_epoch_of_any_order_has_every_sample_once(size, seed, epoch):
     assert sorted(drawn) == list(range(size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(size=st.integers(2**32, 2**60), seed=SEEDS, data=st.data())
 def test_a_huge_data_set_needs_no_memory_and_repeats_nothing(size, seed, data):
     order = SampleOrder(size, seed)

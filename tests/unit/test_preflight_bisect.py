@@ -171,6 +171,6 @@ def test_what_one_node_does_is_no_yardstick_for_several(baseline, nodes, yardsti
     """All pairs would be tried at each start, and on two nodes nobody could be named."""
     assert Expected(baseline=baseline).has_yardstick(nodes) == yardstick
     context = SimpleNamespace(nodes=["n"] * nodes)
-    fitness = Fitness(SimpleNamespace(), SimpleNamespace(settings=Settings()), context)
+    fitness = Fitness(SimpleNamespace(), SimpleNamespace(settings=Settings()), context, "s")
     if nodes > 1 and not yardstick:
         assert not fitness._tries_collective(Expected(baseline=baseline))

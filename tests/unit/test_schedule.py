@@ -34,7 +34,7 @@ def test_a_run_shorter_than_its_warm_up_only_rises():
     assert rates(warmup=50, total=20)[:20] == pytest.approx([n / 50 for n in range(1, 21)])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     step=st.integers(0, 10**7),
     peak=st.floats(1e-6, 1.0),

@@ -70,7 +70,7 @@ def test_lists_of_two_settings_are_not_shared():
             "[budget]\nzzzzzz = 4\n",
             (
                 "hpctrain.toml:2: budget.zzzzzz is not a setting; "
-                "[budget] has preemptions, time_limits, nodes, crashes, no_progress"
+                "[budget] has preemptions, time_limits, nodes, crashes, storage, no_progress"
             ),
         ),
         (

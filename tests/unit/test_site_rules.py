@@ -19,7 +19,7 @@ ANYWHERE = Context()
 SLINGSHOT = Context(kind="slingshot", required=("--network=disable_rdzv_get",))
 OCI_HCAS = ",".join(f"mlx5_{n}" for n in (0, 1, *range(3, 11), *range(12, 18)))
 
-# What the research read in the sites' own documents and in NVIDIA's guide.
+# What stands in the sites' own documents and in NVIDIA's guide.
 GOOD = [
     ("NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3"),
     ("NCCL_SOCKET_IFNAME", "hsn"),
@@ -95,7 +95,7 @@ MORE_GOOD = [
     ("UCX_TLS", "tcp"),
 ]
 
-# The fifteen kinds of wrong value of the research's section 5, most of them seen in public scripts.
+# The fifteen kinds of wrong value, most of them seen in public scripts.
 BAD = [
     ("NCCL_IB_DISABLE", "true", 'knows no words here and reads 0, without a message; write "1"'),
     ("NCCL_CROSS_NIC", "010", 'takes the leading 0 for octal and reads 8; write "10"'),
@@ -243,7 +243,7 @@ def messages(name: str, value: str, level: str, context: Context = ANYWHERE) -> 
     ]
 
 
-def test_the_research_has_34_good_values_and_15_bad_ones():
+def test_there_are_34_good_values_and_15_kinds_of_bad_ones():
     assert (len(GOOD), len(BAD)) == (34, 15)
 
 
