@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def test_what_was_signed_is_read_as_it_was(value):
         sign(SECRET, "about", "value")[:-1],
         sign(SECRET, "ab", "outvalue"),
     ],
+    ids=itertools.count(),  # the same in each of pytest's workers, which a secret is not
 )
 def test_what_was_not_signed_so_is_refused(given):
     with pytest.raises(Forged):
