@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    os.umask(0o022)  # commands set it for their process, which is the tests' own here
     if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(SLURM_TESTS):
         os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
     for name, (missing_of, none, install) in NEEDS.items():

@@ -160,7 +160,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep", "steps"), count),
     **dict.fromkeys(("save", "ok", "at_save"), flag),
     **dict.fromkeys(("others", "ranks"), list_of(count)),
-    **dict.fromkeys(("overridden", "unset", "notes", "cpus"), list_of(words)),
+    **dict.fromkeys(("unset", "notes", "cpus"), list_of(words)),
     **dict.fromkeys(("bad", "facts", "versions"), mapping),
     "nodes": _nodes,
     "skipped": count,
@@ -173,6 +173,7 @@ _OF_KIND: dict[str, dict[str, Check]] = {
     "restored": {"skipped": list_of(_skipped)},
     "attempt_started": {"nodes": list_of(words)},
     "excluded": {"nodes": list_of(words)},
+    "environment": {"nodes": count, "overridden": list_of(mapping)},
 }
 _KINDS = (
     "submit_intent", "submitted", "submit_adopted", "submit_failed", "cancel_requested",

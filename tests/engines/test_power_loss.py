@@ -24,7 +24,7 @@ KEEP_LAST = 2
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The changes of three saves, each followed by a prune; the first ever makes the folder."""
+    """The changes of three saves, each followed by a prune, from the folder's making on."""
     import torch
 
     from hpctrain.checkpoint.boxes import State
@@ -33,9 +33,9 @@ def recorded(tmp_path_factory):
 
     world = World(0, 0, 1, torch.device("cpu"))
     root = tmp_path_factory.mktemp("recorded") / "run"
-    place = sharded.place(world, root)
     recorder = Recorder(root, "checkpoints")
     with recorder.watching():
+        place = sharded.place(world, root)  # the attempt makes the folder
         for step in STEPS:
             state = State(sharded.spread(world, "ddp", step), sharded.own(world, step))
             save(place, world, state, sharded.manifest(world, step))

@@ -94,6 +94,20 @@ class Watched:
 
         self.cluster.wait_for(all_there, 30, f"{self.name} on {nodes} nodes")
 
+    def started_again(self, node: str = "") -> None:
+        """Its first restart has begun, on this node; SLURM may have begun it unasked."""
+        at_once = {"RUNNING", "PENDING"}
+
+        def requeued() -> bool:
+            found = self.cluster.job(self.job_id)
+            return found["Restarts"] == "1" and found["JobState"] in at_once
+
+        self.cluster.wait_for(requeued, 30, f"the requeue of {self.name}")
+        words = [f"ReqNodeList={node}"] if node else []
+        # Refused, harmlessly, where it runs by now.
+        self.cluster.run("scontrol", "update", f"jobid={self.job_id}", *words, "StartTime=now+2")
+        self.started(attempt="1")
+
     def record(self, timeout: float = 30) -> Record:
         """What SLURM said of the job at its first signal."""
         return parse_record(self.event("record", timeout)["record"])
@@ -268,10 +282,7 @@ def test_a_job_that_was_requeued_in_its_grace_may_come_back_after_its_next_end_a
     jobs: dict[str, Watched],
 ) -> None:
     job = jobs["graced_requeues_then_exits"]
-    job.wait("PENDING")
-    job.cluster.run("scontrol", "update", f"jobid={job.job_id}", "ReqNodeList=n4", check=True)
-    job.cluster.start_now(job.job_id)
-    job.started(attempt="1")
+    job.started_again("n4")
 
     job.cluster.run("scancel", "--signal=USR1", job.job_id, check=True)
 
@@ -334,9 +345,7 @@ def test_a_second_requeue_is_refused_and_changes_nothing(
 
     assert again.returncode == 1
     assert "pending execution" in again.stderr
-    job.wait("PENDING")
-    job.cluster.start_now(job.job_id)
-    job.started(attempt="1")
+    job.started_again()
     assert job.cluster.job(job.job_id)["Restarts"] == "1"
 
 
@@ -345,11 +354,8 @@ def test_a_requeued_job_keeps_its_id_and_counts_restarts_in_its_environment(
 ) -> None:
     job = jobs["graced_requeues"]
     assert job.diaries(attempt="unset")
-    job.wait("PENDING")
-    job.cluster.run("scontrol", "update", f"jobid={job.job_id}", "ReqNodeList=n4", check=True)
-    job.cluster.start_now(job.job_id)
 
-    job.started(attempt="1")
+    job.started_again("n4")
 
     assert job.cluster.job(job.job_id)["JobState"] == "RUNNING"
 
