@@ -75,9 +75,12 @@ def _locked(base: Path) -> Path:
     """A new folder, locked until this process ends, however that is."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another rank of the node has swept it before it was locked
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():  # else it was swept before it was locked
+        if folder.exists():  # else swept in between
             _LOCKS.append(lock)
             util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=1)
             return folder

@@ -10,6 +10,7 @@ import errno
 import multiprocessing
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,20 @@ def test_a_folder_goes_with_its_process_or_with_whoever_comes_next(tmp_path):
     finally:
         alive.kill()
         alive.join()
+
+
+def test_a_folder_that_another_rank_sweeps_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    made, make = [], tempfile.mkdtemp
+
+    def swept_once(**where):
+        made.append(Path(make(**where)))
+        if len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept_once)
+
+    assert take_folder(str(tmp_path)) == made[1]
 
 
 def test_variables_in_the_path_are_the_nodes_own(tmp_path, monkeypatch):
