@@ -42,6 +42,7 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
     slurm.kill_node("n3")
     run.wait_done()
 
+    assert len(attempts(run.events())) == 2, run.story()
     first, last = attempts(run.events())
     assert (first.world_size, last.world_size) == (8, 6)
     assert last.nodes == ("n1", "n2", "n4")
