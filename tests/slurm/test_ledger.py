@@ -94,7 +94,7 @@ def _stretches(account):
 
 def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, slurm):
     run = night
-    rows = parse_sacct(slurm.run(*SACCT_COMMAND, f"--jobs={run.job_id}", check=True).stdout)
+    rows = run.wait("SLURM's account of the end", lambda: _account(slurm, run.job_id))
     last = run.events()[-1].t
 
     alone = goodput(run.events(), now=last)
@@ -115,6 +115,12 @@ def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, sl
     assert told["goodput"]["allocated_s"] == pytest.approx(held, abs=2 * CLOSE_S * len(rows))
     _assert_report_agrees(run, told)
     _assert_each_end_was_told_once(run)
+
+
+def _account(slurm, job_id):
+    """sacct's rows, once the last has its end: slurmdbd hears of it after slurmctld has told us."""
+    rows = parse_sacct(slurm.run(*SACCT_COMMAND, f"--jobs={job_id}", check=True).stdout)
+    return rows if rows and all(row.end is not None for row in rows) else None
 
 
 def _told(told):

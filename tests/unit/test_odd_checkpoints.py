@@ -60,12 +60,12 @@ def _watch(event, args):
         opened.append(str(args[0]))
 
 
-sys.addaudithook(_watch)
-
-
 @pytest.fixture(scope="module")
 def before():
     """A run with two checkpoints, and an empty one to import into."""
+    # Not as this file is read: a hook stays for the process, and torch's compiler in another file's
+    # tests would count it among what it compiles.
+    sys.addaudithook(_watch)
     with folder_in_memory() as folder:
         for name in ("gpt-a", "gpt-b"):
             run = support.new_run(folder / "case", name)
