@@ -6,6 +6,7 @@ another. tests/unit/test_secret.py holds the promises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING
@@ -50,10 +51,8 @@ def _read_or_make(path: Path) -> str:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     deadline = time.monotonic() + WAIT_S
     while True:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return _read(path, deadline)
-        except FileNotFoundError:
-            pass
         try:
             descriptor = os.open(path, flags, 0o600)
         except FileExistsError:  # another node was quicker
