@@ -7,6 +7,9 @@ that they prove. Three ways:
 - `means`: key to words of the line that say the value otherwise ("12 hours" for "12:00:00").
 - `masks`: the line has one hexadecimal CPU mask for each item of a list of CPUs.
 
+`cells` is for a stored copy that ran the cells of a table together: they make up a part of the
+line, and `proves` looks at them instead.
+
 A value without a line, a line that does not have what it proves, and a key that the preset has not
 are errors. What a preset has from a base is the base's to prove.
 """
@@ -51,10 +54,10 @@ def problems(preset: dict[str, Any], pages: dict[str, Any]) -> list[str]:
 
 def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, str]]:
     """Each key of a quote, with what is wrong; "" where it holds."""
-    text = quote["text"]
+    text, apart = quote["text"], _apart(quote)
     found = []
     for key in quote.get("proves", []):
-        missing = [one for one in _words(values.get(key, "")) if not _stands_in(one, text)]
+        missing = [one for one in _words(values.get(key, "")) if not _stands_in(one, apart)]
         found.append((key, f"is {missing}, which the line has not" if missing else ""))
     for key, words in quote.get("means", {}).items():
         found.append((key, "" if words in text else f"is said by {words!r}, not of the line"))
@@ -64,6 +67,14 @@ def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, 
         here = [set(cpus_of(item)) for item in values.get(key, [])]
         found.append((key, "" if here == told else "is not what the masks say"))
     return [(key, why if key in values else "is no value of the preset") for key, why in found]
+
+
+def _apart(quote: dict[str, Any]) -> str:
+    """The line, or its cells apart; nothing where they are not the line's."""
+    cells, text = quote.get("cells", []), quote["text"]
+    if not cells:
+        return text
+    return " | ".join(cells) if "".join("".join(cells).split()) in "".join(text.split()) else ""
 
 
 def _words(value: Any) -> list[str]:

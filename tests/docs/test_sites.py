@@ -28,7 +28,7 @@ SLINGSHOT = [name for name in CLUSTERS if SITES[name].network.kind == "slingshot
 GUIDE = TOP / "docs" / "sites.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)\)")
-REVIEWED = dt.date(2026, 11, 21)
+REVIEWED = dt.date(2026, 11, 22)
 EXPECTED = (
     "stability",
     "env.when.plugin_1_5.set.FI_EFA_USE_DEVICE_RDMA",
