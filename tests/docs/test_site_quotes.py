@@ -20,7 +20,6 @@ NOT_YET = {
     "frontier",
     "isambard-ai",
     "lonestar6",
-    "lumi-g",
 }
 """Reference presets whose pages are named, and not quoted line by line so far."""
 
