@@ -100,6 +100,7 @@ soak: slurm fuse ## long campaigns, and all of tests/slurm on every version of S
 	@$(PYTEST) $(BESIDE) tests/slurm
 	@$(call on_the_other_versions,tests/slurm)
 	@$(PYTEST) -m soak --timeout=0 $(TESTS)
+	@$(call on_the_other_versions,-m soak --timeout=0 -n 0 tests/slurm/test_disturbances.py)
 
 TORCH_VERSIONS ?= 2.8.0 2.14.1
 TORCH_FOLDER ?= /var/cache/hpctrain-torch

@@ -1,10 +1,14 @@
 """A run that is disturbed at random loses nothing that it need not lose, and ends once.
 
-The seed is HPCTRAIN_SEED, or the clock; a failure tells it.
+    HPCTRAIN_SEED=7 HPCTRAIN_DISTURBANCES=20 pytest -m soak tests/slurm/test_disturbances.py
+
+Without them the seed is the clock's, and a soak disturbs 200 times. Each disturbance prints a line:
+what it was, how long it took until the run was on its way again, and what was wrong with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,8 +16,9 @@ import time
 
 import pytest
 
+from hpctrain.ledger.events import Tail
 from tests.support import client_disk, processes
-from tests.support.scenario import submit
+from tests.support.scenario import RunHandle, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fuse]
 
@@ -21,11 +26,19 @@ SETTINGS = {
     "train.steps": 100_000,
     "train.step_delay_s": 0.1,
     "checkpoint.interval_steps": 10,
+    "budget.nodes": 0,
     "budget.crashes": 0,
+    "budget.storage": 0,
+    "budget.no_progress": 0,
 }
-TWO_BY_ONE = ("--nodes=2", "--ranks-per-node=1", "--time=60")
-LONG_S = 180
+LIMIT_MIN = 24 * 60
+"""A limit is one of the disturbances; none other may come."""
+TWO_BY_ONE = ("--nodes=2", "--ranks-per-node=1", f"--time={LIMIT_MIN}")
+LONG_S = 300
+MANY = int(os.environ.get("HPCTRAIN_DISTURBANCES", "200"))
 PARTITIONS = ("work", "grace")
+SAVES_AFTER_A_FAULT = 2
+"""The first may have begun before it."""
 
 
 @pytest.fixture
@@ -40,8 +53,39 @@ def rules(slurm, tmp_path):
         yield found
 
 
+@pytest.fixture
+def tell(slurm, capsys, request):
+    """Prints a line; of a soak at once, into whatever log it has."""
+    is_soak = request.node.get_closest_marker("soak") is not None
+    year, month = slurm.version
+
+    def line(text):
+        with capsys.disabled() if is_soak else contextlib.nullcontext():
+            print(f"{time.strftime('%T')} SLURM {year}.{month:02} {text}", flush=True)
+
+    return line
+
+
+class Followed(RunHandle):
+    """A run whose ledger becomes long: only what is new of it is read."""
+
+    def follow(self):
+        self._tail, self._known = Tail(self.dir.events), []
+        return self
+
+    def events(self, kind=None, attempt=None):
+        self._known += self._tail.new()
+        return [e for e in self._known if kind in (None, e.kind) and attempt in (None, e.attempt)]
+
+    def newest_step(self):
+        return max((int(e.data["last"]) for e in self.events("steps")), default=0)
+
+    def attempt(self):
+        return self.events("attempt_started")[-1].attempt
+
+
 class Disturber:
-    """What may happen to a run; each method waits until SLURM has taken it in."""
+    """What may happen to a run; each method waits until SLURM, or the run, has taken it in."""
 
     def __init__(self, run, rules):
         self.run, self.rules, self.slurm = run, rules, run.slurm
@@ -52,21 +96,21 @@ class Disturber:
         self._graceful()
         nodes = self.run.events("attempt_started")[-1].data["nodes"]
         urgent = self.slurm.submit_urgent(nodes)
-        self.slurm.start_now(self.run.job_id)
+        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
         self.slurm.cancel(urgent)
 
     def reach_the_limit(self):
         self._graceful()
         self.slurm.end_in(self.run.job_id, 5)
         self.slurm.wait_job(self.run.job_id, "PENDING", timeout=LONG_S)
-        whole = ["scontrol", "update", f"jobid={self.run.job_id}", "TimeLimit=60"]
+        whole = ["scontrol", "update", f"jobid={self.run.job_id}", f"TimeLimit={LIMIT_MIN}"]
         self.slurm.run(*whole, check=True)
-        self.slurm.start_now(self.run.job_id)
+        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
 
     def kill_a_node(self):
         node = random.choice(self.run.events("attempt_started")[-1].data["nodes"])
         self.slurm.kill_node(node)
-        self.slurm.start_now(self.run.job_id)
+        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
         self.slurm.revive_node(node)
 
     def cancel_and_resume(self):
@@ -75,7 +119,7 @@ class Disturber:
         random.choice(ways)()
         self.slurm.wait_job(job_id, "CANCELLED", timeout=LONG_S)
         self.run.wait("its end", lambda: not self.slurm.pids_of_job(job_id))
-        self.cancelled[job_id] = self.attempt()
+        self.cancelled[job_id] = self.run.attempt()
         self._resume()
 
     def save_leave_and_resume(self, *words):
@@ -98,71 +142,105 @@ class Disturber:
         self.slurm.start_munged()
 
     def kill_a_rank(self):
+        before = len(self.run.events("attempt_started"))
         for pid in self.slurm.pids_of_job(self.run.job_id):
             if processes.environment(pid).get("RANK") == "1":
                 os.kill(pid, signal.SIGKILL)
+        # Else the next disturbance would meet an attempt that is lost already.
+        self.run.wait_event("attempt_started", count=before + 1, timeout_s=LONG_S)
 
     def fail_the_disk(self):
         do = random.choice(["ESTALE", "EIO", "EDQUOT", "delay 1"])
         op = random.choice(["create", "write", "fsync", "rename", "readdir", "open"])
         self.rules.set({"op": op, "path": "run/checkpoints*", "do": do, "count": 1})
+        until = self.run.newest_step() + 3 * SETTINGS["checkpoint.interval_steps"]
+        self.run.wait(
+            "a fault", lambda: self.rules.hits() or self.run.newest_step() >= until, LONG_S
+        )
+        self.rules.set()
+        saves = len(self.run.events("saved")) + SAVES_AFTER_A_FAULT
+        self.run.wait_event("saved", count=saves, timeout_s=LONG_S)
 
     def _graceful(self):
-        self.rules.set()
-        self.graceful.add(self.attempt())
-
-    def attempt(self):
-        return self.run.events("attempt_started")[-1].attempt
+        self.graceful.add(self.run.attempt())
 
 
-def disturb(run, rules, count):
-    """So many disturbances, each after some steps of the attempt that the one before has left."""
-    disturber = Disturber(run, rules)
+def wrong(run, disturber):
+    """What must not be, of all that has happened so far: a line for each."""
+    found, saved = [], 0
+    for event in run.events():
+        if event.kind == "restored":
+            # Never an older one, never a bad one. A node may die between a commit and its fact.
+            if event.data["step"] < saved:
+                found.append(f"attempt {event.attempt} began below the save of step {saved}")
+        elif event.kind == "saved":
+            saved = int(event.data["step"])
+    begun = [e.attempt for e in run.events("restored")]
+    found += [
+        f"attempt {attempt} left in peace and {lost} steps were lost"
+        for attempt, lost in zip(begun, run.steps_lost(), strict=False)
+        if lost and attempt in disturber.graceful
+    ]
+    for event in run.events("attempt_started"):
+        job_id = event.data["job_id"]
+        if event.attempt > disturber.cancelled.get(job_id, event.attempt):
+            found.append(f"attempt {event.attempt} is of job {job_id}, which was cancelled before")
+    return found
+
+
+def kinds_of(disturber, count):
+    """So many disturbances: each kind once, in any order, before one comes again."""
     kinds = [disturber.preempt, disturber.save_leave_and_resume, disturber.restart_slurmctld]
     kinds += [disturber.take_munge_away, disturber.kill_a_rank, disturber.fail_the_disk]
     kinds += [disturber.cancel_and_resume, disturber.kill_a_node]
     if count > len(kinds):
         kinds.append(disturber.reach_the_limit)  # SLURM looks at limits every 30 s
     for number in range(count):
-        before = max((int(e.data["last"]) for e in run.events("steps")), default=0)
-        run.wait_step(before + random.randint(1, 15), timeout_s=LONG_S)
-        kind = kinds[number % len(kinds)] if count >= len(kinds) else random.choice(kinds)
-        kind()
+        if number % len(kinds) == 0:
+            random.shuffle(kinds)
+        yield kinds[number % len(kinds)]
+
+
+def disturb(run, rules, count, tell):
+    """So many disturbances, each after some steps of the attempt that the one before has left."""
+    disturber = Disturber(run, rules)
+    run.wait_step(random.randint(1, 15), timeout_s=LONG_S)
+    known = []
+    for number, kind in enumerate(kinds_of(disturber, count), start=1):
+        began, verdict = time.monotonic(), "the run did not go on"
+        try:
+            kind()
+            run.wait_step(run.newest_step() + random.randint(1, 15), timeout_s=LONG_S)
+            now = wrong(run, disturber)
+            verdict = "; ".join(what for what in now if what not in known) or "ok"
+            known = now
+        finally:
+            where = f"job {run.job_id} attempt {run.attempt()} step {run.newest_step()}"
+            took = f"{time.monotonic() - began:.1f} s"
+            tell(f"{number}/{count} {kind.__name__} {took}, {where}: {verdict}")
     rules.set()
-    last = run.wait_step(
-        1 + max(int(e.data["last"]) for e in run.events("steps")), timeout_s=LONG_S
-    )
-    disturber.save_leave_and_resume(f"--set=train.steps={last + 50}")
+    disturber.save_leave_and_resume(f"--set=train.steps={run.newest_step() + 50}")
     run.wait_done(timeout_s=LONG_S)
     return disturber
 
 
 @pytest.mark.parametrize(
-    "count", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(0)])]
+    "count", [3, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(0)])]
 )
 def test_a_run_that_is_disturbed_at_random_ends_once_and_forgets_nothing(
-    slurm, rules, tmp_path, count
+    slurm, rules, tmp_path, tell, count
 ):
     seed = int(os.environ.get("HPCTRAIN_SEED", time.time_ns() % 10**9))
     random.seed(seed)
-    where = f"--partition={random.choice(PARTITIONS)}"
-    run = submit(slurm, tmp_path, *TWO_BY_ONE, where, sets=SETTINGS)
 
-    disturber = disturb(run, rules, count)
+    tell(f"seed {seed}, {count} disturbances")
+    where = f"--partition={random.choice(PARTITIONS)}"
+    made = submit(slurm, tmp_path, *TWO_BY_ONE, where, sets=SETTINGS)
+    run = Followed(made.slurm, made.cwd, made.dir, made.job_id).follow()
+
+    disturber = disturb(run, rules, count, tell)
 
     story = f"seed {seed}\n{run.story()}"
-    saved = 0
-    for event in run.events():
-        if event.kind == "restored":
-            # Never an older one, never a bad one. A node may die between a commit and its fact.
-            assert event.data["step"] >= saved, story
-        elif event.kind == "saved":
-            saved = int(event.data["step"])
-    started = [e.attempt for e in run.events("restored")]
-    lost = dict(zip(started, run.steps_lost(), strict=False))
-    assert {attempt: lost[attempt] for attempt in disturber.graceful if lost[attempt]} == {}, story
-    starts = [(e.data["job_id"], e.attempt) for e in run.events("attempt_started")]
-    risen = [a for job, a in starts if job in disturber.cancelled and a > disturber.cancelled[job]]
-    assert risen == [], story
+    assert wrong(run, disturber) == [], story
     assert len(run.events("done")) == 1, story
     assert slurm.job(run.job_id)["JobState"] == "COMPLETED", story

@@ -315,13 +315,13 @@ class SlurmCluster:
 
         wait_for(gone, 30, lambda: f"the end of job {job_id}:\n{self._situation()}")
 
-    def start_now(self, job_id: str) -> None:
+    def start_now(self, job_id: str, timeout: float = 30) -> None:
         """Shorten the wait that SLURM puts before a requeued job, from 6 s to 2.
 
         Not to nothing: a start in the second of the requeue meets "Job credential revoked" on its
         nodes, and the job is FAILED for good.
         """
-        self.wait_job(job_id, "PENDING", 30)
+        self.wait_job(job_id, "PENDING", timeout)
         done = self.run("scontrol", "update", f"jobid={job_id}", "StartTime=now+2")
         if done.returncode and "no longer pending" not in done.stderr:  # else it has begun already
             raise AssertionError(f"StartTime of job {job_id}: {done.stderr.strip()}")
