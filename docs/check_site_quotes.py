@@ -1,10 +1,11 @@
 """Holds presets against the quotes of their pages: `python docs/check_site_quotes.py`.
 
 site-configs/sources/NAME.toml has lines of each page that NAME.toml is made from, with the keys
-that they prove. Three ways:
+that they prove. Four ways:
 
 - `proves`: the value itself stands in the line; of a list each item, of a table each key and value.
-- `means`: key to words of the line that say the value otherwise ("12 hours" for "12:00:00").
+- `lasts`: key to words of the line that are the same time ("12 hours" for "12:00:00").
+- `means`: key to words of the line that say the value otherwise ("is mandatory" for true).
 - `masks`: the line has one hexadecimal CPU mask for each item of a list of CPUs.
 
 `cells` is for a stored copy that ran the cells of a table together: they make up a part of the
@@ -23,9 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.cpu_plan import cpus_of
+from hpctrain.site.validate_facts import seconds
 
 PRESETS = Path(__file__).parents[1] / "site-configs"
 SOURCES = PRESETS / "sources"
+UNITS_S = {
+    "sec": 1, "second": 1, "min": 60, "minute": 60,
+    "h": 3600, "hr": 3600, "hour": 3600, "d": 86400, "day": 86400,
+}  # fmt: skip
 ABOUT = {"schema", "name", "description", "contact", "url", "reviewed", "stability", "extends"}
 
 
@@ -59,6 +65,10 @@ def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, 
     for key in quote.get("proves", []):
         missing = [one for one in _words(values.get(key, "")) if not _stands_in(one, apart)]
         found.append((key, f"is {missing}, which the line has not" if missing else ""))
+    for key, words in quote.get("lasts", {}).items():
+        told = _lasts(words) if _stands_in(words, text) else None
+        same = told is not None and told == _lasts(values.get(key))
+        found.append((key, "" if same else f"is not {words!r}, or the line has not that"))
     for key, words in quote.get("means", {}).items():
         found.append((key, "" if words in text else f"is said by {words!r}, not of the line"))
     for key in quote.get("masks", []):
@@ -75,6 +85,14 @@ def _apart(quote: dict[str, Any]) -> str:
     if not cells:
         return text
     return " | ".join(cells) if "".join("".join(cells).split()) in "".join(text.split()) else ""
+
+
+def _lasts(time: Any) -> int | None:
+    """Seconds of a value, or of words like "12 hours"; None where it is no time."""
+    said = re.fullmatch(r"(\d+) ?([a-z]+?)s?", str(time))
+    if said:
+        return int(said[1]) * UNITS_S[said[2]] if said[2] in UNITS_S else None
+    return time if isinstance(time, int) else seconds(str(time))
 
 
 def _words(value: Any) -> list[str]:

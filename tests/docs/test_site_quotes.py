@@ -52,10 +52,11 @@ def test_every_value_that_is_changed_is_found_where_its_line_has_it_word_for_wor
         key
         for page in pages.values()
         for quote in page["quotes"]
-        for key in (*quote.get("proves", []), *quote.get("masks", []))
+        for way in ("proves", "masks", "lasts")
+        for key in quote.get(way, [])
     }
 
-    assert len(proved) >= 5
+    assert len(proved) > 5
     for key in proved:
         changed = copy.deepcopy(preset)
         *path, last = key.split(".")
@@ -100,6 +101,27 @@ def test_cells_that_ran_together_prove_each_its_value(line, cpus, holds):
     row = {"text": line, "cells": ["A100", "63", "72", "4", "480"], "proves": ["n.cpus"]}
 
     assert (problems({"n": {"cpus": cpus}}, **row) == []) == holds
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "line", "holds"),
+    [
+        ("7-00:00:00", "7 days", "| 7 days |", True),
+        ("48:00:00", "48 hrs", "| 48 hrs |", True),
+        ("2-00:00:00", "2d", "1h      2d", True),
+        ("0:30:00", "30 minutes", "30 minutes", True),
+        (120, "120sec", "**120sec**", True),
+        ("6-00:00:00", "7 days", "| 7 days |", False),
+        (90, "120sec", "**120sec**", False),
+        ("7-00:00:00", "168 hours", "| 7 days |", False),
+        ("2-00:00:00", "2 days", "| 12 days |", False),
+        ("UNLIMITED", "for ever", "for ever", False),
+    ],
+)
+def test_a_time_is_that_of_its_words_and_they_stand_in_the_line(value, words, line, holds):
+    found = problems({"n": {"t": value}}, text=line, lasts={"n.t": words})
+
+    assert (found == []) == holds
 
 
 def test_a_page_that_the_preset_does_not_name_or_without_its_day_is_said():
