@@ -11,8 +11,9 @@ that they prove. Four ways:
 `cells` is for a stored copy that ran the cells of a table together: they make up a part of the
 line, and `proves` looks at them instead.
 
-A value without a line, a line that does not have what it proves, and a key that the preset has not
-are errors. What a preset has from a base is the base's to prove.
+A value without a line, a line that does not have what it proves, a line of another page than the
+value's source, and a key that the preset has not are errors. What a preset has from a base is the
+base's to prove.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def problems(preset: dict[str, Any], pages: dict[str, Any]) -> list[str]:
         preset: NAME.toml as TOML reads it.
         pages: sources/NAME.toml, the same.
     """
-    values = dict(_values(preset))
+    values = {key: value for key, value, _ in _values(preset)}
+    sources = {key: source for key, _, source in _values(preset)}
     found: list[str] = []
     proved: set[str] = set()
     for page, told in pages.items():
@@ -55,6 +57,10 @@ def problems(preset: dict[str, Any], pages: dict[str, Any]) -> list[str]:
                 proved.add(key)
                 if why:
                     found.append(f"{page}: {key} {why}")
+                elif sources[key] != page:
+                    found.append(
+                        f"{page}: {key} has the source {sources[key]}, and this is another page"
+                    )
     return found + [f"{key} has no line that proves it" for key in values if key not in proved]
 
 
@@ -109,9 +115,12 @@ def _stands_in(word: str, text: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w])", text) is not None
 
 
-def _values(table: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
-    """Every value of a preset by its path, without what says who it is and where it is from."""
-    found: list[tuple[str, Any]] = []
+def _values(
+    table: dict[str, Any], path: tuple[str, ...] = (), above: str = ""
+) -> list[tuple[str, Any, str]]:
+    """Every value of a preset by its path, with its source; without what says who the preset is."""
+    found: list[tuple[str, Any, str]] = []
+    source = str(table.get("source", above))
     for key, value in table.items():
         at = (*path, key)
         if key in {"source", "why", "description"} or at[0] == "sources":
@@ -119,11 +128,11 @@ def _values(table: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str
         if len(at) == 1 and key in ABOUT:
             continue
         if isinstance(value, dict) and "value" in value:
-            found.append((".".join(at), value["value"]))
+            found.append((".".join(at), value["value"], str(value.get("source", source))))
         elif isinstance(value, dict) and not _is_leaf(at):
-            found += _values(value, at)
+            found += _values(value, at, source)
         else:
-            found.append((".".join(at), value))
+            found.append((".".join(at), value, source))
     return found
 
 

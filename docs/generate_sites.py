@@ -55,7 +55,8 @@ INDEX_HEAD = """\
 One page for each preset that comes with hpctrain. [sites.md](../sites.md) says how to write one,
 how to install it for everybody, and what a cluster's admins can set to make preemption painless.
 A fact holds for the day on which its source was stored, which each page names where it is known.
-What no page of the site's own says is left out: unknown stays unknown.
+What no page says is left out: unknown stays unknown. Where a page is not the site's own, its source
+says whose it is.
 ALCF Polaris has no preset: it runs PBS, not SLURM.
 """
 INDEX_NOTES = {

@@ -70,7 +70,8 @@ def test_every_value_that_is_changed_is_found_where_its_line_has_it_word_for_wor
 
 def problems(preset, **quote):
     page = {"url": "https://x", "read": "2026-11-22", "quotes": [quote]}
-    return CHECK["problems"]({"sources": {"page": ""}, **preset}, {"page": page})
+    sourced = {name: {"source": "page", **table} for name, table in preset.items()}
+    return CHECK["problems"]({"sources": {"page": ""}, **sourced}, {"page": page})
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,16 @@ def problems(preset, **quote):
         ({"n": {"t": "12:00:00"}}, {"text": "6 hours", "means": {"n.t": "12 hours"}}, "is said"),
         ({}, {"text": "x", "proves": ["n.gone"]}, "n.gone is no value of the preset"),
         ({"c": {"of": ["0-1"]}}, {"text": "mask_cpu:f0", "masks": ["c.of"]}, "not what the masks"),
+        (
+            {"n": {"rate": {"value": 8, "source": "other"}}},
+            {"text": "8", "proves": ["n.rate"]},
+            "n.rate has the source other, and this is another page",
+        ),
+        (
+            {"n": {"x": {"source": "other", "rate": 8}}},
+            {"text": "8", "proves": ["n.x.rate"]},
+            "n.x.rate has the source other, and this is another page",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_hold_is_said(preset, quote, says):

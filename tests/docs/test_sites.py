@@ -13,6 +13,7 @@ import pytest
 from hpctrain.rundir.layout import RunDir
 from hpctrain.settings.merge import Layer, resolve
 from hpctrain.settings.spec import Entry, Spec
+from hpctrain.site.detect import Surroundings, detect
 from hpctrain.site.environment import Versions, derive
 from hpctrain.site.load import load_site
 from hpctrain.site.schema import About, Preemption
@@ -49,7 +50,31 @@ PUBLISHED = {
     "coreweave-h100",
     "oci-h100",
     "gcp-a3mega",
+    "juwels-booster",
+    "leonardo",
+    "perlmutter",
 }
+HEADERS = {
+    "perlmutter": ["--constraint=gpu", "--gpus-per-node=4", "--qos=regular"],
+    "juwels-booster": ["--gres=gpu:4", "--partition=booster"],
+    "leonardo": ["--gres=gpu:4", "--partition=boost_usr_prod"],
+}
+"""What a job of four nodes asks for."""
+HERE = {
+    "perlmutter": [
+        {"environ": {"NERSC_HOST": "perlmutter"}},
+        {"files": {"/etc/clustername": "perlmutter"}},
+    ],
+    "juwels-booster": [{"environ": {"SYSTEMNAME": "juwelsbooster"}}],
+    "leonardo": [{"host": "login02.leonardo.local"}],
+}
+NOT_HERE = [
+    {"environ": {"NERSC_HOST": "muller"}, "host": "login01"},
+    {"environ": {"SYSTEMNAME": "juwels"}},
+    {"environ": {"SYSTEMNAME": "jupiter"}},
+    {"host": "login02.leonardo.local.example"},
+]
+"""A test system of NERSC's, other machines of JSC's, and a name that only begins alike."""
 
 
 def environment(name, nodes):
@@ -158,6 +183,39 @@ def test_alternative_rendezvous_comes_with_its_flag(name):
     wanted = environment(name, 2).get("FI_CXI_RDZV_PROTO") == "alt_read"
 
     assert wanted == ("--network=disable_rdzv_get" in SITES[name].slurm.required)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_job_of_four_nodes_asks_for_what_the_cluster_wants(name):
+    header = [line for line in script(name, 4).splitlines() if line.startswith("#SBATCH")]
+
+    assert {f"#SBATCH {option}" for option in ("--nodes=4", *HEADERS[name])} <= set(header)
+
+
+def found_at(*, environ=None, host="", files=None):
+    """The packaged site that is chosen on a machine."""
+    here = Surroundings(environ or {}, host, lambda: host, lambda: None, (files or {}).get)
+    detected = detect(SITES.values(), here)
+    return detected.chosen.name if detected and detected.chosen else None
+
+
+@pytest.mark.parametrize(("name", "here"), [(name, here) for name in HERE for here in HERE[name]])
+def test_a_cluster_is_known_by_what_its_pages_name(name, here):
+    assert found_at(**here) == name
+
+
+@pytest.mark.parametrize("here", NOT_HERE)
+def test_a_machine_beside_a_cluster_is_not_taken_for_it(here):
+    assert found_at(**here) is None
+
+
+def test_ranks_on_juwels_meet_over_infiniband():
+    """Nodes of different cells reach each other under the name with an i only."""
+    network = SITES["juwels-booster"].network
+    told = environment("juwels-booster", 4)
+
+    assert (network.rendezvous_host, network.resolve) == ("{host}i", "ipv4")
+    assert (told["NCCL_SOCKET_IFNAME"], told["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
 
 
 def test_pages_are_current():
