@@ -14,9 +14,7 @@ CHECK = runpy.run_path(str(TOP / "docs" / "check_site_quotes.py"))
 PRESETS, SOURCES = CHECK["PRESETS"], CHECK["SOURCES"]
 QUOTED = sorted(path.stem for path in SOURCES.glob("*.toml"))
 NOT_YET = {
-    "aws-p5",
     "clariden",
-    "coreweave-h100",
     "frontier",
     "isambard-ai",
     "lonestar6",
