@@ -15,9 +15,7 @@ PRESETS, SOURCES = CHECK["PRESETS"], CHECK["SOURCES"]
 QUOTED = sorted(path.stem for path in SOURCES.glob("*.toml"))
 NOT_YET = {
     "clariden",
-    "frontier",
     "isambard-ai",
-    "lonestar6",
 }
 """Reference presets whose pages are named, and not quoted line by line so far."""
 
