@@ -5,7 +5,8 @@ that they prove. Four ways:
 
 - `proves`: the value itself stands in the line; of a list each item, of a table each key and value.
 - `lasts`: key to words of the line that are the same time ("12 hours" for "12:00:00").
-- `means`: key to words of the line that say the value otherwise ("is mandatory" for true).
+- `means`: key to words of the line that say the value otherwise, and the value that they say
+  (["is mandatory", true]). Several lines may each say a part of a list or of a table.
 - `masks`: the line has one hexadecimal CPU mask for each item of a list of CPUs.
 
 `cells` is for a stored copy that ran the cells of a table together: they make up a part of the
@@ -61,6 +62,11 @@ def problems(preset: dict[str, Any], pages: dict[str, Any]) -> list[str]:
                     found.append(
                         f"{page}: {key} has the source {sources[key]}, and this is another page"
                     )
+    found += [
+        f"{key} is {values[key]!r}, and its lines say {parts}"
+        for key, parts in _read_as(pages).items()
+        if key in values and not _are(parts, values[key])
+    ]
     return found + [f"{key} has no line that proves it" for key in values if key not in proved]
 
 
@@ -75,7 +81,7 @@ def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, 
         told = _lasts(words) if _stands_in(words, text) else None
         same = told is not None and told == _lasts(values.get(key))
         found.append((key, "" if same else f"is not {words!r}, or the line has not that"))
-    for key, words in quote.get("means", {}).items():
+    for key, (words, _) in quote.get("means", {}).items():
         found.append((key, "" if words in text else f"is said by {words!r}, not of the line"))
     for key in quote.get("masks", []):
         masks = [int(mask, 16) for mask in re.findall(r"(?:0x|\b)([0-9a-f]{2,})\b", text)]
@@ -99,6 +105,25 @@ def _lasts(time: Any) -> int | None:
     if said:
         return int(said[1]) * UNITS_S[said[2]] if said[2] in UNITS_S else None
     return time if isinstance(time, int) else seconds(str(time))
+
+
+def _read_as(pages: dict[str, Any]) -> dict[str, list[Any]]:
+    """The value or its parts by key, as each line that `means` them was read."""
+    found: dict[str, list[Any]] = {}
+    for told in pages.values():
+        for quote in told["quotes"]:
+            for key, (_, value) in quote.get("means", {}).items():
+                found.setdefault(key, []).append(value)
+    return found
+
+
+def _are(parts: list[Any], value: Any) -> bool:
+    """Whether the lines say the value; lists (in order) and tables may come in parts."""
+    if isinstance(value, list) and all(isinstance(part, list) for part in parts):
+        return [one for part in parts for one in part] == value
+    if isinstance(value, dict) and all(isinstance(part, dict) for part in parts):
+        return {key: one for part in parts for key, one in part.items()} == value
+    return all(part == value for part in parts)
 
 
 def _words(value: Any) -> list[str]:
