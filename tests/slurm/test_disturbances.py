@@ -143,11 +143,16 @@ class Disturber:
 
     def kill_a_rank(self):
         before = len(self.run.events("attempt_started"))
-        for pid in self.slurm.pids_of_job(self.run.job_id):
-            if processes.environment(pid).get("RANK") == "1":
-                os.kill(pid, signal.SIGKILL)
+        os.kill(self.run.wait("rank 1", self._rank_1), signal.SIGKILL)
         # Else the next disturbance would meet an attempt that is lost already.
         self.run.wait_event("attempt_started", count=before + 1, timeout_s=LONG_S)
+
+    def _rank_1(self):
+        """It is forked and so has its agent's environment, but its own log."""
+        for pid in self.slurm.pids_of_job(self.run.job_id):
+            if any(path.endswith("/rank-00001.log") for path in processes.open_files(pid)):
+                return pid
+        return None
 
     def fail_the_disk(self):
         do = random.choice(["ESTALE", "EIO", "EDQUOT", "delay 1"])
