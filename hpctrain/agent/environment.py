@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.compile_cache import VARIABLE as CACHE
+from hpctrain.agent.compile_cache import compile_cache
 from hpctrain.ledger import events as ledger
 from hpctrain.rundir.fresh import look_anew
 from hpctrain.site.environment import (
@@ -153,6 +155,8 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", spec.env.get("OMP_NUM_THREADS", "1")
     )  # as torchrun does; more fight for the node's cores
+    if CACHE not in os.environ and CACHE not in spec.env:
+        os.environ[CACHE] = str(compile_cache(run))
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
     os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
     os.environ["HPCTRAIN_JOB_ID"] = context.job_id

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 
 import pytest
 
 from hpctrain.agent import environment as agent
+from hpctrain.agent.compile_cache import compile_cache
 from hpctrain.ledger import events as ledger
 from hpctrain.records import JobContext
 from hpctrain.rundir.layout import RunDir
@@ -183,3 +185,19 @@ def test_a_gpus_name_is_read_without_touching_cuda(tmp_path):
     )
 
     assert agent.gpu_name(tmp_path) == "NVIDIA H100 80GB HBM3"
+
+
+def test_what_torch_compiles_is_kept_where_the_user_says_or_in_a_folder_of_his_own(
+    run, tmp_path, job
+):
+    job.setattr(tempfile, "tempdir", str(tmp_path))
+    make(run, tmp_path, text="").before_imports()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache(run))
+
+    job.delenv("TORCHINDUCTOR_CACHE_DIR")
+    make(run, tmp_path, text="", TORCHINDUCTOR_CACHE_DIR="/mine").before_imports()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+    job.setenv("TORCHINDUCTOR_CACHE_DIR", "/shells")
+    make(run, tmp_path, text="").before_imports()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/shells"
