@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+ROOT = 0
 GROUP = 0o070
 OTHERS_WRITE = 0o002
 NOT_OWNER_WRITE = 0o022
@@ -39,13 +41,21 @@ def make_runs_folder(path: Path) -> None:
             folder.chmod(mode | stat.S_ISVTX)
 
 
-def can_be_replaced(runs: Path) -> bool:
-    """Whether others can put something of theirs in the place of a run in this folder."""
+def can_be_replaced(runs: Path) -> str:
+    """Who else can put something of his in the place of a run in this folder, and what helps.
+
+    Words that go on from the path; "" where nobody can. A folder's owner may rename all that is in
+    it, sticky bit or not.
+    """
     try:
-        mode = runs.stat().st_mode
+        found = runs.stat()
     except OSError:
-        return False
-    return bool(mode & NOT_OWNER_WRITE) and not mode & stat.S_ISVTX
+        return ""
+    if found.st_uid not in {os.geteuid(), ROOT}:
+        return f"belongs to user {found.st_uid}, who can; take a folder of your own"
+    if found.st_mode & NOT_OWNER_WRITE and not found.st_mode & stat.S_ISVTX:
+        return f"can be written by others; `chmod +t {shlex.quote(str(runs))}` keeps them from it"
+    return ""
 
 
 def make_run_folder(path: Path, *, group: bool) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 
+ROOT = 0
+
+
 def is_mine(path: Path) -> bool:
     """Whether this user owns what lies there, or what a link there points to; no where it is gone.
 
@@ -36,24 +39,47 @@ def is_mine(path: Path) -> bool:
         return False
 
 
-def distrust(path: Path, *, group: bool = False) -> str:
+def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
     """Who else can have written it, as words that go on from the path; "" where nobody can.
 
     Args:
         path: A file or folder; one that is not there can be trusted.
         group: Its group may write it: the run is shared on purpose.
+        roots: It may be root's.
     """
     try:
         found = path.stat()
     except FileNotFoundError:
         return ""
-    if found.st_uid != os.geteuid():
+    if found.st_uid != os.geteuid() and not (roots and found.st_uid == ROOT):
         return f"belongs to {_user(found.st_uid)}"
     if found.st_mode & stat.S_IWOTH:
         return "can be written by every user"
     if found.st_mode & stat.S_IWGRP and not group:
         return "can be written by its group"
     return ""
+
+
+def refuse_planted(path: Path, *, flag: str) -> None:
+    """Refuse a settings file that was found and not named, where a stranger can have put it there.
+
+    It says what is executed as this user, who may not know of it: in a folder that all can write,
+    anybody leaves one. A file of root's is an admin's; one that the user's group can write is the
+    project's, as is the program beside it.
+
+    Args:
+        path: The file.
+        flag: How the user names such a file all the same, e.g. "--config hpctrain.toml".
+
+    Raises:
+        ChecksFailed: another user owns it, or all users can write it.
+    """
+    why = distrust(path, group=True, roots=True)
+    if why:
+        raise ChecksFailed(
+            f"{path} {why}, and it would decide what runs as you; look at it, then take another "
+            f"folder, or say {flag} if you trust it"
+        )
 
 
 def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.rundir.owner import ROOT, refuse_planted
 from hpctrain.settings.merge import nearest
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.site.build import OF_ITS_OWN, build
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.site.preset import Site
-
-
-ROOT = 0
-"""Whose files lock."""
 
 
 def load_site(
@@ -46,8 +43,10 @@ def load_site(
     finder = _Finder(os.environ if environ is None else environ)
     own = finder.given(Path(name)) if name.endswith(".toml") else finder.sheets(name)
     stem = own[0].name if own else name
-    top = _project_sheet(project, stem)
-    if top is not None and all(Path(sheet.file) != Path(top.file) for sheet in own):
+    # One that was named is not refused as one that was found.
+    named = name.endswith(".toml") and Path(name).absolute() == _project_file(project)
+    top = None if named else _project_sheet(project, stem)
+    if top is not None:
         own.append(top)
     if not own:
         raise finder.missing(name)
@@ -168,7 +167,7 @@ class _Finder:
         if path.parent not in [folder for _, folder in self.folders]:
             self.folders.append((GIVEN, path.parent))
         if path.name == PROJECT_FILE:
-            sheet = _project_sheet(path.parent, None)
+            sheet = _project_sheet(path.parent, None, named=True)
         else:
             sheet = _read(path, GIVEN, path.stem)
         if sheet is None:
@@ -217,11 +216,21 @@ def _is_roots(path: Path) -> bool:
     return found.st_uid == ROOT and not found.st_mode & stat.S_IWOTH
 
 
-def _project_sheet(project: Path | None, name: str | None) -> Sheet | None:
-    """The project's sheet if it is for that site; None for any."""
+def _project_file(project: Path | None) -> Path | None:
+    return None if project is None else project.absolute() / PROJECT_FILE
+
+
+def _project_sheet(project: Path | None, name: str | None, *, named: bool = False) -> Sheet | None:
+    """The project's sheet if it is for that site; None for any.
+
+    Raises:
+        ChecksFailed: it was not named by the user, and is another user's.
+    """
     if project is None:
         return None
     path = project / PROJECT_FILE
+    if not named:
+        refuse_planted(path, flag=f"--site ./{PROJECT_FILE}")
     try:
         file = read_toml(path)
     except NotFound:

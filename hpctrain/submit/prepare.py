@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, Usa
 from hpctrain.modes import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.plan.nodes import meshes
 from hpctrain.rundir.layout import RunDir
+from hpctrain.rundir.owner import refuse_planted
 from hpctrain.settings.check import check
 from hpctrain.settings.check_profile import profile_flags
 from hpctrain.settings.environ import from_flag, from_table
@@ -169,10 +169,10 @@ def prepare(request: SubmitRequest) -> Prepared:
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_warnings(secrets)
     runs = Path(os.path.normpath(request.cwd / request.runs))
-    if can_be_replaced(runs):
+    if who := can_be_replaced(runs):
         notes.append(
-            f"others can put a run of theirs in the place of yours in {runs}, and your job would "
-            f"start it; `chmod +t {shlex.quote(str(runs))}` keeps them from it"
+            "your job ends where somebody has put another run in the place of yours, and "
+            f"{runs} {who}"
         )
     notes += _without_effect(origins, cluster, entry)
     if cluster == "slurm":
@@ -318,10 +318,18 @@ def _has_sbatch(environ: Mapping[str, str]) -> bool:
 
 
 def read_config(request: SubmitRequest) -> Source | None:
-    """The settings file that counts; None where there is none."""
+    """The settings file that counts; None where there is none.
+
+    Raises:
+        ChecksFailed: it was not named, and is another user's.
+        NotFound: the one that was named is not there.
+        UsageError: it cannot be read, or makes no sense.
+    """
     path = request.cwd / (request.config or CONFIG_NAME)
-    if request.config is None and not path.exists():
-        return None
+    if request.config is None:
+        if not path.exists():
+            return None
+        refuse_planted(path, flag=f"--config {CONFIG_NAME}")
     file = read_toml(path, shown=str(request.config or CONFIG_NAME))
     return from_toml(file, name=file.shown, top=("cluster", "site"))
 

@@ -125,10 +125,18 @@ def test_others_may_put_runs_beside_and_not_in_the_place_of_one(tmp_path, umask,
 
 def test_a_folder_in_which_others_can_replace_runs_is_told(tmp_path):
     (tmp_path / "runs").mkdir()
-    assert can_be_replaced(tmp_path / "runs")
+    assert "chmod +t" in can_be_replaced(tmp_path / "runs")
     (tmp_path / "runs").chmod(0o1777)
     assert not can_be_replaced(tmp_path / "runs")
     assert not can_be_replaced(tmp_path / "missing")
+
+
+@pytest.mark.two_users
+def test_the_owner_of_the_folder_can_always_replace_what_is_in_it(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o1777)
+    os.chown(tmp_path / "runs", STRANGER.uid, STRANGER.gid)
+    assert f"belongs to user {STRANGER.uid}" in can_be_replaced(tmp_path / "runs")
 
 
 def test_a_preflights_node_starts_nothing_that_others_can_have_written(tmp_path):

@@ -110,3 +110,53 @@ def test_a_planted_run_is_neither_the_newest_nor_resumed(common_path):
         assert told.returncode == 3, told
         assert f"{runs}/zz belongs to user {STRANGER.uid}" in told.stderr
     assert not (common_path / "ran").exists()
+
+
+PLANTED = {
+    "hpctrain.toml": ('[slurm]\nsetup = ["touch {mark}"]\n', "--config"),
+    "site.toml": ('[env.common]\nMARK = "{mark}"\n', "--site"),
+}
+
+
+@pytest.fixture
+def shared(common_path):
+    """Where everybody may put files, and the owner has a script."""
+    work = common_path / "work"
+    work.mkdir()
+    work.chmod(0o1777)
+    (work / "train.py").write_text("print()\n")
+    os.chown(work / "train.py", OWNER.uid, OWNER.gid)
+    return work
+
+
+def dry_run(work, *words):
+    told = [*HPCTRAIN, "submit", "--cluster=local", "--no-submit", "--name=r", *words, "train.py"]
+    return run_as(OWNER, told, cwd=work, check=False, HPCTRAIN_RUNS=str(work / "runs"))
+
+
+@pytest.mark.two_users
+@pytest.mark.parametrize("name", PLANTED)
+def test_settings_that_another_has_put_there_count_only_where_they_are_named(shared, name):
+    text, flag = PLANTED[name]
+    (shared / name).write_text(text.format(mark=shared / "ran"))
+    os.chown(shared / name, STRANGER.uid, STRANGER.gid)
+
+    refused = dry_run(shared)
+
+    assert refused.returncode == ChecksFailed.exit_code, refused
+    assert refused.stderr.count("\n") == 1
+    assert f"{shared / name} belongs to user {STRANGER.uid}, and it would decide" in refused.stderr
+    assert flag in refused.stderr
+    assert not (shared / "runs").exists()
+    taken = dry_run(shared, f"{flag}=./{name}")
+    assert taken.returncode == 0, taken.stderr
+
+
+@pytest.mark.two_users
+def test_settings_that_all_can_write_are_not_taken_and_those_of_admins_are(shared):
+    (shared / "hpctrain.toml").write_text("[run]\nlog_every_s = 1.0\n")
+    assert dry_run(shared).returncode == 0  # root's
+    (shared / "hpctrain.toml").chmod(0o666)
+    refused = dry_run(shared)
+    assert refused.returncode == ChecksFailed.exit_code
+    assert "can be written by every user" in refused.stderr
