@@ -44,7 +44,8 @@ ROLL_CALL_S = 5.0
 """So long may another node's agent take to answer that it is alive."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
 LOOK_ANYWAY_S = 5.0
-"""So often node 0 looks for reports whatever their count is, which anybody can change."""
+"""So often node 0 looks for reports whatever their count is, and each agent whether what it has
+said still stands there: anybody can change both."""
 LOOK_EACH_S = 0.001
 """For each node so long between two looks: a thousand that report one by one are not a million
 questions. The last one's report is looked for at once."""
@@ -231,7 +232,11 @@ class NodeAgent(LocalElasticAgent):
     def _watch_round(self) -> RoundEnd:
         reported = False
         reports = _Reports()
+        said_at = time.monotonic()
         while True:
+            if time.monotonic() > said_at + LOOK_ANYWAY_S:
+                self._news_store.say_again()
+                said_at = time.monotonic()
             multiprocessing.connection.wait(
                 [process.sentinel for process in self._processes()], timeout=POLL_S
             )
@@ -336,14 +341,18 @@ class NodeAgent(LocalElasticAgent):
         return RoundEnd(**raw)
 
     def _say_goodbye(self) -> None:
-        self._news_store.count(self._key("goodbye"), 1)
+        """Node 0 goes last, and sees to it meanwhile that its verdict stands where others look."""
+        self._news_store.set(self._key(f"goodbye/{self._worker_group.group_rank}"), "gone")
         if self._hooks is None:
             return
         deadline = time.monotonic() + GOODBYE_S
-        while self._news_store.count(self._key("goodbye")) < self._node_count:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(POLL_S / 2)
+        here = set(range(self._node_count))
+        while here and time.monotonic() < deadline:
+            self._news_store.say_again()
+            while here and self._news_store.get(self._key(f"goodbye/{min(here)}")) is not None:
+                here.remove(min(here))
+            if here:
+                time.sleep(POLL_S / 2)
 
     @property
     def _news_store(self) -> SignedStore:

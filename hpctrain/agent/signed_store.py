@@ -29,10 +29,18 @@ class SignedStore:
         self.of = store
         self._secret = secret
         self._told: set[str] = set()
+        self._said: dict[str, Any] = {}
 
     def set(self, key: str, value: Any) -> None:
         """Say something that JSON holds, over what was said before."""
+        self._said[key] = value
         self.of.set(key, sign(self._secret, key, json.dumps(value)))
+
+    def say_again(self) -> None:
+        """Say anew what somebody has written over or taken away since: others still wait for it."""
+        for key, value in self._said.items():
+            if self.get(key) is None:
+                self.set(key, value)
 
     def get(self, key: str) -> Any:
         """What an agent has said; None where none has, whatever somebody else has written there."""

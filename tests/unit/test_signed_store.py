@@ -71,3 +71,21 @@ def test_a_strangers_word_counts_for_nothing_and_is_told_once(stores, capsys, fo
 
     one.set("round/0/news/0", {"ending": "killed"})
     assert other.get("round/0/news/0") == {"ending": "killed"}
+
+
+@pytest.mark.parametrize("loss", ["deleted", "written over"])
+def test_what_was_lost_is_said_again_and_what_stands_is_left_alone(stores, loss):
+    shared, one, other = stores
+    one.set("report/1", [])
+    one.set("news/0", "here")
+    kept = shared["news/0"]
+    if loss == "deleted":
+        del shared["report/1"]
+    else:
+        shared.set("report/1", "a stranger's")
+    assert other.get("report/1") is None
+
+    one.say_again()
+
+    assert other.get("report/1") == []
+    assert shared["news/0"] is kept
