@@ -167,6 +167,10 @@ class Daemons:
         """True while that daemon runs."""
         return name in self._pids and processes.alive(self._pids[name])
 
+    def pid(self, name: str) -> int:
+        """Of that daemon."""
+        return self._pids[name]
+
     def kill(self, name: str) -> None:
         """SIGKILL that daemon, if it runs, and wait until it is gone."""
         if self.alive(name):

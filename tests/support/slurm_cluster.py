@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -265,6 +266,16 @@ class SlurmCluster:
             for name in self.nodes:
                 self._daemons.kill(name)  # `reset` starts it where all others are
                 processes.kill_all(self._serving(mount(name)))
+
+    @contextmanager
+    def stopped_node(self, name: str) -> Iterator[None]:
+        """While inside, the node's slurmd does not answer: a step is started there afterwards."""
+        pid = self._daemons.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def _serving(self, command: Sequence[str]) -> list[int]:
         """What a command has left running."""

@@ -77,10 +77,12 @@ class Layout:
         return self.folder / "spool" / node
 
     def create(self) -> None:
-        """Make the folders, private to us."""
+        """Make the folders, private to us but for what other users' jobs must reach."""
         self.folder.chmod(0o755)
-        for name in ("munge", "db", "log", "spool", "state", "work", "run"):
+        for name in ("db", "log", "state", "work", "run"):
             (self.folder / name).mkdir(mode=0o700)
+        for name in ("munge", "spool"):  # munged's socket, the jobs' scripts
+            (self.folder / name).mkdir(mode=0o711)
         for node in NODES:
             self.spool(node).mkdir()
 

@@ -13,6 +13,7 @@ users need no entry in /etc/passwd.
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
 CHECKOUT = Path(__file__).parents[2]
 TOOLS = ("unshare", "setpriv")
@@ -37,6 +39,12 @@ class User:
 
     uid: int
     gid: int
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """An account of this machine: SLURM starts no job of one that it cannot look up."""
+        found = pwd.getpwnam(name)
+        return cls(found.pw_uid, found.pw_gid)
 
 
 OWNER = User(64001, 64001)
@@ -105,6 +113,11 @@ def _as_user(user: User, cwd: Path | None) -> list[str]:
     become = ["setpriv", f"--reuid={user.uid}", f"--regid={user.gid}", "--clear-groups"]
     script = [*_open_script(), f"cd {quote(str(cwd or '/'))}", f'exec {" ".join(become)} -- "$@"']
     return ["unshare", "--mount", "sh", "-ec", "\n".join(script), "sh"]
+
+
+def open_command() -> list[str]:
+    """A command that lets all users reach Python and this checkout, for a mount namespace's own."""
+    return ["sh", "-ec", "\n".join([*_open_script(), ":"])]
 
 
 def _open_script() -> list[str]:
