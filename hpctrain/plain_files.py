@@ -38,14 +38,27 @@ def open_plain(path: Path) -> FileIO:
     Raises:
         OSError: it is not there, may not be read, or is something else (EINVAL).
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
+    return open(plain_descriptor(path), "rb", buffering=0)
+
+
+def plain_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """The descriptor of an ordinary file, opened as asked.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+        mode: Of a file that it makes.
+
+    Raises:
+        OSError: as of `open_plain`; also where it is a FIFO that nobody reads (ENXIO).
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     try:
         _refuse_odd(path, descriptor)
     except OSError:  # also of a server that does not answer: a poll must not gather descriptors
         os.close(descriptor)
         raise
-    return open(descriptor, "rb", buffering=0)  # noqa: PTH123 - a descriptor has no path
+    return descriptor
 
 
 def _refuse_odd(path: Path, descriptor: int) -> None:
@@ -63,9 +76,18 @@ def read_plain(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
         OSError: see `open_plain`; also where it has more bytes than that (EFBIG).
     """
     with open_plain(path) as file:
-        if os.fstat(file.fileno()).st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(path))
-        return file.readall()
+        return all_of(file, path, most_bytes)
+
+
+def all_of(file: FileIO, path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
+    """What is in a file that is open.
+
+    Raises:
+        OSError: it cannot be read, or has more bytes than that (EFBIG).
+    """
+    if os.fstat(file.fileno()).st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(path))
+    return file.readall()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -77,12 +99,32 @@ def replace_text(path: Path, text: str) -> None:
     """
     staged = path.with_name(f"{path.name}.new")
     try:
-        staged.write_text(text)
+        write_plain(staged, text)
         staged.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_plain(path: Path, text: str) -> None:
+    """Write an ordinary file anew.
+
+    Raises:
+        OSError: it could not be written, or something else is there.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with open(plain_descriptor(path, flags), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
+    """All of an ordinary file; what is no UTF-8 in it is replaced.
+
+    Raises:
+        OSError: see `read_plain`.
+    """
+    return read_plain(path, most_bytes).decode(errors="replace")
 
 
 def skip_hole(file: FileIO) -> None:
@@ -92,3 +134,21 @@ def skip_hole(file: FileIO) -> None:
     except OSError as error:  # other than that: the file system knows no holes
         if error.errno == errno.ENXIO:  # nothing but the hole is left
             file.seek(0, os.SEEK_END)
+
+
+def data_extents(descriptor: int, end: int) -> list[tuple[int, int]]:
+    """Where an open file has bytes up to `end`: places of the first byte, and after the last one.
+
+    All of it where the file system knows no holes.
+    """
+    found: list[tuple[int, int]] = []
+    at = 0
+    while at < end:
+        try:
+            first = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, first, os.SEEK_HOLE)
+        except OSError as error:
+            return found if error.errno == errno.ENXIO else [*found, (at, end)]
+        if first < end:
+            found.append((first, min(at, end)))
+    return found

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from hpctrain.plain_files import open_plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -39,7 +41,7 @@ def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) 
     """
     hasher = xxhash.xxh3_64()
     part = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         while count := file.readinto(part):
             hasher.update(part[:count])
             if on_bytes is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from hpctrain.checkpoint.digest import PREFIX
 from hpctrain.checkpoint.patience import Patience, proves_absence
 from hpctrain.errors import FileSystemFault, IncompleteCheckpoint
+from hpctrain.plain_files import plain_descriptor
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Files:
         if self._open is None or self._open[0] != number:
             self.close()
             path = self._path / name
-            self._open = number, os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+            self._open = number, plain_descriptor(path), path
         return self._open[1:]
 
 

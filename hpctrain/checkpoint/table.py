@@ -8,6 +8,7 @@ nobody takes it for weights.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import struct
@@ -22,6 +23,7 @@ from hpctrain.checkpoint.manifest import TABLE_NAME, FileEntry
 from hpctrain.checkpoint.patience import proves_absence
 from hpctrain.checkpoint.shard import DTYPES, encode_header
 from hpctrain.errors import FileSystemFault, IncompleteCheckpoint, TornCheckpoint
+from hpctrain.plain_files import SMALL_BYTES, read_plain
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -151,11 +153,12 @@ def load(path: Path, manifest: Manifest) -> ChunkTable:
         raise TornCheckpoint(f"manifest names no {TABLE_NAME}")
     try:
         points.reach("read.table", path=path / TABLE_NAME, step=manifest.step)
-        content = (path / TABLE_NAME).read_bytes()
+        content = read_plain(path / TABLE_NAME, max(entry.size, SMALL_BYTES))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{TABLE_NAME} is missing") from None
     except OSError as error:
-        kind = IncompleteCheckpoint if proves_absence(error) else FileSystemFault
+        is_damage = proves_absence(error) or error.errno == errno.EFBIG
+        kind = IncompleteCheckpoint if is_damage else FileSystemFault
         raise kind(f"{TABLE_NAME} cannot be read: {error}") from error
     if len(content) != entry.size:
         raise IncompleteCheckpoint(

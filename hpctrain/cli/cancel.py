@@ -53,7 +53,7 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     if saves:
         _ask_to_save(found, job_id, events)
     else:
-        _cancel(found, job_id, cluster, problem=answer.problem)
+        _cancel(found, job_id, cluster, answer)
     inside = found.root.parent == runs
     name = f"{found.name}{runs_flag(runs)}" if inside else str(found.root)
     if as_json:
@@ -102,11 +102,12 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
     from hpctrain.errors import HpctrainError
     from hpctrain.ledger import events as ledger
     from hpctrain.ledger.derive import standing
+    from hpctrain.plain_files import write_plain
 
     request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
     staged = run.stop_request.with_suffix(".new")
     try:
-        staged.write_text(json.dumps(request) + "\n")
+        write_plain(staged, json.dumps(request) + "\n")
         # On record before it can be heard: an attempt that ends for another reason meanwhile must
         # not be requeued. Only after there was room for it: else the run trains on, and is done
         # for at its next preemption.
@@ -121,7 +122,7 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
         ) from None
 
 
-def _cancel(run: RunDir, job_id: str, cluster: str, *, problem: str) -> None:
+def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
     """Cancel the job; that it was meant to is written down first, so that it is never requeued.
 
     Where the scheduler could not say that the number is this run's job, nothing is cancelled: on a
@@ -140,11 +141,12 @@ def _cancel(run: RunDir, job_id: str, cluster: str, *, problem: str) -> None:
     recorded = ledger.record(run, "cancel_requested", save=False, job_id=job_id)
     known = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
     try:
-        if problem:
-            raise ClusterUnreachable(problem)
+        if answer.problem:
+            raise ClusterUnreachable(answer.problem)
         get_cluster(cluster).cancel(job_id)
     except ClusterError as error:
-        raise type(error)(f"job {job_id} was not cancelled: {error}; {known}Try again") from error
+        again = "Cancel it there" if answer.note else "Try again"
+        raise type(error)(f"job {job_id} was not cancelled: {error}; {known}{again}") from error
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:

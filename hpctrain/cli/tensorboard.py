@@ -28,6 +28,7 @@ PORTS_TRIED = 50
 LOCAL = "localhost"
 _HEADER = struct.Struct("<QI")  # of a record: length, checksum of the length
 _FOOTER_BYTES = 4
+_LONGEST_BYTES = 1 << 24
 _RECORDS_READ = 50  # scalars begin after a few pages of text
 
 
@@ -122,13 +123,17 @@ def _has_scalars(path: Path) -> bool:
     """Whether one of the file's first records is of a scalar."""
     from tensorboard.compat.proto.event_pb2 import Event
 
+    from hpctrain.plain_files import open_plain
+
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for _ in range(_RECORDS_READ):
                 head = file.read(_HEADER.size)
                 if len(head) < _HEADER.size:
                     return False
                 size, _check = _HEADER.unpack(head)
+                if size > _LONGEST_BYTES:
+                    return False
                 event = Event.FromString(file.read(size + _FOOTER_BYTES)[:size])
                 if any(value.HasField("simple_value") for value in event.summary.value):
                     return True

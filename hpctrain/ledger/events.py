@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpctrain import locks
 from hpctrain.ledger.fields import attempt_number, moment, typed, whole_text
 from hpctrain.ledger.lines import BLOCK_BYTES, Lines
-from hpctrain.plain_files import open_plain
+from hpctrain.plain_files import open_plain, plain_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
     fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
     line = _dumps(fact).encode() + b"\n"
     with _locked(run):  # before it is opened: what a client knows of a file's end is from then
-        descriptor = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = plain_descriptor(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             text = line if _ends_whole(descriptor) else b"\n" + line
             written = os.write(descriptor, text)

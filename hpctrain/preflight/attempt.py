@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.plain_files import read_plain
 from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.node import REPORT
 from hpctrain.preflight.tour import tour
@@ -56,7 +57,7 @@ def outcome(child: Child, timeout_s: float) -> tuple[dict[str, str], str]:
 def collective(folder: Path) -> str:
     """How the collective of this look went, "" where it was not tried or there is no report."""
     try:
-        results = json.loads((folder / REPORT).read_text())["results"]
+        results = json.loads(read_plain(folder / REPORT))["results"]
     except (OSError, ValueError, KeyError):
         return ""
     return next((str(one["status"]) for one in results if one["check"] == "bandwidth"), "")

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import read_plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -55,7 +57,7 @@ def read(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
     """The nodes that are kept out; none without a list. A list that is torn counts as none."""
     now = time.time() if now is None else now
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_plain(path))
         found = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

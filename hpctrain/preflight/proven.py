@@ -10,6 +10,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import read_plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -28,7 +30,7 @@ def of_run(run: RunDir) -> Path:
 def read(path: Path) -> dict[str, float]:
     """Each node to the time when it was last proven; a list that is torn or absent has none."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_plain(path))
         return {str(node): float(t) for node, t in raw.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

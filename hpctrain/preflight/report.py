@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.plain_files import read_plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -85,7 +87,7 @@ class Report:
         Raises:
             OSError: it is not there.
         """
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_plain(path))
         results = [Result(**one) for one in raw["results"]]
         return Report(raw["nodes"], results, raw["measured"])
 

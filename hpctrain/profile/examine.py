@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.plain_files import read_text
 from hpctrain.profile import memory
 from hpctrain.profile.memory import Memory, read_memory
 from hpctrain.profile.names import MEMORY, PROBLEM, SNAPSHOT, TRACE
@@ -12,6 +13,8 @@ from hpctrain.profile.trace import RankShares, TraceUnreadable, read_trace
 from hpctrain.profile.verdict import Verdict, advice_on, judge
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hpctrain.profile.names import Found
 
 
@@ -84,7 +87,7 @@ def examine(found: Found) -> Profile:
     memories: dict[int, Memory] = {}
     for rank, files in found.files.items():
         if PROBLEM in files:
-            problems[rank] = files[PROBLEM].read_text(errors="replace").strip()
+            problems[rank] = _told(files[PROBLEM])
         elif TRACE in files:
             try:
                 ranks.append(read_trace(files[TRACE], rank))
@@ -94,6 +97,14 @@ def examine(found: Found) -> Profile:
         if one is not None:
             memories[rank] = one
     return Profile(found, ranks, judge(ranks) if ranks else None, memories, problems)
+
+
+def _told(path: Path) -> str:
+    """Why a rank has written no trace, in its own words."""
+    try:
+        return read_text(path).strip()
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
 
 
 def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import read_plain
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -60,7 +62,7 @@ class Memory:
 def read_memory(path: Path) -> Memory | None:
     """What a rank wrote; None where it is torn."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_plain(path))
         known = {key: raw.get(key) for key in Memory.__dataclass_fields__}
     except (OSError, ValueError, AttributeError):
         return None

@@ -32,6 +32,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError
+from hpctrain.plain_files import open_plain
 from hpctrain.profile.names import OURS, STEP_MARK
 from hpctrain.profile.shares import Interval, both, divide, length, minus, union
 
@@ -95,7 +96,7 @@ def read_trace(path: Path, rank: int) -> RankShares:
         TraceUnreadable: the file is cut or damaged, or holds no profiled step.
     """
     try:
-        with gzip.open(path, "rb") as file:
+        with open_plain(path) as packed, gzip.open(packed) as file:
             raw = json.load(file)
         events = [e for e in raw["traceEvents"] if e.get("ph") == "X"]
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain import locks
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
+from hpctrain.plain_files import read_plain, write_plain
 from hpctrain.rundir.fresh import look_anew
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _lock_at_start(run: RunDir) -> Iterator[None]:
 def read_fence(run: RunDir) -> Attempt | None:
     """The newest attempt, or None in a run that never started."""
     try:
-        return Attempt(**json.loads(run.fence.read_text()))
+        return Attempt(**json.loads(read_plain(run.fence)))
     except FileNotFoundError:
         return None
 
@@ -136,7 +137,7 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
             started=time.time(),
         )
         staged = run.fence.with_suffix(".json.new")
-        staged.write_text(json.dumps(asdict(attempt)) + "\n")
+        write_plain(staged, json.dumps(asdict(attempt)) + "\n")
         with staged.open("rb") as file:
             os.fsync(file.fileno())
         staged.replace(run.fence)

@@ -12,6 +12,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from hpctrain.plain_files import all_of, plain_descriptor, read_text
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -38,12 +40,14 @@ def left_text(path: Path) -> str:
     Raises:
         OSError: it is there and cannot be read.
     """
+    # Nothing else asks the server and leaves no empty file: a list of the folder may be as old as
+    # the word that there is no such file, and a name of our own, made and taken away, is two
+    # changes of the folder where this is one question, for each run twice a second.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = plain_descriptor(path, os.O_RDONLY | os.O_CREAT, 0o644)
     except OSError:  # no room for a name, or a folder that may only be read
-        try:
-            return path.read_text()
-        except FileNotFoundError:
-            return ""
-    with os.fdopen(descriptor) as file:
-        return file.read()
+        with contextlib.suppress(FileNotFoundError):
+            return read_text(path)
+        return ""
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
+        return all_of(file, path).decode(errors="replace")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hpctrain.plain_files import open_plain, skip_hole
+from hpctrain.plain_files import data_extents, open_plain, skip_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def line_start(path: Path, offset: int) -> int:
     """Where the line begins that has the byte before `offset`; only a block before it is read."""
     start = max(0, offset - _BLOCK)
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             block = os.pread(file.fileno(), offset - start, start)
     except FileNotFoundError:
         return offset
@@ -95,14 +95,12 @@ def line_start(path: Path, offset: int) -> int:
 def tail_offset(path: Path, count: int) -> tuple[int, int]:
     """Where the last `count` lines begin, and how many there are; only the end is read."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             end = file.seek(0, os.SEEK_END)
-            position, seen = end, 0
+            seen = 0
             if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 seen = 1  # a last line without its newline
-            while position > 0 and count > 0:
-                start = max(0, position - _BLOCK)
-                block = os.pread(file.fileno(), position - start, start)
+            for start, block in _backwards(file.fileno(), end if count > 0 else 0):
                 at = len(block)
                 while (at := block.rfind(b"\n", 0, at)) >= 0:
                     if start + at + 1 == end:
@@ -111,7 +109,16 @@ def tail_offset(path: Path, count: int) -> tuple[int, int]:
                     if seen == count:
                         return start + at + 1, count
                     seen += 1
-                position = start
     except FileNotFoundError:
         return 0, 0
     return (0, seen) if count > 0 else (end, 0)
+
+
+def _backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Blocks from the end to the beginning, each with its place; holes have no lines."""
+    for first, after in reversed(data_extents(descriptor, end)):
+        position = after
+        while position > first:
+            start = max(first, position - _BLOCK)
+            yield start, os.pread(descriptor, position - start, start)
+            position = start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -212,8 +213,11 @@ print(time.monotonic() - started)
     assert [e.kind for e in read(run)] == ["first", "second"]
 
 
-def test_a_full_disk_is_an_error_and_not_a_lost_fact(run):
-    run.events.symlink_to("/dev/full")
+def test_a_full_disk_is_an_error_and_not_a_lost_fact(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         append(run, "x")
 
