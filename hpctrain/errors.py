@@ -65,6 +65,10 @@ class ClusterUnreachable(ClusterError):
     """SLURM gave no answer: its commands are missing or slurmctld is silent."""
 
 
+class AccountingSilent(ClusterUnreachable):
+    """The scheduler has forgotten a job, and its accounting, which may not have, did not answer."""
+
+
 class CheckpointError(HpctrainError):
     """A checkpoint could not be written or read."""
 

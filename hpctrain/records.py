@@ -140,6 +140,9 @@ class Cluster(Protocol):
 
     name: str
 
+    def here(self) -> str:
+        """Name of this very cluster, which has job ids of its own; "" where nobody can say."""
+
     def submit(self, request: JobRequest) -> str:
         """Start the job and return its id.
 
@@ -159,6 +162,7 @@ class Cluster(Protocol):
         """What is known of a job; None when the scheduler has forgotten it.
 
         Raises:
+            AccountingSilent: it has, and its accounting gave no answer.
             ClusterUnreachable: the scheduler gave no answer.
         """
 
@@ -248,6 +252,8 @@ class JobContext:
     """Seconds from SIGTERM to SIGKILL."""
     start_time: float | None = None
     """When the scheduler began this start of the job, seconds since the epoch; None if unknown."""
+    cluster: str = ""
+    """The name of the scheduler's cluster, which counts its jobs for itself; "" if it has none."""
 
 
 @dataclass(frozen=True)

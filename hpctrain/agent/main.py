@@ -148,6 +148,7 @@ def _run_rounds(
             restarts=context.restarts,
             nodes=list(context.nodes),
             run_dir=str(run.root),
+            slurm_cluster=context.cluster or None,
             world_size=world_size,
             ranks_per_node=spec.settings.slurm.ranks(),
             token=attempt.token,

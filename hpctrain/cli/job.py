@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import ClusterError, UsageError
+from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.ledger.status import Answer
 from hpctrain.records import JobInfo
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 TERMINAL_JOB = "pid-"
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
-_NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
 
 
 def ask(
@@ -35,7 +34,7 @@ def ask(
     """
     from hpctrain.clusters import get_cluster
     from hpctrain.submit.launch import newest_submission
-    from hpctrain.submit.own_job import not_own
+    from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
     token, job_id = newest_submission(list(events))
     if token is None and job_id is None:
@@ -45,7 +44,11 @@ def ask(
     else:
         try:
             scheduler = scheduler or get_cluster(cluster)
+            if copied_from(run, events) is None and (why := elsewhere(events, scheduler)):
+                return Answer(None, asked=False, problem=why, note=why)
             found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
+        except AccountingSilent as error:
+            return Answer(None, unaccounted=str(error))
         except (ClusterError, UsageError) as error:
             return Answer(None, asked=False, problem=str(error))
         answer = Answer(found)
@@ -55,8 +58,10 @@ def ask(
 
 def job_starts(
     cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
-) -> list[JobStart]:
-    """Every start of the run's jobs that accounting remembers; none where it gives no answer.
+) -> tuple[list[JobStart], str]:
+    """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
+
+    The jobs that it had on other clusters are left out: the ledger's own times do without.
 
     Args:
         cluster: "slurm" or "local", from the run's spec.json.
@@ -65,19 +70,19 @@ def job_starts(
     """
     from hpctrain.clusters import get_cluster
 
-    ids = job_ids(events)
-    if not ids:
-        return []
     try:
-        return (scheduler or get_cluster(cluster)).starts(ids)
-    except (ClusterError, UsageError):  # the ledger's own times do without
-        return []
+        scheduler = scheduler or get_cluster(cluster)
+        ids = job_ids(events, scheduler)
+        return (scheduler.starts(ids) if ids else []), ""
+    except (ClusterError, UsageError) as error:  # the ledger's own times do without
+        return [], str(error)
 
 
-def job_ids(events: Sequence[Event]) -> list[str]:
-    """Every job that a run had, as far as its ledger names them."""
-    told = (str(e.data.get("job_id") or "") for e in events if e.kind in _NAME_JOBS)
-    return [one for one in dict.fromkeys(told) if one and not one.startswith(TERMINAL_JOB)]
+def job_ids(events: Sequence[Event], scheduler: Cluster) -> list[str]:
+    """Every job that a run had here, as far as its ledger names them."""
+    from hpctrain.submit.own_job import jobs_here
+
+    return [one for one in jobs_here(events, scheduler) if not one.startswith(TERMINAL_JOB)]
 
 
 def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:

@@ -84,6 +84,7 @@ def command(
     from hpctrain.rundir.owner import own_spec
     from hpctrain.settings.check_profile import profile_flags
     from hpctrain.settings.mesh_flag import engine_flags
+    from hpctrain.settings.secrets import hide, secrets_in
     from hpctrain.submit.accounting import of_slurm
     from hpctrain.submit.bad_nodes import kept_out
     from hpctrain.submit.launch import launch
@@ -110,16 +111,21 @@ def command(
     plan = plan_resume(found, spec, from_step)
     bad = kept_out(found, spec, os.environ)
     notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
+    secrets = secrets_in(spec)
     if not as_json:
-        click.echo(as_text(plan))
-        for note in notes:
-            click.echo(f"note         {note}")
+        lines = [as_text(plan), *(f"note         {note}" for note in notes)]
+        click.echo(hide("\n".join(lines), secrets))
     job_id = (
         None
         if dry_run
         else launch(found, spec, by="resume", from_step=from_step, exclude=list(bad))
     )
-    facts = {"plan": plan.as_json(), "job_id": job_id, "run_dir": str(found.root)}
+    facts = {
+        "plan": plan.as_json(),
+        "notes": hide(notes, secrets),
+        "job_id": job_id,
+        "run_dir": str(found.root),
+    }
     if not as_json and job_id is not None:
         click.echo(f"job          {job_id}\nnext         hpctrain logs {found.name} -f")
     return conclude(found, runs, facts if as_json else None, wait=wait)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.cli.options import runs_flag
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     _T = TypeVar("_T")
     _Schedulers = Mapping[str, Cluster] | None
+    _Starts = tuple[list[JobStart], str]
 
 ASKED_AT_ONCE = 8
 RANKS_TAIL_BYTES = 4 * 2**20
@@ -48,9 +49,7 @@ class Looker:
     account_every_s: float = 0.0
     unreadable: int = 0
     _answers: dict[Path, tuple[float, tuple[object, ...], Answer]] = field(default_factory=dict)
-    _starts: dict[Path, tuple[float, tuple[object, ...], list[JobStart]]] = field(
-        default_factory=dict
-    )
+    _starts: dict[Path, tuple[float, tuple[object, ...], _Starts]] = field(default_factory=dict)
 
     def look(self, run: RunDir, *, thorough: bool = True) -> RunStatus:
         """All that is known of a run.
@@ -128,7 +127,9 @@ class Looker:
             ids: dict[str, list[str]] = {}
             for known in runs:
                 if known.spec is not None and not known.is_over:
-                    ids.setdefault(known.spec.cluster, []).extend(job_ids(known.events))
+                    name = known.spec.cluster
+                    here = job_ids(known.events, get_cluster(name)) if name else []
+                    ids.setdefault(name, []).extend(here)
             schedulers = {name: get_cluster(name).survey(ids[name]) for name in ids if name}
             return list(pool.map(one, runs))
 
@@ -145,16 +146,17 @@ class Looker:
         jobs = tuple(e.t for e in events if e.kind in {"submitted", "attempt_started", "requeued"})
         cluster, scheduler = spec.cluster, schedulers.get(spec.cluster)
 
-        def starts() -> list[JobStart]:
+        def starts() -> _Starts:
             if not account:
-                return []
+                return [], ""
             every = self.account_every_s
             return _lately(
                 self._starts, run.root, jobs, every, lambda: job_starts(cluster, events, scheduler)
             )
 
         if known.is_over:
-            return Answer(), starts()
+            found, silent = starts()
+            return Answer(unaccounted=silent), found
 
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(starts)
@@ -162,7 +164,8 @@ class Looker:
             answer = _lately(
                 self._answers, run.root, jobs, every, lambda: ask(run, cluster, events, scheduler)
             )
-            return answer, beside.result()
+            found, silent = beside.result()
+            return replace(answer, unaccounted=answer.unaccounted or silent), found
 
 
 @dataclass(frozen=True)

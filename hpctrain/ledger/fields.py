@@ -156,7 +156,7 @@ _FIELDS: dict[str, Check] = {
     ),
     **dict.fromkeys(("summary", "traceback", "node", "kind_of", "what", "site"), words),
     **dict.fromkeys(("script", "run_dir", "folder", "source"), path),
-    **dict.fromkeys(("no_answer", "collective", "cluster", "reason"), words),
+    **dict.fromkeys(("no_answer", "collective", "cluster", "slurm_cluster", "reason"), words),
     **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep", "steps"), count),
     **dict.fromkeys(("save", "ok", "at_save"), flag),
     **dict.fromkeys(("others", "ranks"), list_of(count)),

@@ -33,6 +33,8 @@ class RunState(StrEnum):
     RUNNING = "running"
     REQUEUED = "requeued"
     """Waiting to be started again."""
+    COMPLETING = "completing"
+    """Cancelled; the scheduler still ends its processes, which may still write."""
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -141,6 +143,8 @@ def _alive(job: JobInfo, now: Standing) -> RunState:
         return RunState.REQUEUED if began else RunState.PENDING
     if job.state == "COMPLETING" and now.phase is RunState.REQUEUED:
         return RunState.REQUEUED
+    if job.state == "COMPLETING" and now.cancel == "cancel":
+        return RunState.COMPLETING
     return RunState.RUNNING
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.ledger.speed import Speed
     from hpctrain.records import JobStart
 
-ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED})
+ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
 DAY_S = 86_400.0
 UNDER_WAY = 75
 """Exit status of `status --exit-status` while nothing is decided."""
@@ -59,12 +59,14 @@ class Answer:
         asked: False where there was no answer.
         problem: Why there was none.
         note: What a user must know of the job, e.g. that it is another run's.
+        unaccounted: Why accounting told nothing of the run's jobs, where it should have.
     """
 
     job: JobInfo | None = None
     asked: bool = True
     problem: str = ""
     note: str = ""
+    unaccounted: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def status_of(
     state = run_state(events, answer.job, asked=answer.asked)
     moment = time.time() if now is None else now
     past = past_of(events)
-    past.gone = state is not RunState.RUNNING
+    past.gone = state not in {RunState.RUNNING, RunState.COMPLETING}
     done = attempts(events, starts, past=past)
     until = _counted_until(events, starts, state, moment)
     spent = goodput(events, starts=starts, now=until, past=past)

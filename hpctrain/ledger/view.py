@@ -18,7 +18,7 @@ from hpctrain.ledger.view_json import as_json
 from hpctrain.ledger.view_numbers import goodput_lines, model_lines, rate, speed_lines, time_left
 from hpctrain.ledger.view_ranks import ranks_as_json, ranks_as_text
 from hpctrain.ledger.view_saves import save_lines
-from hpctrain.ledger.words import in_words, next_commands, nodes_of
+from hpctrain.ledger.words import in_words, next_commands, nodes_of, unaccounted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,7 @@ _COLOURS = {
     RunState.LOST: _RED,
     RunState.STOPPED: _YELLOW,
     RunState.CANCELLED: _YELLOW,
+    RunState.COMPLETING: _YELLOW,
 }
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
 
@@ -89,12 +90,13 @@ def _header(status: RunStatus, width: int, *, color: bool) -> str:
         painted += "  " + paint(state, _COLOURS.get(status.state, _BOLD), on=color)
         lines[0] = painted + lines[0].removeprefix(plain)
     words = in_words(status)
-    if status.answer.problem:
-        words = (
-            f"{words}\n{status.cluster or 'the cluster'} gave no answer: {status.answer.problem}"
-        )
-    if status.answer.note:
-        words = f"{words}\n{status.answer.note}"
+    answer = status.answer
+    if answer.note:
+        words = f"{words}\n{answer.note}"
+    elif answer.problem:
+        words = f"{words}\n{status.cluster or 'the cluster'} gave no answer: {answer.problem}"
+    if answer.unaccounted and not answer.problem:
+        words = f"{words}\n{unaccounted(answer.unaccounted)}"
     for line in words.strip().splitlines():
         lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
@@ -177,9 +179,14 @@ def runs_as_text(runs: Sequence[RunStatus], *, width: int = 80, color: bool = Fa
             at = lines[position].find(word, len(lines[position].split("  ")[0]))
             painted = paint(word, code, on=True)
             lines[position] = lines[position][:at] + painted + lines[position][at + len(word) :]
-    problems = sorted({run.answer.problem for run in runs if run.answer.problem})
-    for problem in problems:
-        lines += textwrap.wrap(f"no answer: {problem}", width, break_on_hyphens=False)
+    told = {
+        one.note or f"no answer: {one.problem}"
+        for one in (run.answer for run in runs)
+        if one.problem
+    }
+    told |= {unaccounted(run.answer.unaccounted) for run in runs if run.answer.unaccounted}
+    for line in sorted(told):
+        lines += textwrap.wrap(line, width, break_on_hyphens=False)
     return "\n".join(lines)
 
 

@@ -96,7 +96,10 @@ def _ended(status: RunStatus, attempt: AttemptView) -> str:
         return attempt.cause.value
     if attempt.reason is not None:
         return attempt.reason.value
-    return "running" if attempt.ended is None and status.state in ALIVE else "unknown"
+    if attempt.ended is not None or status.state not in ALIVE:
+        return "unknown"
+    ends = status.state is RunState.COMPLETING
+    return status.state.value if ends else RunState.RUNNING.value
 
 
 def _steps(attempt: AttemptView) -> str:

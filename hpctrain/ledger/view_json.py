@@ -39,6 +39,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "job_id": now.job_id,
         "job": asdict(status.answer.job) if status.answer.job else None,
         "cluster_problem": status.answer.problem or None,
+        "accounting_problem": status.answer.unaccounted or None,
         "cancel_requested": now.cancel or None,
         "exit_code": now.exit_code,
         "why": now.detail or None,

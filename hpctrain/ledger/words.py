@@ -50,6 +50,11 @@ def _running(status: RunStatus, job: str) -> str:
     return f"{job}{where}{ending}{_sign_of_life(status)}{_asked_to_end(status.standing)}"
 
 
+def _completing(status: RunStatus, job: str) -> str:
+    del status
+    return f"{job} was cancelled, and the cluster still ends its processes"
+
+
 def _done(status: RunStatus, job: str) -> str:
     del status, job
     return ""
@@ -121,10 +126,20 @@ def nodes_of(status: RunStatus) -> Sequence[str]:
     return newest.nodes if newest is not None else ()
 
 
+def unaccounted(why: str) -> str:
+    """What is not known where accounting is silent, in a line."""
+    return (
+        f"accounting did not answer ({why}): how jobs ended that left no word, and starts and "
+        "waits that the ledger does not have, are not known"
+    )
+
+
 def next_commands(status: RunStatus) -> list[str]:
     """What one would most likely type now."""
     name, flags = status.label, status.flags
     logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
+    if status.state is RunState.COMPLETING:
+        return [f"{logs} -f", f"hpctrain status {name}{flags}"]
     if status.state in ALIVE:
         return [f"{logs} -f", f"hpctrain cancel {name} --save{flags}"]
     if status.state is RunState.DONE:
@@ -144,6 +159,7 @@ _WORDS: dict[RunState, Callable[[RunStatus, str], str]] = {
     RunState.PENDING: _queued,
     RunState.REQUEUED: _queued,
     RunState.RUNNING: _running,
+    RunState.COMPLETING: _completing,
     RunState.DONE: _done,
     RunState.FAILED: _failed,
     RunState.STOPPED: _stopped,

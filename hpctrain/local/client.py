@@ -24,6 +24,10 @@ class LocalCluster:
 
     name = "local"
 
+    def here(self) -> str:
+        """No name: its jobs are known by their files alone."""
+        return ""
+
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
         spec = load_spec(request.run_dir / "spec.json")

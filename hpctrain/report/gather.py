@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import HpctrainError
 from hpctrain.ledger import events as ledger
 from hpctrain.ledger.rank_samples import RankSample, rank_sample
+from hpctrain.ledger.words import unaccounted
 from hpctrain.plain_files import read_plain
 from hpctrain.plan.interval import Costs, Failures, costs, failures
 from hpctrain.report.history import History, history
@@ -68,6 +69,8 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
     spec, why = _spec(run)
     if status.answer.problem and spec is not None:
         problems.append(f"the scheduler gave no answer: {status.answer.problem}")
+    if status.answer.unaccounted:
+        problems.append(unaccounted(status.answer.unaccounted))
     samples, torn = _samples(run, [one.number for one in status.attempts])
     return ReportData(
         status=status,

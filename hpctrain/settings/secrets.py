@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.settings.schema import Settings
+    from hpctrain.settings.spec import Spec
 
 HIDDEN = "***"
 _SHORT = 8
@@ -85,6 +86,17 @@ def secrets_of(
         ]
         found += _of_words(where, _split(text))
     return list(dict.fromkeys(found))
+
+
+def secrets_in(spec: Spec) -> list[Finding]:
+    """All secrets of a run's spec.json."""
+    return secrets_of(
+        spec.settings,
+        spec.env,
+        spec.entry.args,
+        env_origins=spec.env_origins,
+        origins=spec.origins,
+    )
 
 
 def hide(value: object, secrets: Sequence[Finding]) -> object:

@@ -7,8 +7,9 @@ import shutil
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.ledger.values import is_job_id
+from hpctrain.slurm.cluster_name import name_here
 from hpctrain.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
 from hpctrain.slurm.jobs import accounted_job, is_alive, job_info, job_starts
 from hpctrain.slurm.parse import (
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.records import JobInfo, JobRequest, JobStart
+    from hpctrain.slurm.parse import AccountRow
 
 SUBMIT_TIMEOUT_S = 60.0
 FORGOTTEN = "invalid job id"
+NO_ACCOUNTING = "accounting storage is disabled"
 
 
 class SlurmCluster:
@@ -47,6 +50,10 @@ class SlurmCluster:
     ) -> None:
         self.submit_timeout_s = submit_timeout_s
         self.query_timeout_s = query_timeout_s
+
+    def here(self) -> str:
+        """ClusterName, asked once in a process."""
+        return name_here()
 
     def submit(self, request: JobRequest) -> str:
         """Submit the script that is written already, and return the job's id."""
@@ -95,13 +102,7 @@ class SlurmCluster:
         ids = [job_id for job_id in job_ids if is_job_id(job_id)]
         if not ids:
             return []
-        try:
-            text = self._run(*SACCT_COMMAND, "--jobs", ",".join(ids))
-        except ClusterUnreachable:
-            raise
-        except ClusterError:  # many sites have no accounting
-            return []
-        return job_starts(parse_sacct(text))
+        return job_starts(self._rows_of(ids))
 
     def survey(self, job_ids: Sequence[str]) -> SlurmCluster:
         """Answers from two questions in all, for a look at many jobs of this user."""
@@ -116,12 +117,34 @@ class SlurmCluster:
         self._run("scancel", "--", job_id)
 
     def _accounted(self, job_id: str) -> JobInfo | None:
-        """The job's last state in accounting; None without an entry, and without accounting."""
+        """The job's last state in accounting; None without an entry, and without accounting.
+
+        Raises:
+            AccountingSilent: it gave no answer.
+        """
+        return accounted_job(self._accounts([job_id]))
+
+    def _accounts(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows of jobs that slurmctld has forgotten.
+
+        Raises:
+            AccountingSilent: nobody can say how they ended.
+        """
         try:
-            rows = parse_sacct(self._run(*SACCT_COMMAND, "--jobs", job_id))
-        except ClusterError:  # many sites have no accounting; then the job is simply forgotten
-            return None
-        return accounted_job(rows)
+            return self._rows_of(job_ids)
+        except ClusterError as error:
+            raise AccountingSilent(str(error)) from error
+
+    def _rows_of(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows; none on the many sites that have no accounting."""
+        try:
+            return parse_sacct(self._run(*SACCT_COMMAND, "--jobs", ",".join(job_ids)))
+        except CommandMissing:
+            return []
+        except ClusterError as error:
+            if NO_ACCOUNTING in str(error).lower():
+                return []
+            raise
 
     def _with_choices(self, error: ClusterError) -> ClusterError:
         """The refusal of a partition, with those that there are."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0
+PARTITION_TIMEOUT_S = 5.0
 CRED_EXPIRE_S = 120
 """SLURM's default of AuthInfo=cred_expire; a requeued job waits one second longer."""
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
@@ -74,6 +75,42 @@ def _column(name: str) -> set[str]:
         timeout_s=ACCOUNTING_TIMEOUT_S,
     )
     return {word for line in text.splitlines() for word in line.strip().split(",") if word}
+
+
+def cpus_per_gpu(partition: str) -> int | None:
+    """CPUs that a job gets for each GPU where it asks for none; None where nobody can say.
+
+    Args:
+        partition: Its name, or several with commas between them; "" for the default one.
+    """
+    try:
+        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
+        config = run(["scontrol", "show", "config"], timeout_s=PARTITION_TIMEOUT_S)
+    except ClusterError:
+        return None
+    return read_cpus_per_gpu(config, partitions, partition)
+
+
+def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | None:
+    """The same from what was printed: a partition's own default comes before the cluster's.
+
+    Of several partitions the one that gives least, since SLURM chooses. 0 where there is none.
+    """
+    names = frozenset(partition.split(",")) if partition else None
+    chosen = [
+        record
+        for record in _records(partitions, "PartitionName")
+        if (record["PartitionName"] in names if names else record.get("Default") == "YES")
+    ]
+    everywhere = re.search(r"^JobDefaults\s*=\s*(.*?)\s*$", config, re.MULTILINE)
+    general = _def_cpus(everywhere[1] if everywhere else "")
+    found = [_def_cpus(record.get("JobDefaults", "")) or general for record in chosen]
+    return min(found, default=None)
+
+
+def _def_cpus(defaults: str) -> int:
+    named = re.search(r"\bDefCpuPerGPU=(\d{1,9})\b", defaults, re.IGNORECASE)
+    return int(named[1]) if named else 0
 
 
 def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:

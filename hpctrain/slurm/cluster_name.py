@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 
 from hpctrain.errors import ClusterError
@@ -23,6 +24,20 @@ def cluster_name() -> str | None:
         return None
     found = re.search(r"^ClusterName\s*=\s*(\S+)\s*$", text, re.MULTILINE)
     return found[1] if found else None
+
+
+_KNOWN: dict[tuple[str | None, ...], str] = {}
+
+
+def name_here() -> str:
+    """The same, asked once in a process; "" where it is not known."""
+    whose = tuple(os.environ.get(name) for name in ("PATH", "SLURM_CONF", "SLURM_CLUSTERS"))
+    if whose not in _KNOWN:
+        found = cluster_name()
+        if found is None:
+            return ""
+        _KNOWN[whose] = found
+    return _KNOWN[whose]
 
 
 def submitted_here(answer: str) -> str:

@@ -47,6 +47,7 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         end_time=own_end(env),
         kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
         start_time=own_start(env),
+        cluster=env.get("SLURM_CLUSTER_NAME", ""),
     )
 
 

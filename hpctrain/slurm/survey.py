@@ -11,10 +11,10 @@ import threading
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import ClusterError
+from hpctrain.errors import AccountingSilent, ClusterError
 from hpctrain.slurm.client import SlurmCluster
 from hpctrain.slurm.jobs import accounted_job, is_alive, job_starts, queued_job
-from hpctrain.slurm.parse import SACCT_COMMAND, SURVEY_FORMAT, parse_sacct, parse_survey
+from hpctrain.slurm.parse import SURVEY_FORMAT, parse_survey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +46,8 @@ class Survey(SlurmCluster):
             return queued
         try:
             return accounted_job([row for row in self._accounted_rows() if row.job_id == job_id])
-        except ClusterError:  # many sites have no accounting; then the job is simply forgotten
-            return None
+        except ClusterError as error:
+            raise AccountingSilent(str(error)) from error
 
     def find_job(self, token: str) -> JobInfo | None:
         """As `SlurmCluster.find_job`."""
@@ -74,10 +74,8 @@ class Survey(SlurmCluster):
     def _accounted_rows(self) -> list[AccountRow]:
         with self._lock:
             if self._rows is None:
-                ids = ",".join(self._job_ids)
                 try:
-                    text = self._run(*SACCT_COMMAND, "--jobs", ids) if ids else ""
-                    self._rows = parse_sacct(text)
+                    self._rows = self._rows_of(self._job_ids) if self._job_ids else []
                 except ClusterError as error:
                     self._rows = error
             if isinstance(self._rows, ClusterError):

@@ -13,14 +13,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.clusters import get_cluster
-from hpctrain.errors import ClusterError, ClusterUnreachable, RunAlive
+from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
 from hpctrain.ledger import events as ledger
+from hpctrain.ledger.derive import OVER, standing
 from hpctrain.modes import follow_folder, make_private_folder, write_private
 from hpctrain.records import JobRequest
 from hpctrain.rundir.fence import run_lock
 from hpctrain.rundir.secret_file import renew_secret
 from hpctrain.submit.disk import check_disk
-from hpctrain.submit.own_job import not_own
+from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,11 +71,7 @@ def launch(
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:
-            raise RunAlive(
-                f"{run.name} has job {alive.job_id} ({alive.state.lower()}), "
-                "which may still write; "
-                f"end it with `hpctrain cancel {run.name}`, or let it go on"
-            )
+            raise refusal(run, alive)
         return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude)
 
 
@@ -82,19 +79,42 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
     """The run's job that is pending or running; adopts one whose submission was never confirmed.
 
     Raises:
-        ClusterUnreachable: the scheduler gave no answer, so nobody can say.
+        ClusterUnreachable: the scheduler gave no answer, or it is another cluster's job, so nobody
+            can say.
     """
     events = ledger.read(run)
     token, job_id = newest_submission(events)
     if token is None and job_id is None:
         return None
-    found = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
+    if copied_from(run, events) is None and (why := elsewhere(events, cluster)):
+        now = standing(events)
+        if now.phase in OVER or now.cancel == "cancel":  # it ends itself, should it start yet
+            return None
+        raise ClusterUnreachable(
+            f"{why}. If that job is gone for good, `hpctrain cancel {run.name}` says so here, and "
+            "`resume` goes on"
+        )
+    try:
+        found = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
+    except AccountingSilent:  # however it ended, it writes no more
+        return None
     if found is None or not found.alive or not_own(run, events, token, found):
         return None
     if job_id is not None:
         return found
     ledger.record(run, "submit_adopted", token=token, job_id=found.job_id)
     return found
+
+
+def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
+    """Why nothing can be started beside a job of the run, and what to do."""
+    onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
+    if alive.state == "COMPLETING":
+        onward = "the cluster is ending it: try again when it has"
+    return RunAlive(
+        f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
+        f"{onward}"
+    )
 
 
 def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | None]:
@@ -128,7 +148,13 @@ def _submit(
     make_private_folder(run.jobs)
     write_private(run.script(token), script, mode=0o700)
     run.stop_request.unlink(missing_ok=True)
-    ledger.append(run, "submit_intent", token=token, script=str(run.script(token)))
+    ledger.append(
+        run,
+        "submit_intent",
+        token=token,
+        script=str(run.script(token)),
+        slurm_cluster=cluster.here() or None,
+    )
     request = JobRequest(run.root, token, run.script(token), script)
     try:
         job_id = cluster.submit(request)

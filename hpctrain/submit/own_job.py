@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.events import Event
-    from hpctrain.records import JobInfo
+    from hpctrain.records import Cluster, JobInfo
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+
+_NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
 
 
 def copied_from(run: RunDir, events: Sequence[Event]) -> Path | None:
@@ -57,6 +60,46 @@ def not_own(run: RunDir, events: Sequence[Event], token: str | None, job: JobInf
     if token and job.script and Path(job.script).name != f"{token}.sh":
         return f"job {job.job_id} is another's by now ({job.script})"
     return ""
+
+
+def elsewhere(events: Sequence[Event], cluster: Cluster) -> str:
+    """Why this cluster is not to be asked about the newest job, or "".
+
+    A folder of runs may be seen from the login nodes of several clusters, each of which counts its
+    jobs from 1. A ledger that names no cluster is taken at its word.
+    """
+    named: set[str] = set()
+    job_id = ""
+    for event in events:
+        if event.kind == "submit_intent":
+            named, job_id = set(), ""
+        job_id = text(event.data.get("job_id")) or job_id
+        named |= {text(event.data.get("slurm_cluster"))} - {""}
+    here = cluster.here() if named else ""
+    if not here or here in named:
+        return ""
+    job = f"job {job_id}" if job_id else "its job"
+    return f"{job} is one of the cluster {', '.join(sorted(named))}, and this is {here}: ask there"
+
+
+def jobs_here(events: Sequence[Event], cluster: Cluster) -> list[str]:
+    """Every job that a run had, but those of which the ledger says that another cluster has them.
+
+    Args:
+        events: The run's ledger.
+        cluster: This one, which is asked for its name where the ledger has names.
+    """
+    names: dict[str, set[str]] = {}
+    jobs: dict[str, set[str]] = {}
+    for event in events:
+        token, name = text(event.data.get("token")), text(event.data.get("slurm_cluster"))
+        if event.kind == "submit_intent":
+            names[token] = {name} - {""}
+        elif event.kind in _NAME_JOBS and (job_id := text(event.data.get("job_id"))):
+            of_token = names.get(token, set()) if event.kind != "attempt_started" else set()
+            jobs.setdefault(job_id, set()).update(of_token | ({name} - {""}))
+    here = cluster.here() if any(jobs.values()) else ""
+    return [job for job, named in jobs.items() if not here or not named or here in named]
 
 
 def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:

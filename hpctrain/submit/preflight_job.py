@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.clusters import get_cluster
-from hpctrain.errors import ClusterUnreachable
+from hpctrain.errors import AccountingSilent, ClusterUnreachable
 from hpctrain.local.preflight_nodes import LocalNodes
 from hpctrain.modes import follow_folder, make_runs_folder
+from hpctrain.plain_files import read_text
 from hpctrain.preflight.checks_between import LOGIN
 from hpctrain.preflight.expect import Order, expected_of
 from hpctrain.preflight.node import ORDER, PROGRESS, REPORT
@@ -167,10 +168,13 @@ class SlurmJob:
 
     def is_over(self) -> bool:
         """Whether SLURM says so."""
-        with contextlib.suppress(ClusterUnreachable):
+        try:
             job = self._cluster.job(self._job_id)
-            return job is None or not job.alive
-        return False
+        except AccountingSilent:  # slurmctld itself has forgotten it
+            return True
+        except ClusterUnreachable:
+            return False
+        return job is None or not job.alive
 
     def cancel(self) -> None:
         """Cancel it."""
@@ -222,7 +226,7 @@ def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> 
 def _tell_progress(path: Path, told: int, say: Say) -> int:
     """Tell the lines that are new; how many there are."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_text(path).splitlines()
     except OSError:
         return told
     for line in lines[told:]:
@@ -234,7 +238,7 @@ def _without_report(preflight: Preflight, why: str) -> Report:
     output = preflight.run.jobs / f"{preflight.token}.out"
     said = ""
     with contextlib.suppress(OSError):
-        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in read_text(output).splitlines() if line.strip()]
         said = f"; it said last: {lines[-1]}" if lines else ""
     hint = f"see {output}; where that is not there, the first node does not see {output.parent}"
     return Report([], [Result("job", FAIL, f"{why}{said}", [], hint)])

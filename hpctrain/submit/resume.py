@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import find
 from hpctrain.checkpoint.beginning import refuse_to_forget
-from hpctrain.errors import RunAlive, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.ledger import events as ledger
 from hpctrain.plan.nodes import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.rundir.fresh import look_anew
 from hpctrain.settings.check import check
 from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.slurm.script import site_of
 from hpctrain.submit.ds_config import take_ds_config
 from hpctrain.submit.hook_checks import check_hooks_here
@@ -99,7 +100,10 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     ranks = [mesh.data_ranks for mesh in planned.values()]
     if settings.engine.kind.startswith("zero"):
         notes += take_ds_config(settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks)
-    return replace(spec, settings=settings, origins=origins, unlocked=unlocked), notes
+    fresh = replace(spec, settings=settings, origins=origins, unlocked=unlocked)
+    known = {one[1:] for one in secrets_in(spec)}
+    notes += secret_warnings([one for one in secrets_in(fresh) if one[1:] not in known])
+    return fresh, notes
 
 
 def _check_with_site(
@@ -165,11 +169,8 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
         RunAlive: with the job and what to do.
     """
     from hpctrain.clusters import get_cluster
-    from hpctrain.submit.launch import live_job
+    from hpctrain.submit.launch import live_job, refusal
 
     alive = live_job(run, get_cluster(spec.cluster))
     if alive is not None:
-        raise RunAlive(
-            f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
-            f"end it with `hpctrain cancel {run.name}`, or let it go on"
-        )
+        raise refusal(run, alive)

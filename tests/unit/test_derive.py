@@ -233,6 +233,20 @@ def test_a_preempted_run_is_requeued_until_it_runs_again(story):
     assert state(story, None) is RunState.LOST
 
 
+def test_a_cancelled_run_is_completing_until_its_job_has_ended(story):
+    story.started(1).restored(1).steps(1, 1, 100)
+    assert state(story, job("COMPLETING")) is RunState.RUNNING  # its time limit, or another's word
+    story.add("cancel_requested", save=False, job_id="17")
+    assert state(story, job("RUNNING")) is RunState.RUNNING
+    assert state(story, job("COMPLETING")) is RunState.COMPLETING
+    assert state(story, job("CANCELLED", alive=False)) is RunState.CANCELLED
+
+
+def test_a_run_that_saves_as_asked_runs_while_its_job_is_completing(story):
+    story.started(1).restored(1).steps(1, 1, 100).add("cancel_requested", save=True, job_id="17")
+    assert state(story, job("COMPLETING")) is RunState.RUNNING
+
+
 def test_a_silent_scheduler_leaves_the_ledgers_word(story):
     assert state(story, None, asked=False) is RunState.PENDING
     story.started(1)

@@ -153,3 +153,27 @@ def test_a_submit_tells_of_it_too(tmp_path, monkeypatch, capsys):
     assert code == 0
     assert "flag --env: WANDB_API_KEY looks like a secret" in err
     assert VALUE not in out + err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_resume_tells_of_what_it_adds_and_shows_none(tmp_path, monkeypatch, capsys, as_json):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    (tmp_path / "train.py").write_text("")
+    words = ["submit", "--no-submit", "--cluster", "local", "--name", "mine", "train.py"]
+    assert main([words[0], "--env", f"WANDB_API_KEY={VALUE}-1", *words[1:]]) == 0
+    capsys.readouterr()
+
+    setup = f"slurm.setup=['export HF_TOKEN={VALUE}-2']"
+    words = ["resume", "mine", "--dry-run", "--set", setup]
+    words += ["--set", f"notify.command=true --api-key {VALUE}-3"]
+    code = main([*words, *(["--json"] if as_json else [])])
+
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert VALUE not in out + err
+    notes = json.loads(out)["notes"] if as_json else out.splitlines()
+    told = [note for note in notes if "looks like a secret" in note]
+    assert [name for name in ("HF_TOKEN", "--api-key") for one in told if f"{name} looks" in one]
+    assert len(told) == 2, "what the submit has told of already is not told again"
+    assert all("flag --set" in note for note in told)

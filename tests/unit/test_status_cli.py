@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,6 +186,36 @@ def test_a_run_stopped_for_want_of_progress_says_so(runs, story):
 def test_an_asked_for_stop_is_shown_while_it_is_under_way(runs, story):
     story.add("cancel_requested", save=True, job_id="local-17")
     assert "; asked to save and stop" in shown(story, JobInfo("17", "RUNNING", alive=True))
+
+
+def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
+    runs, monkeypatch, capsys
+):
+    story = Story(runs / "lm", t=time.time() - 60, cluster="slurm")
+    story.submitted("17").started(1, "17").restored(1).steps(1, 1, 10)
+    story.add("cancel_requested", save=False, job_id="17")
+    scheduler = SimpleNamespace(
+        job=lambda _: JobInfo("17", "COMPLETING", alive=True),
+        survey=lambda _: scheduler,
+        starts=lambda _: [],
+    )
+    monkeypatch.setattr("hpctrain.clusters.get_cluster", lambda _: scheduler)
+
+    _, table, _ = run(capsys=capsys)
+    _, screen, _ = run("lm", capsys=capsys)
+    code, shown, _ = run("lm", "--json", "--exit-status", capsys=capsys)
+    assert main(["resume", "lm"]) == 5
+
+    assert "completing" in table
+    assert "running" not in table
+    assert "completing" in screen.splitlines()[0]
+    assert "running" not in screen
+    assert "job 17 was cancelled, and the cluster still ends its processes" in screen
+    assert "cancel lm" not in screen
+    assert (json.loads(shown)["state"], code) == ("completing", 75)
+    refused = capsys.readouterr().err
+    assert "job 17 (completing)" in refused
+    assert "hpctrain cancel" not in refused
 
 
 def test_a_damaged_newest_checkpoint_is_shown_with_its_reason_and_the_next_as_newest(
@@ -717,7 +748,9 @@ def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
 
 def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, story, monkeypatch):
     asked = []
-    monkeypatch.setattr("hpctrain.cli.job.job_starts", lambda *_: asked.append("starts") or [])
+    monkeypatch.setattr(
+        "hpctrain.cli.job.job_starts", lambda *_: asked.append("starts") or ([], "")
+    )
     monkeypatch.setattr("hpctrain.cli.job.ask", lambda *_: asked.append("job") or Answer())
     looker = Looker(runs, ask_every_s=1000, account_every_s=1000)
     looker.look(story.run)

@@ -121,6 +121,48 @@ def test_what_is_not_known_is_said_in_time(slurm, tmp_path, monkeypatch, capsys)
     assert "no answer: squeue gave no answer within 1 s" in " ".join(shown.split())
 
 
+SILENT = "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
+DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_silent_accounting_is_said_once_and_what_is_not_known_without_it(
+    slurm, tmp_path, capsys, known
+):
+    """Also where slurmctld has forgotten the job: how it ended is not known then."""
+    for number in range(3):
+        live(tmp_path / "runs" / f"run-{number}", str(100 + number)).started(1, str(100 + number))
+    line = "$(echo $4 | sed 's/.*/JobId=& JobState=RUNNING/')"
+    slurm.answer(
+        sacct=SILENT,
+        scontrol=f'echo "{line}"' if known else "echo 'Invalid job id specified' >&2; exit 1",
+        squeue="true"
+        if not known
+        else "printf '%s\\n' "
+        + " ".join(f"'{100 + n}|RUNNING|n1|1763700000|N/A|None|x'" for n in range(3)),
+    )
+
+    screen = " ".join(status(capsys, "run-1").split())
+    shown = json.loads(status(capsys, "run-1", "--json"))
+    table = " ".join(status(capsys).split())
+    several = json.loads(status(capsys, "--json"))
+
+    assert screen.count("accounting did not answer (sacct: Problem talking to the database") == 1
+    assert "are not known" in screen
+    assert "Problem talking to the database" in shown["accounting_problem"]
+    assert shown["cluster_problem"] is None
+    assert all("Problem talking" in run["accounting_problem"] for run in several)
+    assert table.count("accounting did not answer") == (0 if known else 1)
+
+
+def test_a_site_without_accounting_is_told_nothing(slurm, tmp_path, capsys):
+    live(tmp_path / "runs" / "lm", "100").started(1, "100")
+    slurm.answer(sacct=DISABLED, scontrol="echo 'Invalid job id specified' >&2; exit 1")
+
+    assert "accounting" not in status(capsys, "lm")
+    assert json.loads(status(capsys, "lm", "--json"))["accounting_problem"] is None
+
+
 def _hasty(name):
     from hpctrain.slurm.client import SlurmCluster
 
