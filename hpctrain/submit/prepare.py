@@ -176,7 +176,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         )
     notes += _without_effect(origins, cluster, entry)
     if cluster == "slurm":
-        notes += cpu_notes(settings, site)
+        notes += cpu_notes(settings, site, request.accounting)
     notes += check_versions(settings, site if cluster == "slurm" else None)
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:

@@ -1,6 +1,6 @@
 """What a site's preset says of a job: what it lacks is filled in, what cannot run is refused.
 
-Pure, but for two questions to accounting that a caller may hand in. Each value that is filled in
+Pure, but for a few questions to SLURM that a caller may hand in. Each value that is filled in
 has an origin that begins with `CHOSEN`, so that a resume chooses anew.
 tests/unit/test_site_submit.py holds the promises.
 """
@@ -187,11 +187,13 @@ def _fill_qos(
         origins["slurm.qos"] = f"{CHOSEN}{site.where('slurm', 'qos_default')}"
 
 
-def cpu_notes(settings: Settings, site: Site | None) -> list[str]:
+def cpu_notes(
+    settings: Settings, site: Site | None, accounting: Accounting | None = None
+) -> list[str]:
     """What to know where a job with GPUs asks for no CPUs: SLURM then gives what it gives.
 
     That is one core of a node for all of its ranks, their data loaders and the writers, unless the
-    partition has DefCpuPerGPU.
+    partition has DefCpuPerGPU, which SLURM is asked for where that would matter.
     """
     slurm = settings.slurm
     if slurm.cpus_per_rank or not slurm.gpus_per_node or is_exclusive(slurm, site):
@@ -201,13 +203,15 @@ def cpu_notes(settings: Settings, site: Site | None) -> list[str]:
     partition = site.partitions.get(slurm.partition) if site is not None else None
     if partition is not None and partition.exclusive:
         return []
-    return [
-        (
-            "no CPUs are asked for: without DefCpuPerGPU SLURM gives one core of a "
-            f"node for its {count(slurm.ranks(), 'rank')}; set slurm.cpus_per_rank, or "
-            "slurm.exclusive = yes"
-        )
-    ]
+    ranks = count(slurm.ranks(), "rank")
+    default = accounting.cpus_per_gpu(slurm.partition) if accounting is not None else None
+    if default and default * slurm.gpus_per_node >= slurm.ranks():
+        return []
+    given = f"without DefCpuPerGPU SLURM gives one core of a node for its {ranks}"
+    if default:
+        cpus = count(default * slurm.gpus_per_node, "CPU")
+        given = f"with DefCpuPerGPU={default} SLURM gives {cpus} of a node for its {ranks}"
+    return [f"no CPUs are asked for: {given}; set slurm.cpus_per_rank, or slurm.exclusive = yes"]
 
 
 _CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})

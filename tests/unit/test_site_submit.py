@@ -611,9 +611,24 @@ def test_a_dry_run_shows_the_environment_that_the_ranks_would_get(shell_here, ca
 # ---- what a job lacks
 
 
-def cpus_said(*sets, gpus=4, site=None):
+def cpus_said(*sets, gpus=4, site=None, default=None):
     settings, _ = resolve([flag_layer({}, (f"slurm.gpus_per_node={gpus}", *sets))])
-    return cpu_notes(settings, site)
+    asked = Accounting(lambda: None, lambda: None, (default or {}).get)
+    return cpu_notes(settings, site, asked)
+
+
+@pytest.mark.parametrize("partition", ["", "gpu"])
+def test_a_partition_that_gives_cpus_for_each_gpu_is_no_reason_for_a_note(partition):
+    sets = [f"slurm.partition={partition}"] if partition else []
+    assert cpus_said(*sets, default={partition: 16}) == []
+    assert len(cpus_said(*sets, default={"another": 16})) == 1
+    assert len(cpus_said(*sets, default={partition: 0})) == 1
+
+
+def test_a_partition_that_gives_fewer_cpus_than_ranks_is_told_of_with_its_number():
+    (said,) = cpus_said("slurm.ranks_per_node=8", default={"": 1})
+
+    assert "with DefCpuPerGPU=1 SLURM gives 4 CPUs of a node for its 8 ranks" in said
 
 
 def test_a_job_with_gpus_that_asks_for_no_cpus_is_told_so_in_one_line():
