@@ -107,13 +107,13 @@ class StopWatch:
 
     def seconds_left(self) -> float | None:
         """Seconds until the ranks must be gone; None while no end is known."""
-        ends = []
-        if self.end_time is not None:
-            ends.append(self.end_time - self._clock.time() - self._margin_s)
         if self._term_at is not None and not self._in_grace():
-            spent = self._clock.monotonic() - self._term_at
-            ends.append(self._context.kill_wait_s - spent - LEAVE_S)
-        return min(ends, default=None)
+            # Whatever the job's end: at its limit a job hears SIGTERM when the end has come, or a
+            # moment before, and has KillWait from there. Without it a save would be cut off.
+            return self._context.kill_wait_s - (self._clock.monotonic() - self._term_at) - LEAVE_S
+        if self.end_time is None:
+            return None
+        return self.end_time - self._clock.time() - self._margin_s
 
     def _take_in(self) -> None:
         arrivals = self._arrivals()

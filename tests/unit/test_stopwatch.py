@@ -70,6 +70,20 @@ def test_ranks_may_save_until_shortly_before_killwait_ends(clock):
     assert (early, late) == (False, True)
 
 
+@pytest.mark.parametrize("end_time", [998.0, 1002.0, 1010.0])
+def test_sigterm_at_the_limit_leaves_the_ranks_all_of_killwait(clock, end_time):
+    facts = JobFacts("RUNNING", restarts=0, end_time=end_time)
+    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=end_time)
+
+    at_once = stop.look().kill
+    clock.now = 1000.0 + 30.0 - LEAVE_S - 0.1
+    early = stop.look().kill
+    clock.now = 1000.0 + 30.0 - LEAVE_S + 0.1
+    late = stop.look().kill
+
+    assert (at_once, early, late) == (False, False, True)
+
+
 def test_in_the_grace_time_the_moved_end_counts_not_killwait(clock):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
     stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
