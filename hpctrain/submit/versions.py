@@ -7,7 +7,7 @@ promises.
 from __future__ import annotations
 
 import sys
-from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
@@ -17,6 +17,8 @@ from hpctrain.slurm.site_options import module_lines
 if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
+
+_INFO = (".dist-info", ".egg-info")
 
 
 def check_versions(settings: Settings, site: Site | None = None, *, python: str = "") -> list[str]:
@@ -36,7 +38,7 @@ def check_versions(settings: Settings, site: Site | None = None, *, python: str 
     """
     if python and python != sys.executable:
         return []
-    versions = {name: _installed(name) for name in ("torch", "deepspeed")}
+    versions = {name: installed_version(name) for name in ("torch", "deepspeed")}
     why = refusal(versions, settings.engine)
     if why is None:
         return untried(versions, settings.engine)
@@ -45,9 +47,18 @@ def check_versions(settings: Settings, site: Site | None = None, *, python: str 
     raise UsageError(why)
 
 
-def _installed(package: str) -> str:
-    """Its version; "" where it is not installed here, which a job's module may make up for."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+def installed_version(package: str) -> str:
+    """Its version; "" where it is not installed here, which a job's module may make up for.
+
+    Told by the name of its folder in the first place that Python would import it from.
+    `importlib.metadata` says the same, and brings the parsers of e-mail: 30 ms at each submit.
+    """
+    for place in sys.path:
+        try:
+            found = list(Path(place).iterdir())
+        except OSError:
+            continue  # Python passes over it as well
+        for path in found:
+            if path.suffix in _INFO and path.stem.lower().startswith(f"{package}-"):
+                return path.stem[len(package) + 1 :].partition("-")[0]
+    return ""

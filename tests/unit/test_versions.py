@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +62,7 @@ def test_what_is_newer_than_any_that_was_run_is_said():
 
 
 def posed(monkeypatch, **found):
-    monkeypatch.setattr(versions, "_installed", lambda name: found.get(name, ""))
+    monkeypatch.setattr(versions, "installed_version", lambda name: found.get(name, ""))
 
 
 def test_submit_refuses_what_is_installed_here(monkeypatch):
@@ -94,3 +97,31 @@ def test_the_bounds_are_those_that_the_package_asks_for():
     assert f"torch>={TORCH.oldest}" in project["dependencies"]
     assert project["optional-dependencies"]["deepspeed"] == [f"deepspeed>={DEEPSPEED.oldest}"]
     assert f"torch {TORCH.oldest} or newer" in Path("README.md").read_text()
+
+
+@pytest.mark.parametrize("package", ["torch", "deepspeed", "numpy", "no-such-package"])
+def test_a_version_is_the_one_that_pythons_own_means_tell(package):
+    try:
+        told = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        told = ""
+
+    assert versions.installed_version(package) == told
+
+
+def test_the_place_that_python_looks_at_first_counts(tmp_path, monkeypatch):
+    for place, name in [("a", "torch-2.9.0+git-py3.egg-info"), ("b", "torch-2.8.0.dist-info")]:
+        (tmp_path / place / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "none"), str(tmp_path / "a"), *sys.path])
+    first = versions.installed_version("torch")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "b"), str(tmp_path / "a")])
+
+    assert (first, versions.installed_version("torch")) == ("2.9.0+git", "2.8.0")
+    assert not versions.installed_version("tor")
+
+
+def test_asking_brings_no_parsers_of_email():
+    code = "import sys, hpctrain.submit.versions; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert {"importlib.metadata", "email"} & {*done.stdout.split()} == set()
