@@ -128,14 +128,12 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by name; where there was none yet, it is that of step 0.
 
-    Torch makes missing state by a real step and leaves Adam's count at 1.
+    Torch makes missing state by a real step (at rate 0, which it takes back) and leaves Adam's
+    count at 1.
     """
     fresh = not optimizer.state
-    rates = [group["lr"] for group in optimizer.param_groups]
     with _quiet(), _without_empty_groups(optimizer):
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
     if fresh:
         for values in optimizer.state.values():
             step = values.get("step")

@@ -534,6 +534,64 @@ def test_an_optimizers_state_goes_by_name_and_each_group_keeps_its_own_settings(
     assert settings == [(0.0, 0.35), (0.1, 0.7)]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "settings", "in_tensor"),
+    [
+        ("AdamW", {"betas": (0.85, 0.97), "eps": 1e-7, "weight_decay": 0.03}, False),
+        ("AdamW", {"amsgrad": True}, True),
+        ("SGD", {"weight_decay": 0.03}, False),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, False),
+    ],
+    ids=["adamw", "rate in a tensor", "sgd", "momentum"],
+)
+def test_a_restore_leaves_every_setting_of_every_group_as_the_program_made_it(
+    kind, settings, in_tensor, trained
+):
+    """Torch makes a fresh optimizer's state by a step of rate 0; none of it may stay."""
+    import torch
+
+    from hpctrain.engines import state as engine_state
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    rate = torch.tensor(0.25) if in_tensor else 0.25
+    groups = [
+        {"params": list(model[0].parameters()), **settings, "lr": rate},
+        {"params": list(model[1].parameters()), "lr": rate / 3},
+        {"params": [], "lr": rate / 5},
+    ]
+    optimizer = getattr(torch.optim, kind)(groups, lr=rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    for _ in range(3 if trained else 0):
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    def settings_now():
+        return [
+            {
+                name: [id(one) for one in value] if name == "params" else exactly(value)
+                for name, value in group.items()
+            }
+            for group in optimizer.param_groups
+        ]
+
+    def exactly(value):
+        return (value.dtype, value.item()) if isinstance(value, torch.Tensor) else value
+
+    before = settings_now()
+    weights = [one.clone() for one in model.parameters()]
+    wanted = engine_state.collect(model, optimizer)
+    assert settings_now() == before
+    engine_state.apply(model, optimizer, wanted)
+
+    assert settings_now() == before
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
+    assert all("initial_lr" in group for group in optimizer.param_groups)
+
+
 def _fenced_rank(root):
     """Save; a newer attempt begins while this rank writes."""
     from hpctrain.checkpoint.save import save
