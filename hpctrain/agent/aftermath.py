@@ -233,6 +233,19 @@ class Aftermath:
             attempt, reason, following, facts, f"preflight: {why}", without=list(bad)
         )
 
+    def apart(self, attempt: int, why: str) -> int:
+        """End an attempt whose nodes share no directory; nothing follows until that is mended.
+
+        Returns the exit code of the task.
+        """
+        facts = self._facts_now("storage_failed")
+        reason, following = decide(facts, self._context.restarts, None, "storage_failed")
+        if reason is not EndReason.STORAGE_FAILED:  # e.g. preempted meanwhile
+            return self._carry_out(attempt, reason, following, facts, why)
+        self._record_end(attempt, reason, Next.STOP, facts, why)
+        self._stop_for_good(attempt, reason.value, EXIT_STOPPED, why)
+        return EXIT_STOPPED
+
     def _outcome(
         self, attempt: int, end: RoundEnd, watch: StopWatch, left: dict[str, Any]
     ) -> Outcome:

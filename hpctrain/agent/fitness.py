@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.aftermath import Aftermath
     from hpctrain.preflight.bounded import Child
     from hpctrain.preflight.expect import Expected
+    from hpctrain.preflight.tour import Verdict
     from hpctrain.records import JobContext
     from hpctrain.rundir.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -46,12 +47,13 @@ class Fitness:
             first = self._context.node_rank == 0
             self._child = preflight.begin(self._place(), self._order() if first else None)
 
-    def bad(self) -> dict[str, str]:
-        """The nodes to leave behind, with why; empty where the attempt may begin."""
+    def against(self) -> Verdict | None:
+        """Why the attempt must not begin on these nodes; None where it may."""
         if self._child is None:
-            return {}
-        bad, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
-        leave = preflight.to_leave(bad, self._context.nodes)
+            return None
+        verdict, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
+        bad = verdict.bad
+        leave = bool(verdict.apart) or preflight.to_leave(bad, self._context.nodes)
         if self._context.node_rank == 0:
             tried = preflight.collective(self._place().folder)
             if tried == OK:
@@ -59,15 +61,16 @@ class Fitness:
             ledger.append(
                 self._run, "preflight", bad=bad, leave=leave, no_answer=silence, collective=tried
             )
-        return bad if leave else {}
+        return verdict if leave else None
 
-    def leave(self, bad: dict[str, str], aftermath: Aftermath) -> int:
+    def leave(self, verdict: Verdict, aftermath: Aftermath) -> int:
         """End before an attempt has done anything. Returns the exit code of the task."""
         context = self._context
         if context.node_rank != 0:
             return 0
         hours = self._spec.settings.preflight.bad_node_hours
-        note(of_run(self._run), bad, hours=hours)
+        if not verdict.apart:
+            note(of_run(self._run), verdict.bad, hours=hours)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
         ledger.append(
             self._run,
@@ -82,7 +85,9 @@ class Fitness:
             job_started=context.start_time,
             by="start",
         )
-        return aftermath.unfit(taken.number, bad)
+        if verdict.apart:
+            return aftermath.apart(taken.number, verdict.apart)
+        return aftermath.unfit(taken.number, verdict.bad)
 
     def _place(self) -> Place:
         context = self._context

@@ -68,8 +68,8 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     fitness.begin()
     _preload()
     try:
-        if bad := fitness.bad():
-            return fitness.leave(bad, aftermath)
+        if against := fitness.against():
+            return fitness.leave(against, aftermath)
         return _run_rounds(
             run, spec, context, aftermath, environment, secret=secret, started=started
         )

@@ -1,18 +1,19 @@
 """The nodes are looked at before an attempt's ranks start, while its agents import torch.
 
-Each node, what lies between them, and where the order says so the collective. Nothing here may keep
-a run from going on: without an answer the attempt goes on.
+Each node, what lies between them, and where the order says so the collective. Without an answer the
+attempt goes on. Nodes that share no directory are refused: nothing could ever be saved.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.plain_files import read_plain
 from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.node import REPORT
-from hpctrain.preflight.tour import tour
+from hpctrain.preflight.tour import Verdict, tour
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,13 +32,13 @@ def begin(place: Place, order: Order | None) -> Child:
     return start(lambda: _look(place, order))
 
 
-def _look(place: Place, order: Order | None) -> dict[str, str]:
+def _look(place: Place, order: Order | None) -> dict[str, Any]:
     if order is not None:
         place.folder.mkdir(parents=True, exist_ok=True)
-    report, bad = tour(place, order, _say_nothing)
+    report, verdict = tour(place, order, _say_nothing)
     if report is not None:
         report.dump(place.folder / REPORT)
-    return bad
+    return asdict(verdict)
 
 
 def _say_nothing(text: str) -> None:
@@ -45,13 +46,12 @@ def _say_nothing(text: str) -> None:
     del text
 
 
-def outcome(child: Child, timeout_s: float) -> tuple[dict[str, str], str]:
-    """The bad nodes with why, and why there is no answer, "" where there is one."""
+def outcome(child: Child, timeout_s: float) -> tuple[Verdict, str]:
+    """The verdict, and why there is none, "" where there is one."""
     try:
-        bad: Any = child.answer(timeout_s)
+        return Verdict(**child.answer(timeout_s)), ""
     except Unanswered as error:
-        return {}, str(error)
-    return bad, ""
+        return Verdict(), str(error)
 
 
 def collective(folder: Path) -> str:

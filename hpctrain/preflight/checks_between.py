@@ -91,9 +91,37 @@ def check_shared(
         text = "does not see what the submitting host wrote there"
         results.append(Result("shared directory", FAIL, text, lost, hint))
     known = [node for node in unseen if node not in failed and node not in lost]
-    blind = {node: tuple(other for other in unseen[node] if other in known) for node in known}
-    results += _one_sided({node: others for node, others in blind.items() if others}, known, hint)
+    results += _one_sided(_blind(known, unseen), known, hint)
     return results or [Result("shared directory", OK, f"{folder}: every node sees all files")]
+
+
+def apart(folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[str]]) -> str:
+    """Why these nodes cannot train together, whichever are left behind; "" where they can.
+
+    Half of them or more do not see, or are not seen in, what was renamed into place: no checkpoint
+    of such nodes is ever complete. Who cannot write is not counted, since a full disk is mended;
+    nor who does not see its own file, since that is a server which does not answer.
+
+    Args:
+        folder: The directory.
+        errors: See `check_shared`.
+        unseen: See `check_shared`.
+    """
+    known = [node for node in unseen if not errors.get(node) and node not in unseen[node]]
+    blind = _blind(known, unseen)
+    found = _one_sided(blind, known, "")
+    involved = {*blind, *(other for others in blind.values() for other in others)}
+    if not found or found[0].nodes or 2 * len(involved) < len(known):
+        return ""
+    return (
+        f"{folder} is not one directory for all nodes ({found[0].message}): have it mounted so "
+        "that a node sees what another one has renamed, or choose another disk with --runs"
+    )
+
+
+def _blind(known: Sequence[str], unseen: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    found = {node: tuple(other for other in unseen[node] if other in known) for node in known}
+    return {node: others for node, others in found.items() if others}
 
 
 def _one_sided(blind: Mapping[str, Sequence[str]], known: Sequence[str], hint: str) -> list[Result]:
@@ -109,7 +137,7 @@ def _one_sided(blind: Mapping[str, Sequence[str]], known: Sequence[str], hint: s
 
 
 def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
-    """What flock(2) is worth: the fence between attempts stands on it where it holds."""
+    """What flock(2) is worth. Checkpoints are right without it: see `retention.bar`."""
     if not kinds:
         return []
     if not held:
@@ -127,7 +155,8 @@ def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
             WARN if kind in notes else UNKNOWN,
             notes.get(kind, "no answer"),
             nodes,
-            "Lustre: mount with -o flock; two submits of one run at once are not kept apart here",
+            "Lustre: mount with -o flock; of two submits of one run at once both may be accepted, "
+            "and the later one has it; on NFS a fact of the ledger may be lost",
         )
         for kind, nodes in found.items()
         if kind != COHERENT

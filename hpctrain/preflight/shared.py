@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.preflight.bounded import Unanswered, bounded
+from hpctrain.rundir.fresh import look_anew
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 20.0
 SEE_S = 10.0
-"""So long may a file take to be seen on another node: NFS caches what is in a folder."""
+"""So long may a file take to be seen on another node that asks the server anew."""
 POLL_S = 0.1
 LOCK = "@lock"
 COHERENT, LOCAL, NONE, UNKNOWN = "coherent", "local", "none", "unknown"
@@ -130,6 +131,7 @@ def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float) -> list[str]
         left = {n: v for n, v in left.items() if n not in listed or _content(folder / n) != v}
         if not left or time.monotonic() > deadline:
             return list(left)
+        look_anew(folder)  # else this node's client may show the same list for a minute
         time.sleep(POLL_S)
 
 

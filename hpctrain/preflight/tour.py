@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.errors import ChecksFailed
@@ -72,7 +72,20 @@ class Place:
         return self.nodes[self.rank]
 
 
-def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, dict[str, str]]:
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a look, the same on every node.
+
+    Attributes:
+        bad: Node to why it must not take part.
+        apart: Why these nodes cannot train together at all; see `checks_between.apart`.
+    """
+
+    bad: dict[str, str] = field(default_factory=dict)
+    apart: str = ""
+
+
+def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, Verdict]:
     """Run one preflight. Called on every node of the job, once each.
 
     Args:
@@ -81,7 +94,7 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, di
         say: Told how far it is, on the first node.
 
     Returns:
-        The report on the first node, None on the others; and on every node the bad ones with why.
+        The report on the first node, None on the others; and on every node the verdict.
 
     Raises:
         Alone: on another node: the first one cannot be reached, or has gone.
@@ -93,9 +106,8 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, di
     faults = node_faults.of_node(text, place.node)
     try:
         if order is not None:
-            report = _first(place, order, faults, say)
-            return report, report.bad
-        return None, {} if "silent" in faults else _other(place, faults)
+            return _first(place, order, faults, say)
+        return None, Verdict() if "silent" in faults else _other(place, faults)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChecksFailed(
             "the nodes do not understand each other; is the same hpctrain installed on all of "
@@ -103,7 +115,7 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, di
         ) from error
 
 
-def _first(place: Place, order: Order, faults: Faults, say: Say) -> Report:
+def _first(place: Place, order: Order, faults: Faults, say: Say) -> tuple[Report, Verdict]:
     began = time.monotonic()
     say(f"waiting for {len(place.nodes)} nodes")
     with Host(len(place.nodes), place.port, place.key, order.meet_s, address=place.address) as host:
@@ -118,12 +130,13 @@ def _first(place: Place, order: Order, faults: Faults, say: Say) -> Report:
                 say(f"all-reduce of {order.ranks} x {[len(one['nodes']) for one in tests]}")
                 tests = host.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
             report = judge.report(host.missing, time.monotonic() - began)
-            host.agree(None, lambda _: report.bad, LOOK_S)
-            return report
+            verdict = Verdict(report.bad, judge.apart)
+            host.agree(None, lambda _: asdict(verdict), LOOK_S)
+            return report, verdict
 
 
-def _other(place: Place, faults: Faults) -> dict[str, str]:
-    """The same stations, without the judging; the bad nodes with why."""
+def _other(place: Place, faults: Faults) -> Verdict:
+    """The same stations, without the judging."""
     with Member(place.rank, place.address, place.port, place.key, LOOK_S) as member:
         order = Order.from_plain(member.agree(None, _nobody, LOOK_S))
         member.tell_time(lambda: time.time() + seconds(faults, "skew"))
@@ -132,8 +145,7 @@ def _other(place: Place, faults: Faults) -> dict[str, str]:
             tests = member.agree(node.look(known), _nobody, _looking_s(order))
             while tests:
                 tests = member.agree(node.reduce(tests), _nobody, _reducing_s(order))
-            bad: dict[str, str] = member.agree(None, _nobody, LOOK_S)
-            return bad
+            return Verdict(**member.agree(None, _nobody, LOOK_S))
 
 
 def _nobody(values: dict[int, Any]) -> Any:
@@ -224,6 +236,7 @@ class _Judge:
         )
         self._facts: list[NodeFacts] = []
         self._errors: dict[str, str] = {}
+        self.apart = ""
         self._lock: shared.HeldLock | None = None
         self._trial: Trial | None = None
 
@@ -253,6 +266,7 @@ class _Judge:
         self._results += between.check_names({n: v["unresolved"] for n, v in found.items()})
         unseen = {node: value["unseen"] for node, value in found.items()}
         self._results += between.check_shared(str(self._place.folder), self._errors, unseen)
+        self.apart = between.apart(str(self._place.folder), self._errors, unseen)
         kinds = {node: value["lock"] for node, value in found.items() if value["lock"]}
         held = self._lock is not None and self._lock.held
         self._results += between.check_locks(kinds, held=held)

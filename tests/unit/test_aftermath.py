@@ -385,6 +385,19 @@ def test_the_job_of_an_older_submission_leaves(story, token, why):
     assert mine.is_over() == why
 
 
+def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
+    """Another start would meet the same directory: no requeue, and the line says what to do."""
+    why = "/runs is not one directory for all nodes"
+
+    assert aftermath(story, Scheduler()).apart(1, why) == 93
+
+    end, stop = ledger.read(story.run)[-2:]
+    assert (end.kind, end.data["reason"], end.data["next"]) == (
+        "attempt_ended", "storage_failed", "stop",
+    )  # fmt: skip
+    assert (stop.kind, stop.data["exit_code"], stop.data["detail"]) == ("run_stopped", 93, why)
+
+
 @pytest.mark.parametrize(
     ("job_id", "save", "why"),
     [

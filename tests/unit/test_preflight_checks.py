@@ -10,6 +10,7 @@ from hpctrain.preflight.bisect import Verdict
 from hpctrain.preflight.checks import check_facts
 from hpctrain.preflight.checks_between import (
     LOGIN,
+    apart,
     check_bandwidth,
     check_clocks,
     check_locks,
@@ -314,3 +315,23 @@ def test_facts_and_orders_travel_as_json_and_a_newer_nodes_key_is_left_out():
     assert NodeFacts.from_plain({**WELL.plain(), "news": 1}) == WELL
     order = Order(SITE, nonce="x", bandwidth=False)
     assert Order.from_plain(order.plain()) == order
+
+
+@pytest.mark.parametrize(
+    ("errors", "unseen", "who"),
+    [
+        ({}, {"n1": [], "n2": []}, ""),
+        ({}, {"n1": [], "n2": ["n1"]}, "n2 does not see n1"),
+        ({}, {"n1": ["n2"], "n2": ["n1"]}, "n1 does not see n2; n2 does not see n1"),
+        ({"n2": "No space left on device"}, {"n1": [], "n2": ["n1"]}, ""),
+        ({}, {"n1": [], "n2": ["n1", "n2"]}, ""),  # a server that does not answer there
+        ({}, {"n1": [], "n2": ["n1"], "n3": [], "n4": []}, "n2 does not see n1"),
+        ({}, {"n1": [], "n2": ["n1"], "n3": [], "n4": [], "n5": []}, ""),
+        ({}, {"n1": [], "n2": ["n1", "n3", "n4"], "n3": [], "n4": []}, ""),  # n2 is left behind
+    ],
+)
+def test_nodes_that_share_no_directory_are_refused_and_nobody_else(errors, unseen, who):
+    told = apart("/runs", errors, unseen)
+
+    assert told == who or told.startswith(f"/runs is not one directory for all nodes ({who}): ")
+    assert bool(told) == bool(who)
