@@ -8,6 +8,7 @@ taken for a checkpoint, and the next sweep takes the rest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -214,8 +215,9 @@ def prune(
             rows = _looked_at(run, enough, known)
             kept = why_kept(rows, rules, used | set(protect))
             going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
-            renamed = _renamed(run, going)
-        _remove(renamed)
+            renamed = dict(zip(going, _renamed(run, going), strict=True))
+            going = _given_back(run, renamed)
+        _remove(renamed[step] for step in going)
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
     for step in going:
@@ -312,6 +314,25 @@ def size_of(run: RunDir, step: int) -> int:
     return sum(size or 0 for size in sizes.values())
 
 
+def bar(run: RunDir, attempt: Attempt) -> list[str]:
+    """Take away what older attempts have staged: none of them can commit any more.
+
+    Called before a checkpoint is chosen. An older attempt that found itself the newest, and was
+    held up before its rename, has then either committed already, or its rename fails: also where
+    locks do not hold between nodes. What it stages from now on it cannot commit, since the fence
+    was there before. Returns the names that went; a sweep deletes their bytes.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over; nothing was taken away.
+        CheckpointError: the disk refused.
+    """
+    try:
+        with publishing(run, attempt):
+            return _barred(run, attempt)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
+
+
 def sweep(run: RunDir, attempt: Attempt) -> list[str]:
     """Remove what older attempts left staged and what is half deleted; returns the names that went.
 
@@ -323,18 +344,26 @@ def sweep(run: RunDir, attempt: Attempt) -> list[str]:
     """
     try:
         with publishing(run, attempt):
-            half_deleted = _half_deleted(run)
-            left = [
-                one
-                for one in find.staged(run)
-                if one.attempt < attempt.number and not pins.carries(one.path)
-            ]
-            # Renamed first: a rank of a dead attempt that still runs can then add no more files.
-            renamed = [rename_away(one.path, one.step, names.deleting_name) for one in left]
-        _remove(half_deleted + renamed)
+            half_deleted = [path.name for path in _half_deleted(run)]
+            barred = _barred(run, attempt)
+            going = _half_deleted(run)
+        _remove(going)
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
-    return [path.name for path in half_deleted] + [one.path.name for one in left]
+    return half_deleted + barred
+
+
+def _barred(run: RunDir, attempt: Attempt) -> list[str]:
+    left = [
+        one
+        for one in find.staged(run)
+        if one.attempt < attempt.number and not pins.carries(one.path)
+    ]
+    for one in left:
+        # None may be gone meanwhile: its writer has committed it, or taken it back.
+        with contextlib.suppress(FileNotFoundError):
+            rename_away(one.path, one.step, names.deleting_name)
+    return [one.path.name for one in left]
 
 
 def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[Row]:
@@ -361,6 +390,19 @@ def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:
     paths = {step: find.step_path(run, step) for step in steps}
     look_anew(*paths.values())
     return [step for step, path in paths.items() if not pins.carries(path)]
+
+
+def _given_back(run: RunDir, renamed: Mapping[int, Path]) -> list[int]:
+    """The steps that stay renamed; those that were pinned until then get their names back.
+
+    Where locks do not hold between nodes a pin may come between the look and the rename. After the
+    rename none can: it would be written below a name that is gone.
+    """
+    look_anew(*renamed.values())
+    pinned = [step for step, path in renamed.items() if pins.carries(path)]
+    for step in pinned:
+        renamed[step].rename(find.step_path(run, step))
+    return [step for step in renamed if step not in pinned]
 
 
 def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:

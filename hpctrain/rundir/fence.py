@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain import locks
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
-from hpctrain.plain_files import read_plain, write_plain
+from hpctrain.plain_files import read_plain
 from hpctrain.rundir.fresh import look_anew
 
 if TYPE_CHECKING:
@@ -136,15 +136,26 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
             restarts=restarts,
             started=time.time(),
         )
-        staged = run.fence.with_suffix(".json.new")
-        write_plain(staged, json.dumps(asdict(attempt)) + "\n")
-        with staged.open("rb") as file:
-            os.fsync(file.fileno())
-        staged.replace(run.fence)
+        _write(run, attempt)
         # Before the other nodes look into it: told that it is not there, their clients of the disk
         # would believe it for a minute, and the first save would fail.
         run.checkpoints.mkdir(exist_ok=True)
         return attempt
+
+
+def _write(run: RunDir, attempt: Attempt) -> None:
+    """Put the fence up, whole: of two starts at once, where locks do not hold, the last has it."""
+    staged = run.fence.with_name(f"{run.fence.name}.{attempt.token}")
+    try:
+        with staged.open("x") as file:
+            file.write(json.dumps(asdict(attempt)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(run.fence)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staged.unlink()
+        raise
 
 
 def _is_left_behind(newest: Attempt, job_id: str, restarts: int, follows: int | None) -> bool:

@@ -2,7 +2,7 @@
 
 The mounts are those of tests/support/client_disk.py: attributes, names that are not there and
 listings are up to a minute old; opening a file asks the server. So NFS does it, and others are
-kinder.
+kinder. A lock holds on its own node and on no other, as with Lustre's `localflock`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 
 import pytest
 
+from hpctrain.preflight.node import REPORT
+from hpctrain.preflight.report import Report
 from tests.support import client_disk
 from tests.support.scenario import submit
 
@@ -37,6 +39,8 @@ def rules(slurm, tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(slurm.own_mounts(mount))
         found["login"] = stack.enter_context(client_disk.mounted(behind, runs, cache_s=CACHE_S))
+        for faults in found.values():
+            faults.set({"op": "flock", "path": "*", "do": "local"})
         yield found
 
 
@@ -74,3 +78,22 @@ def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, r
     assert nodes[:3] == [["n1", "n2"], ["n3", "n4"], ["n1", "n2"]]
     assert [why for why, _ in run.ends()] == ["preempted", "preempted", "stopped", "completed"]
     assert run.steps_lost() == [0, 0, 0], run.story()
+    reports = [Report.load(path) for path in run.dir.root.glob(f"preflight/*/{REPORT}")]
+    told = [{one.check: one.message for one in report.results} for report in reports]
+    assert len(told) == 4
+    assert all("every node sees all files" in one["shared directory"] for one in told), told
+    assert all(one["locks"].startswith("local: ") for one in told), told
+
+
+def test_nodes_that_do_not_see_each_others_renames_end_the_run_in_one_line(slurm, rules, tmp_path):
+    rules["n2"].set({"op": "open", "path": "run/preflight/*/n1", "do": "ENOENT"})
+    run = submit(slurm, tmp_path, *TWO_BY_ONE, sets=SETTINGS)
+
+    slurm.wait_job(run.job_id, "FAILED", timeout=120)
+
+    stopped = run.wait_event("run_stopped").data
+    assert stopped["exit_code"] == 93
+    assert "is not one directory for all nodes (n2 does not see n1): have it" in stopped["detail"]
+    assert run.ends() == [("storage_failed", "stop")]
+    assert slurm.job(run.job_id)["Restarts"] == "0", run.story()
+    assert "is not one directory for all nodes" in run.cli("status", "run")

@@ -13,8 +13,9 @@ folder are several nodes. What a client of NFS or Lustre does, this one does:
 FILE has a JSON list of rules, read anew whenever it changes; `Rules` writes it. A rule has `op` (a
 name of an operation below, "*" for each), `path` (a pattern, relative to the mount), `do`, and
 perhaps `count` (only so many times), `after` (only from that time on) and `chance`. `do` is the
-name of an errno, "delay 0.5", "lost" (flock says yes without a lock) or "torn 0.5" (rename takes
-the target away first, and waits so long before it puts the new one there).
+name of an errno, "delay 0.5", "lost" (flock says yes without a lock), "local" (flock holds on this
+mount and on no other, as with Lustre's localflock) or "torn 0.5" (rename takes the target away
+first, and waits so long before it puts the new one there).
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class _Faults:
         if do.startswith("delay"):
             time.sleep(float(do.split()[1]))
             return ""
-        if do in {"", "lost"} or do.startswith("torn"):
+        if do in {"", "lost", "local"} or do.startswith("torn"):
             return do
         raise OSError(getattr(errno, do), os.strerror(getattr(errno, do)))
 
@@ -170,6 +171,8 @@ class Client:
         self._faults = faults
         self._attributes: dict[str, tuple[float, dict[str, Any] | None]] = {}
         self._listings: dict[str, tuple[float, list[tuple[str, dict[str, int], int]]]] = {}
+        self._locks: dict[int, int] = {}
+        self._files: dict[int, int] = {}
 
     def _real(self, path: str) -> str:
         return self._behind + path
@@ -243,7 +246,10 @@ class Client:
             os.unlink(self._real(new))
             time.sleep(float(torn[1]))
         os.rename(self._real(old), self._real(new))
+        below = [(p, a) for p, a in list(self._attributes.items()) if p.startswith(old + "/")]
         self._changed(old, new)
+        # As a kernel does: what was known of a folder goes with it to its new name.
+        self._attributes.update({new + path[len(old) :]: found for path, found in below})
         return 0
 
     def _change(self, op: str, path: str, do: Callable[[], object]) -> int:
@@ -317,12 +323,24 @@ class Client:
 
     def release(self, path: str, fi: Any) -> int:
         os.close(fi.fh)
+        with contextlib.suppress(KeyError):
+            os.close(self._locks.pop(fi.fh))
         return 0
 
     def flock(self, path: str, fi: Any, op: int) -> int:
-        if self._faults("flock", path) != "lost":
-            fcntl.flock(fi.fh, op)
+        how = self._faults("flock", path)
+        if how != "lost":
+            fcntl.flock(self._own(fi.fh) if how == "local" else fi.fh, op)
         return 0
+
+    def _own(self, handle: int) -> int:
+        """What stands for an open file in this mount alone."""
+        if handle not in self._locks:
+            inode = os.fstat(handle).st_ino
+            if inode not in self._files:
+                self._files[inode] = os.memfd_create(f"lock-{inode}")
+            self._locks[handle] = os.open(f"/proc/self/fd/{self._files[inode]}", os.O_RDWR)
+        return self._locks[handle]
 
 
 def _plain(found: os.stat_result) -> dict[str, Any]:

@@ -125,6 +125,21 @@ def test_a_disk_without_locks_and_one_that_loses_them(faulty):
         assert os.strerror(errno.ENOSYS) in done.stderr
 
 
+def test_a_lock_may_hold_on_its_own_node_alone(faulty, there):
+    disk, rules = faulty
+    (disk / "file").write_text("")
+    tried = [["flock", "--nonblock", folder / "file", "true"] for folder in (disk, there)]
+
+    with rules.during({"op": "flock", "path": "*", "do": "local"}):
+        codes = [
+            subprocess.run(["flock", disk / "file", *other], check=False).returncode
+            for other in tried
+        ]
+        assert subprocess.run(tried[0], check=False).returncode == 0
+
+    assert codes == [1, 0]
+
+
 def test_a_rename_that_is_torn_and_a_disk_that_is_slow(faulty):
     disk, rules = faulty
     (disk / "file").write_text("1")
