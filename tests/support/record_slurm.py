@@ -153,6 +153,9 @@ def record_all(cluster: SlurmCluster) -> None:
     done = cluster.sbatch("--output=/dev/null", "--wrap=true")
     cluster.wait_job(done, "COMPLETED")
     to.job("completed", done)
+    defaults = "JobDefaults=DefCpuPerGPU=6,DefMemPerGPU=100"
+    cluster.run("scontrol", "update", "PartitionName=grace", defaults)
+    to.record("show_partitions_gpu_defaults", CLUSTER_QUESTIONS["show_partitions"])
 
 
 def main() -> int:

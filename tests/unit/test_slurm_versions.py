@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.plan.decide import is_cancelled, is_requeued
-from hpctrain.slurm.cluster_facts import read_facts, read_qos
+from hpctrain.slurm.cluster_facts import read_cpus_per_gpu, read_facts, read_qos
 from hpctrain.slurm.grace import comes_back
 from hpctrain.slurm.jobs import job_facts, job_id_of, job_info
 from hpctrain.slurm.parse import expand_nodes, parse_queue, parse_records, parse_sacct
@@ -153,6 +153,30 @@ def test_the_cluster_is_read_the_same_way(said):
     assert {one.name: one.is_default for one in facts.partitions}["work"]
     assert read_qos(said("qos")) == ()
     assert set(said("associations").split()) == {"root", "lab"}
+
+
+@pytest.mark.parametrize(
+    ("partition", "everywhere", "cpus"),
+    [
+        ("grace", "", 6),
+        ("grace", "DefCpuPerGPU=9", 6),
+        ("work", "", 0),
+        ("work", "DefMemPerGPU=100,DefCpuPerGPU=9", 9),
+        ("", "DefCpuPerGPU=9", 9),
+        ("work,grace", "DefCpuPerGPU=9", 6),
+        ("work,grace", "", 0),
+        ("nowhere", "", None),
+    ],
+)
+def test_the_cpus_that_a_partition_gives_for_each_gpu(said, partition, everywhere, cpus):
+    config = said("show_config").replace(
+        "JobDefaults             = (null)", f"JobDefaults = {everywhere or '(null)'}"
+    )
+    assert everywhere in config
+
+    found = read_cpus_per_gpu(config, said("show_partitions_gpu_defaults"), partition)
+
+    assert found == cpus
 
 
 def test_the_nodes_of_a_job_are_named_one_by_one(record):
