@@ -12,6 +12,7 @@ host memory first, and straight into place only what holds nothing yet (a new op
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint import find, verify
+from hpctrain.checkpoint import find, retention, verify
 from hpctrain.checkpoint.beginning import asked_step, refuse_to_forget
 from hpctrain.checkpoint.boxes import bytes_of, held
 from hpctrain.checkpoint.patience import Patience
@@ -27,6 +28,7 @@ from hpctrain.checkpoint.reader import Source, Target
 from hpctrain.checkpoint.spread import my_part
 from hpctrain.errors import (
     CheckpointError,
+    Fenced,
     FileSystemFault,
     HpctrainError,
     IncompleteCheckpoint,
@@ -130,6 +132,7 @@ def restore(
     asked, skipped = on_rank_0(
         world, lambda: patience(lambda: (asked_step(ledger.read(run)), _staged_leftovers(run)))
     )
+    on_rank_0(world, lambda: _bar(run, attempt))
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
         newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
@@ -395,6 +398,20 @@ def _begin_anew(
         refuse_to_forget(run, skipped)
     else:
         _set_newer_aside(run, attempt, asked)
+
+
+def _bar(run: RunDir, attempt: Attempt) -> None:
+    """Keep older attempts from committing what would not be chosen any more."""
+    try:
+        retention.bar(run, attempt)
+    except Fenced:
+        raise
+    except CheckpointError as error:
+        print(
+            f"hpctrain: {error}; older attempts are kept out by the run's lock alone",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:

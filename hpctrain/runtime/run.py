@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.restore import Restored, Wanted, restore
-from hpctrain.checkpoint.retention import bar, sweep
+from hpctrain.checkpoint.retention import sweep
 from hpctrain.checkpoint.save import Place
 from hpctrain.clusters import get_control
 from hpctrain.errors import CheckpointError, Fenced, UsageError
@@ -50,7 +50,7 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.world import World, device_name, join_world, on_rank_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -439,9 +439,8 @@ class Run:
         self._saves = Saves(place, self.world, self._clock)
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
-        on_rank_0(self.world, lambda: _tidy(bar, place))  # before anything is chosen
         restored = restore(place, self.world, self._wanted, arena=arena)
-        on_rank_0(self.world, lambda: _tidy(sweep, place))
+        on_rank_0(self.world, lambda: _sweep(place))
         if restored.manifest is not None:
             self._program.take_over(restored.manifest)
             self.step = restored.manifest.step
@@ -510,10 +509,10 @@ class Run:
             write_outcome(self.dir, self._attempt, outcome, step=self.step, cause=cause)
 
 
-def _tidy(what: Callable[[RunDir, Attempt], object], place: Place) -> None:
-    """Where the disk refuses, room is lost; older attempts are then kept out by the lock alone."""
+def _sweep(place: Place) -> None:
+    """Housekeeping: where the disk refuses, room is lost and nothing else."""
     try:
-        what(place.run, place.attempt)
+        sweep(place.run, place.attempt)
     except Fenced:
         raise
     except CheckpointError as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import find, shard, table
+from hpctrain.checkpoint import commit, find, shard, table
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
 from hpctrain.errors import CheckpointError
 from hpctrain.ledger import events as ledger
@@ -637,3 +637,33 @@ def test_a_failed_save_takes_no_older_checkpoint_away(tmp_path):
 
     assert [found.step for found in find.candidates(run) if found.problem is None] == [2]
     assert [one.step for one in find.staged(run)] == [4]
+
+
+def _watching_rank(root):
+    """Load; what was loaded, and what lay in the folder of checkpoints each time it was listed."""
+    seen = []
+
+    def look(reached):
+        if reached.point == "choose.list":
+            seen.append(sorted(path.name for path in (root / "checkpoints").iterdir()))
+
+    points.handler = look
+    try:
+        return _load_rank([root])["run"], seen
+    finally:
+        points.handler = None
+
+
+def test_nothing_is_chosen_while_an_older_attempt_could_still_commit(tmp_path):
+    """Its rename may be held up, and its lock be on another node than ours."""
+    root = tmp_path / "run"
+    launch(_save_rank, 1, root=root, steps=[OLD])
+    run = RunDir(root)
+    staged = commit.stage(run, NEW, take_attempt(run, job_id="test", restarts=0))
+
+    ((loaded, seen),) = launch(_watching_rank, 1, root=root)
+
+    assert loaded["step"] == OLD
+    assert loaded["skipped"] == [NEW]
+    assert staged.name in seen[0], "nothing was staged: this shows nothing"
+    assert staged.name not in seen[-1]
