@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,9 +29,10 @@ from tests.support import processes
 from tests.support.ledger_runs import Story
 from tests.support.recipe import TINY, assert_same_bits, consumed, full_state, make_run, train
 from tests.support.scenario import RunHandle
+from tests.support.stranger import listening, ports_of
 from tests.support.users import User, open_command, run_as, start_as
 
-pytestmark = [pytest.mark.slurm, pytest.mark.two_users]
+pytestmark = [pytest.mark.slurm, pytest.mark.two_users, pytest.mark.timeout(600)]
 
 OWNER, STRANGER = User.named("daemon"), User.named("bin")
 STEPS = 60
@@ -44,7 +46,7 @@ SETTINGS = {
 SETS = [f"--set={key}={str(value).lower()}" for key, value in SETTINGS.items()]
 TWO_BY_TWO = ("--nodes=2", "--ranks-per-node=2", "--partition=grace", "--time=10")
 PLANTED = ("json", "signal", "torch", "sitecustomize", "usercustomize", "filelock", "hpctrain")
-OPEN_TO_ALL = (tempfile.gettempdir(), "/dev/shm")  # noqa: S108 - where the stranger lies in wait
+OPEN_TO_ALL = ("/tmp/", "/dev/shm/")  # noqa: S108 - where the stranger may lie in wait
 HOLD = """
 import fcntl, os, sys
 held = []
@@ -176,6 +178,7 @@ def words_of(cluster, work):
         "SLURM_CONF": str(cluster.at.slurm_conf),
         "HPCTRAIN_RUNS": str(work / "runs"),
         "XDG_STATE_HOME": str(work / "state"),
+        "TMPDIR": str(work.parent / "tmp"),
     }
 
 
@@ -234,23 +237,15 @@ def forge(work, marks, job_id, token):
 
 
 @contextlib.contextmanager
-def squatting(cluster):
+def squatting(job_id, temporary):
     """Names and ports that the job is known to want, taken before it comes."""
-    config = cluster.run("scontrol", "show", "config", check=True).stdout
-    next_id = config.split("NEXT_JOB_ID")[1].split()[1]
-    block = [str(first_port(next_id, 0) + n) for n in range(PORTS)]
-    names = ["torchinductor_daemon", COMPILED.format(uid=OWNER.uid)]
-    folders = [Path(base, name) for base in OPEN_TO_ALL for name in names]
-    try:
-        for folder in folders:
-            run_as(STRANGER, ["mkdir", "-m", "0777", str(folder)])
-        with start_as(STRANGER, [sys.executable, "-c", LISTEN, *block]) as listener:
-            assert listener.stdout.readline() == "listening\n"
-            yield {int(port) for port in block}
-            listener.kill()
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    block = [str(first_port(job_id, 0) + n) for n in range(PORTS)]
+    for name in ("torchinductor_daemon", COMPILED.format(uid=OWNER.uid)):
+        run_as(STRANGER, ["mkdir", "-m", "0777", str(temporary / name)])
+    with start_as(STRANGER, [sys.executable, "-c", LISTEN, *block]) as listener:
+        assert listener.stdout.readline() == "listening\n"
+        yield {int(port) for port in block}
+        listener.kill()
 
 
 def tries(siege, commands, **env):
@@ -272,29 +267,47 @@ def ranks(run):
     }
 
 
-@pytest.fixture(scope="module")
-def siege(cluster, tmp_path_factory):
-    """The run, done, and all that was tried."""
+@contextlib.contextmanager
+def shared_folders(mode):
+    """What all users see: where the owner types submit with its runs, the marks, /tmp."""
     base = Path(tempfile.mkdtemp(prefix="hpctrain-siege-"))
     base.chmod(0o755)
     work, marks = base / "work", base / "marks"
-    for folder in (work, work / "runs", work / "state", marks):
+    for folder in (work, work / "runs", work / "state", marks, base / "tmp"):
         folder.mkdir()
-        folder.chmod(0o1777)
+        folder.chmod(mode)
     try:
-        yield besiege(cluster, work, marks)
+        yield work, marks
     finally:
-        cluster.leave()
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module")
+def siege(cluster):
+    """The run, done, and all that was tried."""
+    with shared_folders(0o1777) as (work, marks):
+        yield besiege(cluster, work, marks)
+        cluster.leave()
+
+
+def submitted(cluster, work, env):
+    """A run of the owner's."""
+    told = own_program("hpctrain", "submit", "--cluster=slurm", "--name=r", "--json")
+    open_hand = ["sh", "-c", 'umask 000; exec "$@"', "sh"]
+    done = run_as(OWNER, [*open_hand, *told, *TWO_BY_TWO, *SETS], cwd=work, **env)
+    found = json.loads(done.stdout)
+    return RunHandle(cluster, work, RunDir(Path(found["run_dir"])), str(found["job_id"]))
 
 
 def besiege(cluster, work, marks):
     env = words_of(cluster, work)
     plant(work, marks)
     with contextlib.ExitStack() as stack:
-        squatted = stack.enter_context(squatting(cluster))
+        config = cluster.run("scontrol", "show", "config", check=True).stdout
+        next_id = config.split("NEXT_JOB_ID")[1].split()[1]
+        squatted = stack.enter_context(squatting(next_id, work.parent / "tmp"))
         watcher = stack.enter_context(
-            start_as(STRANGER, own_program("tests.support.stranger", str(OWNER.uid)))
+            start_as(STRANGER, own_program("tests.support.stranger", str(OWNER.uid), next_id))
         )
         stack.callback(watcher.kill)
         siege = Siege(None, work, marks)
@@ -310,12 +323,8 @@ def besiege(cluster, work, marks):
             raise AssertionError(f"the stranger has ended: {siege.ports}")
 
         hear("ready")
-        open_hand = ["sh", "-c", 'umask 000; exec "$@"', "sh"]
-        words = [*own_program("hpctrain", "submit", "--cluster=slurm", "--name=r", "--json"), *SETS]
         with cluster.stopped_node("n2"):  # the first node waits for it in the preflight
-            done = run_as(OWNER, [*open_hand, *words, *TWO_BY_TWO], cwd=work, **env)
-            told = json.loads(done.stdout)
-            run = RunHandle(cluster, work, RunDir(Path(told["run_dir"])), str(told["job_id"]))
+            run = submitted(cluster, work, env)
             siege.run = run
             hear("meeting")
         hear("store")
@@ -326,9 +335,7 @@ def besiege(cluster, work, marks):
         run.wait_event("saved", attempt=1)
         siege.first_pids = ranks(run)
         siege.job_before = cluster.job(run.job_id)
-        siege.open_names = open_names(
-            cluster.pids_of_job(run.job_id), work.parent, cluster.at.folder
-        )
+        siege.open_names = open_names(cluster.pids_of_job(run.job_id), work, cluster.at.folder)
         _lock(siege, holder)
         _disturb_ranks(siege, watcher, hear)
         siege.came_off += tries(siege, IN_THE_RUN, **env)
@@ -485,3 +492,37 @@ def test_no_command_is_hung_broken_or_changes_what_is_anothers(siege):
         errors = [line for line in done.stderr.splitlines() if "error: " in line]
         damage_is_told = "verify" in words  # in its table
         assert len(errors) == (done.returncode != 0) or damage_is_told, told
+
+
+SWAP = """umask 000; mkdir x x/jobs x/attempts x/checkpoints
+echo {} >x/spec.json; for name in events.jsonl events.lock run.lock secret; do : >x/$name; done
+mv r moved; mv x r"""
+
+
+def test_a_run_whose_port_is_taken_comes_back_and_one_that_was_replaced_ends(cluster):
+    """In a folder of runs that all can write, without a sticky bit; the moved one goes on."""
+    with shared_folders(0o777) as (work, _):
+        env = words_of(cluster, work)
+        run = submitted(cluster, work, env)
+        run.wait_event("saved", attempt=1)
+        first = min(listening(OWNER.uid) & ports_of(run.job_id))
+        block = [str(first + n) for n in range(1, PORTS)]  # of the next rounds
+        with start_as(STRANGER, [sys.executable, "-c", LISTEN, *block]) as listener:
+            assert listener.stdout.readline() == "listening\n"
+            os.kill(min(ranks(run)), signal.SIGKILL)
+            run.wait_event("restored", attempt=2)
+            listener.kill()
+        assert cluster.job(run.job_id)["Restarts"] == "1"
+        run.wait_event("saved", attempt=2)
+
+        run_as(STRANGER, ["sh", "-ec", SWAP], cwd=work / "runs")
+        cluster.wait_job(run.job_id, ("COMPLETED", "FAILED"), timeout=120)
+
+        moved = RunHandle(cluster, work, RunDir(work / "runs" / "moved"), run.job_id)
+        ended = "".join(path.read_text() for path in moved.dir.jobs.glob("*.out"))
+        assert f"{run.dir.spec} belongs to" in ended
+        resume = own_program("hpctrain", "resume", str(moved.dir.root), "--json")
+        moved.job_id = json.loads(run_as(OWNER, resume, cwd=work, **env).stdout)["job_id"]
+        moved.wait_done()
+        assert all(lost <= 2 * SETTINGS["checkpoint.interval_steps"] for lost in moved.steps_lost())
+        cluster.leave()

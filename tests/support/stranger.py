@@ -1,11 +1,12 @@
 """What a user without rights tries against the ports of another's job.
 
-    python -m tests.support.stranger OWNERS_UID        # until its stdin ends
+    python -m tests.support.stranger OWNERS_UID JOB_ID        # until its stdin ends
 
-Every port of 20000..31999 that the owner opens is taken on as soon as it is there: half a line,
-garbage and silence, each on connections of its own that stay open; then, by what answers, joining
-the nodes' meeting, or the keys of the agents in torch's store. A port on stdin gets the former
-three. What came of it goes to stdout, a JSON line each: {"port": ..., "is": "meeting"}.
+Which ports the agents of a job may meet on everybody can work out. Each that the owner opens is
+taken on as soon as it is there: half a line, garbage and silence, on connections of their own that
+stay open; then, by what answers, joining the nodes' meeting, or the keys of the agents in torch's
+store. A port on stdin gets the former three. What came of it goes to stdout, a JSON line each:
+{"port": ..., "is": "meeting"}.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-AGENTS = range(20000, 32000)
+from hpctrain.agent.ports import PORTS, first_port
+
+STARTS, TURNS = 4, 8
 SILENT = 50
 LOOK_S = 0.02
 ANSWER_S = 0.3
@@ -51,6 +54,12 @@ def listening(uid: int) -> set[int]:
         for line in Path("/proc/net", table).read_text().splitlines()[1:]
     ]
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and int(row[7]) == uid}
+
+
+def ports_of(job_id: str) -> set[int]:
+    """Where the agents of the first starts of a job meet, also if some of it is taken."""
+    firsts = [first_port(job_id, start, turn) for start in range(STARTS) for turn in range(TURNS)]
+    return {first + n for first in firsts for n in range(PORTS)}
 
 
 class Stranger:
@@ -169,7 +178,7 @@ def _tell(what: dict[str, Any]) -> None:
 
 def main() -> None:
     """Take on what appears until stdin ends."""
-    uid, stranger = int(sys.argv[1]), Stranger()
+    uid, agents, stranger = int(sys.argv[1]), ports_of(sys.argv[2]), Stranger()
     import torch.distributed  # noqa: F401 - takes seconds, in which ports come and go
 
     _tell({"is": "ready"})
@@ -181,7 +190,7 @@ def main() -> None:
             for port in map(int, given.split()):
                 stranger.disturb(port)
                 _tell({"port": port, "is": "given"})
-        stranger.look(listening(uid).intersection(AGENTS))
+        stranger.look(listening(uid) & agents)
 
 
 if __name__ == "__main__":
