@@ -169,10 +169,15 @@ def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[st
         child.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise ClusterUnreachable(
-                f"{name} gave no answer within {timeout_s:g} s: slurmctld may be down or busy, "
-                "try again"
+                f"{name} gave no answer within {timeout_s:g} s: {_daemon(name)} may be down or "
+                "busy, try again"
             ) from None
         raise
+
+
+def _daemon(name: str) -> str:
+    """Who answers this command."""
+    return "slurmdbd" if name in {"sacct", "sacctmgr"} else "slurmctld"
 
 
 def _refusal(name: str, code: int, err: str) -> ClusterError:
@@ -187,6 +192,6 @@ def _refusal(name: str, code: int, err: str) -> ClusterError:
     first = first.removeprefix(f"{name}: ").removeprefix("error: ")
     if any(sign in err.lower() for sign in NO_ANSWER):
         return ClusterUnreachable(
-            f"{name}: {first}: slurmctld does not answer (exit {code}), try again"
+            f"{name}: {first}: {_daemon(name)} does not answer (exit {code}), try again"
         )
     return ClusterError(f"SLURM refused: {first} ({name}, exit {code})")

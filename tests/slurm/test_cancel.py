@@ -135,11 +135,19 @@ def test_cancel_ends_a_training_run_for_good_and_resume_takes_its_newest_checkpo
     sets = {**ENDLESS, "checkpoint.interval_steps": 4}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", sets=sets)
     run.wait_event("saved")
+    told = []
 
-    seconds = cancel_and_wait(run, lambda _: run.cli("cancel", "run"))
+    def cancel(_job_id):
+        run.cli("cancel", "run")
+        told.append(run.status()["state"])
+
+    seconds = cancel_and_wait(run, cancel)
 
     assert seconds < GONE_S
     assert_cancelled_for_good(run)
+    assert told[0] in {"completing", "cancelled"}
+    for kind in ("submit_intent", "attempt_started"):
+        assert run.events(kind)[0].data["slurm_cluster"] == "hpct"
     newest = find.steps(run.dir)[0]
     plan = run.cli("resume", "run", "--dry-run")
     assert f"takes step-{newest:010d}" in plan

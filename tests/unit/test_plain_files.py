@@ -6,7 +6,11 @@ import os
 
 import pytest
 
-from hpctrain.plain_files import is_plain, open_plain, read_plain
+from hpctrain.plain_files import is_plain, open_plain, read_plain, replace_text
+from hpctrain.rundir.fence import read_fence
+from hpctrain.rundir.fresh import left_text
+from hpctrain.rundir.layout import RunDir
+from hpctrain.rundir.logs import tail_offset
 
 
 def test_an_ordinary_file_is_read(tmp_path):
@@ -36,3 +40,43 @@ def test_what_is_not_there_is_not_plain(tmp_path):
     (tmp_path / "file").touch()
     assert not is_plain(tmp_path / "none")
     assert not is_plain(tmp_path / "file" / "below")
+
+
+@pytest.mark.timeout(10)
+def test_a_request_and_a_fence_that_are_fifos_are_errors_at_once(tmp_path):
+    """Rank 0 looks for requests twice a second, and an agent for its fence."""
+    run = RunDir(tmp_path)
+    os.mkfifo(run.stop_request)
+    os.mkfifo(run.fence)
+
+    for look in (lambda: left_text(run.stop_request), lambda: read_fence(run)):
+        with pytest.raises(OSError, match="not an ordinary file"):
+            look()
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_fifo_in_the_place_of_what_is_staged_is_not_written_into(tmp_path, is_read):
+    os.mkfifo(tmp_path / "a.new")
+    reader = os.open(tmp_path / "a.new", os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+
+    with pytest.raises(OSError, match=r"not an ordinary file|No such device"):
+        replace_text(tmp_path / "a", "text")
+
+    assert list(tmp_path.iterdir()) == []
+    if reader is not None:
+        os.close(reader)
+
+
+@pytest.mark.timeout(10)
+def test_the_last_lines_of_a_log_with_a_terabyte_of_nothing_in_it_are_found_at_once(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"1\n2\n")
+    with log.open("r+b") as file:
+        file.truncate(1 << 40)
+        file.seek(1 << 40)
+        file.write(b"3\n4\n")
+
+    assert tail_offset(log, 1) == ((1 << 40) + 2, 1)
+    assert tail_offset(log, 3) == (2, 3)
+    assert tail_offset(log, 99) == (0, 4)

@@ -148,6 +148,7 @@ def test_a_silent_accounting_is_said_once_and_what_is_not_known_without_it(
     several = json.loads(status(capsys, "--json"))
 
     assert screen.count("accounting did not answer (sacct: Problem talking to the database") == 1
+    assert "slurmdbd does not answer" in screen
     assert "are not known" in screen
     assert "Problem talking to the database" in shown["accounting_problem"]
     assert shown["cluster_problem"] is None
