@@ -155,6 +155,7 @@ def start(tmp_path):
         for node, mine in enumerate(({}, changes)):
             agents.append(fork.Process(target=_agent, args=(node, port, tmp_path, mine)))
             agents[-1].start()
+        begin.port = port
         return agents
 
     yield begin
@@ -202,6 +203,23 @@ def test_ranks_that_hear_no_sigterm_hold_up_no_restart(start, tmp_path, monkeypa
 
 def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp_path):
     start("import os, time; time.sleep(0.5 * (os.environ['RANK'] == '0'))", POLL_S=1.5)
+
+    ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
+
+    assert ends == ["left", "left"]
+
+
+def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
+    """The second agent looks so seldom that it sees what was written over it first."""
+    from torch.distributed import TCPStore
+
+    start("pass", POLL_S=1.5)
+    store = TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    deadline = time.monotonic() + 60
+    while not (found := [key for key in store.list_keys() if key.endswith("news/0")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    store.set(found[0].removeprefix("/"), "a stranger's")
 
     ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
 
