@@ -7,6 +7,7 @@ import pytest
 from hpctrain.checkpoint import find, pins, retention
 from hpctrain.errors import Fenced
 from hpctrain.ledger.events import append, read
+from hpctrain.preflight import shared
 from hpctrain.rundir.fence import publishing, read_fence, run_lock, take_attempt
 from hpctrain.rundir.fresh import left_text, look_anew
 from hpctrain.rundir.layout import RunDir
@@ -123,3 +124,13 @@ def test_a_request_is_heard_by_who_was_told_that_there_is_none(nodes):
     assert left_text(here.stop_request) == ""
     login.stop_request.write_text("again")
     assert left_text(here.stop_request) == "again"
+
+
+def test_a_preflight_sees_a_file_that_came_after_its_first_look(nodes):
+    """Else a healthy cluster with long caches would be taken for one without a shared directory."""
+    here, there = nodes
+    assert [path.name for path in here.root.iterdir()] == []
+    assert shared.write(there.root, "n2", "nonce") == ""
+    assert [path.name for path in here.root.iterdir()] == [], "nothing is cached here"
+
+    assert shared.unseen(here.root, {"n2": "nonce"}, wait_s=5) == []
