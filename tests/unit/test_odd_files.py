@@ -137,10 +137,15 @@ def _no_longer_than(seconds: float, path: Path) -> Iterator[list[Path]]:
     """Whoever waits for the other end of a FIFO is let go after so long, and is told of."""
     stuck: list[Path] = []
 
-    def let_go(*_: object) -> None:
+    other_end: list[int] = []
+
+    def let_go(*_: object) -> None:  # first from its open, the next time from its read
         stuck.append(path)
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        if other_end:
+            os.close(other_end.pop())
+        else:
+            with contextlib.suppress(OSError):
+                other_end.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
     before = signal.signal(signal.SIGALRM, let_go)
     signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
@@ -149,6 +154,8 @@ def _no_longer_than(seconds: float, path: Path) -> Iterator[list[Path]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        for descriptor in other_end:
+            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

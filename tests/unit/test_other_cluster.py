@@ -146,3 +146,14 @@ def test_where_nobody_knows_the_clusters_name_the_id_is_asked_about(story, on):
     assert main(["status", "lm"]) == 0
 
     assert "show job 17" in asked.read_text()
+
+
+def test_a_run_that_went_on_elsewhere_is_asked_about_there_and_no_longer_at_home(story, on, capsys):
+    story.ended(1, "cancelled", "stop")
+    story.add("submit_intent", token="lm-2", script="x", slurm_cluster="beta")
+    story.add("submitted", token="lm-2", job_id="9", cluster="slurm", by="resume")
+    on("alpha")
+
+    assert main(["status", "lm"]) == 0
+
+    assert "job 9 is one of the cluster beta, and this is alpha" in capsys.readouterr().out

@@ -80,3 +80,8 @@ def test_the_last_lines_of_a_log_with_a_terabyte_of_nothing_in_it_are_found_at_o
     assert tail_offset(log, 1) == ((1 << 40) + 2, 1)
     assert tail_offset(log, 3) == (2, 3)
     assert tail_offset(log, 99) == (0, 4)
+    with log.open("r+b") as file:
+        file.truncate(1 << 42)
+    assert tail_offset(log, 2) == ((1 << 40) + 2, 2)
+    os.truncate(log, 1 << 39)
+    assert tail_offset(log, 2) == (2, 2)

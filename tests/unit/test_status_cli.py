@@ -213,6 +213,7 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
     assert "job 17 was cancelled, and the cluster still ends its processes" in screen
     assert "cancel lm" not in screen
     assert (json.loads(shown)["state"], code) == ("completing", 75)
+    assert json.loads(shown)["goodput"]["allocated_s"] > 80, "it still holds its two nodes"
     refused = capsys.readouterr().err
     assert "job 17 (completing)" in refused
     assert "hpctrain cancel" not in refused
