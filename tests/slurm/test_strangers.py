@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,7 @@ SETTINGS = {
 }
 SETS = [f"--set={key}={str(value).lower()}" for key, value in SETTINGS.items()]
 TWO_BY_TWO = ("--nodes=2", "--ranks-per-node=2", "--partition=grace", "--time=10")
+PATIENCE_S = 300.0
 PLANTED = ("json", "signal", "torch", "sitecustomize", "usercustomize", "filelock", "hpctrain")
 OPEN_TO_ALL = ("/tmp/", "/dev/shm/")  # noqa: S108 - where the stranger may lie in wait
 HOLD = """
@@ -310,6 +312,9 @@ def besiege(cluster, work, marks):
             start_as(STRANGER, own_program("tests.support.stranger", str(OWNER.uid), next_id))
         )
         stack.callback(watcher.kill)
+        limit = threading.Timer(PATIENCE_S, watcher.kill)  # then `hear` ends too
+        limit.start()
+        stack.callback(limit.cancel)
         siege = Siege(None, work, marks)
 
         def hear(kind):
