@@ -107,13 +107,15 @@ class StopWatch:
 
     def seconds_left(self) -> float | None:
         """Seconds until the ranks must be gone; None while no end is known."""
+        after_term_s = self._context.kill_wait_s - LEAVE_S
         if self._term_at is not None and not self._in_grace():
-            # Whatever the job's end: at its limit a job hears SIGTERM when the end has come, or a
-            # moment before, and has KillWait from there. Without it a save would be cut off.
-            return self._context.kill_wait_s - (self._clock.monotonic() - self._term_at) - LEAVE_S
+            return after_term_s - (self._clock.monotonic() - self._term_at)
         if self.end_time is None:
             return None
-        return self.end_time - self._clock.time() - self._margin_s
+        # At its limit a job hears SIGTERM and is killed KillWait later; at the end of a grace time
+        # it is killed. A save that has just begun, as the limit was moved, must not be cut off.
+        spare_s = -self._margin_s if self._in_grace() else max(-self._margin_s, after_term_s)
+        return self.end_time - self._clock.time() + spare_s
 
     def _take_in(self) -> None:
         arrivals = self._arrivals()

@@ -91,13 +91,18 @@ class JobClock:
             cause: What asked for the stop.
             now: Seconds since the epoch, as all times here.
             term_at: When SIGTERM came.
-            kill_wait_s: Between SIGTERM and SIGKILL, where there is no grace time.
+            kill_wait_s: Between SIGTERM and SIGKILL, where there is no grace time; a job that
+                reaches its limit hears SIGTERM then.
             grace_end: When the grace time of a preemption ends; None where there is none.
         """
         if cause is StopCause.TERM and grace_end is None:
             end = None if kill_wait_s is None else (term_at or now) + kill_wait_s - LEAVE_S
         else:
             end = self.end_time if grace_end is None else grace_end
-            # As the agent of the node does, which ends ranks that are late.
-            end = None if end is None else end - max(LEAVE_S, self.margin_s / 2)
+            # As the agent of the node does, which ends late ranks: at its limit a job hears
+            # SIGTERM, and is killed KillWait later; at the end of a grace time it is killed.
+            spare_s = -max(LEAVE_S, self.margin_s / 2)
+            if grace_end is None and kill_wait_s is not None:
+                spare_s = max(spare_s, kill_wait_s - LEAVE_S)
+            end = None if end is None else end + spare_s
         return None if end is None else max(0.0, end - now)

@@ -100,8 +100,10 @@ def test_step_times_follow_slowly():
         (StopCause.TERM, {"term_at": None, "kill_wait_s": 30.0}, 30.0 - LEAVE_S),
         (StopCause.TERM, {"term_at": 900.0, "kill_wait_s": 30.0}, 0.0),
         (StopCause.TERM, {}, None),
-        (StopCause.CLOCK, {"kill_wait_s": 30.0}, END - 1000.0 - 5.0),
-        (StopCause.WARNING, {"kill_wait_s": 30.0}, END - 1000.0 - 5.0),
+        (StopCause.CLOCK, {"kill_wait_s": 30.0}, END - 1000.0 + 30.0 - LEAVE_S),
+        (StopCause.WARNING, {"kill_wait_s": 30.0}, END - 1000.0 + 30.0 - LEAVE_S),
+        (StopCause.WARNING, {"kill_wait_s": 0.0}, END - 1000.0 - LEAVE_S),
+        (StopCause.WARNING, {}, END - 1000.0 - 5.0),
         (StopCause.USER, {}, END - 1000.0 - 5.0),
     ],
 )
@@ -129,7 +131,7 @@ def run(monkeypatch):
 
 def test_a_graceful_stop_has_the_grace_time_and_not_killwait(run):
     assert run._left_s(StopCause.TERM) == pytest.approx(293.0, abs=1.0)
-    assert run._left_s(StopCause.CLOCK) == pytest.approx(3595.0, abs=1.0)
+    assert run._left_s(StopCause.CLOCK) == pytest.approx(3627.0, abs=1.0)
 
 
 def test_without_a_grace_time_killwait_counts(run):

@@ -119,9 +119,23 @@ def test_a_warning_alone_is_no_term_and_kills_nobody(clock):
 def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
     stop = watch(clock, arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
 
-    clock.now = 1094.9
+    clock.now = 1100.0 + 30.0 - LEAVE_S - 0.1
     early = stop.look().kill
-    clock.now = 1095.1
+    clock.now = 1100.0 + 30.0 - LEAVE_S + 0.1
+    late = stop.look().kill
+
+    assert (early, late) == (False, True)
+
+
+@pytest.mark.parametrize(("kill_wait_s", "until"), [(30.0, 1031.0), (2.0, 1003.0), (0.0, 1001.0)])
+def test_a_limit_that_was_moved_near_leaves_time_for_a_save(clock, kill_wait_s, until):
+    facts = JobFacts("RUNNING", restarts=0, end_time=1004.0)
+    signals = [Arrival(signal.SIGUSR2, 1000.0)]
+    stop = watch(clock, arrivals=signals, facts=facts, end_time=5000.0, kill_wait_s=kill_wait_s)
+
+    clock.now = until - 0.1
+    early = stop.look().kill
+    clock.now = until + 0.1
     late = stop.look().kill
 
     assert (early, late) == (False, True)
