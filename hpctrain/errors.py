@@ -126,7 +126,6 @@ EXIT_CODES: dict[int, str] = {
     6: "SLURM refused or cannot be reached",
     7: "a checkpoint cannot be written or read",
     75: "try again later",
-    93: "stopped for good: no progress, a budget is used up, or the nodes share no directory; "
-    "do not requeue",
+    93: "stopped: no progress, budget used up, no shared folder; do not requeue",
     130: "interrupted",
 }
