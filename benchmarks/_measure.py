@@ -78,7 +78,7 @@ def scratch(asked: Options, need_bytes: int) -> Iterator[Path]:
 
 def require_memory(need_bytes: int) -> None:
     """End in one line where ranks would be killed for memory half-way."""
-    from hpctrain.checkpoint.arena import room
+    from hpctrain.checkpoint.tensors.arena import room
 
     left = room()
     if left.nbytes < need_bytes:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.checkpoint.boxes import State, bytes_of, held
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.save import Place
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
+from hpctrain.checkpoint.tensors.save import Place
 from hpctrain.engines import state as engine_state
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hpctrain.checkpoint.boxes import Held
+    from hpctrain.checkpoint.tensors.boxes import Held
     from hpctrain.world import World
 
 IO_BYTES = 8 << 20
@@ -166,7 +166,7 @@ def manifest(place: Place, world: World, step: int) -> Manifest:
 
 def new_place(folder: Path, **changes: Any) -> Place:
     """A run of its own to save into."""
-    from hpctrain.rundir.fence import take_attempt
+    from hpctrain.run.fence import take_attempt
     from hpctrain.settings.spec import load_spec
     from tests.support.recipe import make_run
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from _measure import Line, Options
 
-    from hpctrain.checkpoint.save import Place
+    from hpctrain.checkpoint.tensors.save import Place
     from hpctrain.world import World
 
 IDLE_S = 1.5
@@ -76,8 +76,8 @@ def _beside_rank(
     import torch.distributed as dist
     from _model import manifest
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.saver import Saver
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.saver import Saver
 
     count = nbytes // 4 // 64
     tensors = {f"rank-{world.rank}.{i}": torch.rand(count) for i in range(64)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from _measure import Line, Options, Turns
 
-    from hpctrain.checkpoint.save import Place
+    from hpctrain.checkpoint.tensors.save import Place
     from hpctrain.world import World
 
 STEP = 1000
@@ -49,8 +49,8 @@ def _save(world: World, place: Place, folder: Path, params: int) -> None:
     import _model
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
 
     trained = _model.sharded(world, params)
     _model.fill(trained.tensors, world)
@@ -131,8 +131,8 @@ def _load_rank(
     import _model
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.arena import Arena
-    from hpctrain.checkpoint.restore import restore
+    from hpctrain.checkpoint.tensors.arena import Arena
+    from hpctrain.checkpoint.tensors.restore import restore
 
     trained = _model.sharded(world, params)
     files = sorted(folder.glob("raw-*"))
@@ -161,8 +161,8 @@ def _load_rank(
 
 def _wanted(tensors: dict[str, torch.Tensor]) -> Callable[[object], Any]:
     """As a run wants them: a new optimizer's moments hold nothing of value."""
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.restore import Wanted
     from hpctrain.engines.state import OPTIM
 
     fresh = frozenset(name for name in tensors if name.startswith(OPTIM))
@@ -173,7 +173,7 @@ def _wanted(tensors: dict[str, torch.Tensor]) -> Callable[[object], Any]:
 
 
 def _replicated(asked: Options, place: Place, folder: Path) -> list[Line]:
-    from hpctrain.checkpoint.arena import room
+    from hpctrain.checkpoint.tensors.arena import room
 
     ranks = 4 if room().nbytes > 6 * asked.state_bytes else 2
     results = measure.on_ranks(
@@ -208,9 +208,9 @@ def _replicated_rank(world: World, place: Place, folder: Path, params: int) -> d
     import _model
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.manifest import TABLE_NAME
-    from hpctrain.checkpoint.names import step_name
-    from hpctrain.checkpoint.restore import restore
+    from hpctrain.checkpoint.format.manifest import TABLE_NAME
+    from hpctrain.checkpoint.format.names import step_name
+    from hpctrain.checkpoint.tensors.restore import restore
 
     tensors = _model.replicated(params)
     wanted = _wanted(tensors)
@@ -240,7 +240,7 @@ def _replicated_rank(world: World, place: Place, folder: Path, params: int) -> d
 
 
 def _verify(asked: Options, place: Place) -> list[Line]:
-    from hpctrain.checkpoint import find, verify
+    from hpctrain.checkpoint.store import find, verify
 
     found = find.choose(place.run).found
     assert found is not None

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from _measure import Line, Options
     from _model import Trained
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import Place
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import Place
     from hpctrain.world import World
 
 MB = 1e6
@@ -88,8 +88,8 @@ def _sync_rank(
     import _model
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
 
     trained = _model.sharded(world, params)
     _model.fill(trained.tensors, world)
@@ -231,7 +231,7 @@ class _Ours:
     """As a run does it: from "a save is due" to "training goes on"."""
 
     def __init__(self, world: World, place: Place, trained: Trained) -> None:
-        from hpctrain.checkpoint.saver import Saver
+        from hpctrain.checkpoint.tensors.saver import Saver
 
         self._world, self._place, self._trained = world, place, trained
         self._step = 0
@@ -241,7 +241,7 @@ class _Ours:
         self._saver.prepare(self._state())
 
     def _state(self) -> State:
-        from hpctrain.checkpoint.boxes import State
+        from hpctrain.checkpoint.tensors.boxes import State
         from hpctrain.engines import state as engine_state
         from hpctrain.runtime import rng
 

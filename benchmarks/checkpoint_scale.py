@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from _measure import Line
 
-    from hpctrain.checkpoint.assemble import RankPart
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.format.assemble import RankPart
+    from hpctrain.run.layout import RunDir
 
 CHECKPOINTS = 20
 RANKS = 1024
@@ -42,8 +42,8 @@ def main() -> None:
 
 
 def _choose(root: Path) -> list[Line]:
-    from hpctrain.checkpoint import find
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.store import find
+    from hpctrain.run.layout import RunDir
 
     run = RunDir(root)
     _checkpoints(run)
@@ -66,9 +66,9 @@ def _choose(root: Path) -> list[Line]:
 
 def _checkpoints(run: RunDir) -> None:
     """The oldest is whole, all newer ones are torn: each look must go as far as it can."""
-    from hpctrain.checkpoint import manifest as manifests
-    from hpctrain.checkpoint import names, shard
-    from hpctrain.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+    from hpctrain.checkpoint.format import manifest as manifests
+    from hpctrain.checkpoint.format import names, shard
+    from hpctrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry
 
     run.checkpoints.mkdir(parents=True)
     size = TENSORS * ROWS * COLUMNS * 4 // RANKS
@@ -98,8 +98,8 @@ def _checkpoints(run: RunDir) -> None:
 
 def _tear(path: Path, step: int) -> None:
     """In turn: a shard is missing, cut, empty; a manifest is damaged at its end, cut, missing."""
-    from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
-    from hpctrain.checkpoint.shard import file_name
+    from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+    from hpctrain.checkpoint.format.shard import file_name
 
     last, about = path / file_name(RANKS - 1), path / MANIFEST_NAME
     size = about.stat().st_size
@@ -134,9 +134,9 @@ def _stat_all(folder: Path) -> int:
 
 
 def _table(folder: Path) -> list[Line]:
-    from hpctrain.checkpoint import assemble, table
-    from hpctrain.checkpoint import manifest as manifests
-    from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME, Manifest
+    from hpctrain.checkpoint.format import assemble, table
+    from hpctrain.checkpoint.format import manifest as manifests
+    from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, Manifest
 
     folder.mkdir()
     sent = [pickle.dumps(_part(rank)) for rank in range(RANKS)]
@@ -178,9 +178,9 @@ def _part(rank: int) -> RankPart:
     """What one rank has to say of its rows of every tensor."""
     import numpy as np
 
-    from hpctrain.checkpoint import shard
-    from hpctrain.checkpoint.assemble import part_of
-    from hpctrain.checkpoint.shard import Piece, Report
+    from hpctrain.checkpoint.format import shard
+    from hpctrain.checkpoint.format.assemble import part_of
+    from hpctrain.checkpoint.format.shard import Piece, Report
 
     rows = ROWS // RANKS
     shape = (ROWS, COLUMNS)

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.history.goodput import goodput
+from hpctrain.history.save_record import saving
+from hpctrain.history.timeline import past_of
 from hpctrain.ledger.derive import attempts, progress, standing
-from hpctrain.ledger.events import read
-from hpctrain.ledger.goodput import goodput
-from hpctrain.ledger.milestones import past_of
-from hpctrain.ledger.saving import saving
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.events import read
+from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -48,9 +48,9 @@ def timed(command: list[str], done: Path, env: dict[str, str]) -> float:
 
 def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     """A job of one local node with 8 ranks: seconds from its start on, and from its imports on."""
-    from hpctrain.ledger import events
-    from hpctrain.local import jobs
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run import events
+    from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.local import jobs
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Entry, Spec
 
@@ -66,7 +66,7 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     done = root / "done"
     started = time.time()
     seconds = timed(
-        [sys.executable, "-m", "hpctrain.local.controller", record.job_id],
+        [sys.executable, "-m", "hpctrain.entry.local_controller", record.job_id],
         done,
         {"HPCTRAIN_LOCAL_DIR": str(root / "local")},
     )

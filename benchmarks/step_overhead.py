@@ -103,7 +103,7 @@ def _with_run(run, loop, ranks: int) -> list:  # noqa: ANN001 - a table of eithe
     import os
     from dataclasses import asdict
 
-    from hpctrain.rundir.fence import take_attempt
+    from hpctrain.run.fence import take_attempt
     from tests.support.gloo import launch
 
     attempt = take_attempt(run, job_id="bench", restarts=0)

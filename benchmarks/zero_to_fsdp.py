@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from _measure import Options
 
-    from hpctrain.checkpoint.save import Place
+    from hpctrain.checkpoint.tensors.save import Place
     from hpctrain.engines.engine import Engine
     from hpctrain.world import World
 
@@ -100,7 +100,7 @@ def _size(folder: Path) -> int:
 def _save(world: World, place: Place, folder: Path, params: int) -> dict[str, float]:
     import _model
 
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.save import save
 
     engine = _engine("zero3", world, params)
     state = engine.state()
@@ -125,7 +125,7 @@ def _save(world: World, place: Place, folder: Path, params: int) -> dict[str, fl
 
 
 def _load(world: World, place: Place, params: int) -> dict[str, float]:
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
     engine = _engine("fsdp2", world, params)
     peak = measure.Peak()

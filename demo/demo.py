@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
 
 TOP = Path(__file__).resolve().parents[1]
 RUNS = Path(os.environ.get("HPCTRAIN_RUNS") or TOP / "runs").absolute()

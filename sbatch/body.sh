@@ -28,7 +28,7 @@ set +eu # a setup with `set -e` must not keep a failed srun from being looked af
 # The child ignores SIGTERM, which SLURM sends to every process that it finds.
 hpctrain_exports=$(
   trap '' TERM
-  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
 )
 hpctrain_rc=$? # where it failed no agent is started, and the end of this script looks after that
 eval "$hpctrain_exports"
@@ -52,7 +52,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
     --kill-on-bad-exit=1 --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
     bash -c \
     'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
-    exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.slurm.task "$1"' \
+    exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.entry.slurm_task "$1"' \
     hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" &
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
@@ -65,6 +65,6 @@ fi
 # Requeues where no agent could any more. From here on nothing but SIGKILL ends this script.
 hpctrain_noted=$hpctrain_term
 trap '' TERM
-"$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
+"$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
   --rc "$hpctrain_rc" --term "$hpctrain_noted"
 exit

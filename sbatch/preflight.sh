@@ -11,7 +11,7 @@ if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
 set +eu
 
 hpctrain_exports=$(
-  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.slurm.batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
+  exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch before "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN"
 ) || exit
 eval "$hpctrain_exports"
 

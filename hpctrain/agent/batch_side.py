@@ -12,24 +12,24 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.aftermath import last_seen, last_step, read_outcome
+from hpctrain.agent.ending import last_seen, last_step, read_outcome
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
+from hpctrain.base.modes import follow_folder
+from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError
-from hpctrain.ledger import events as ledger
-from hpctrain.modes import follow_folder
 from hpctrain.plan.budget import EXIT_STOPPED, allow
 from hpctrain.plan.decide import decide
-from hpctrain.records import EndReason, Next, StopCause
-from hpctrain.rundir.fence import read_fence, take_attempt
-from hpctrain.rundir.owner import job_spec
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import read_fence, take_attempt
+from hpctrain.run.ownership import job_spec
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
+    from hpctrain.base.records import JobControl, JobFacts
     from hpctrain.plan.decide import Outcome
-    from hpctrain.records import JobControl, JobFacts
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
 EXIT_TRY_LATER = 75
 SUBMISSIONS = frozenset({"submit_intent", "submitted"})

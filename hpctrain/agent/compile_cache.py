@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 NAME = "hpctrain-compiled-{uid}"

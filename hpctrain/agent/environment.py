@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.compile_cache import VARIABLE as CACHE
 from hpctrain.agent.compile_cache import compile_cache
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.fresh import look_anew
+from hpctrain.run import events as ledger
+from hpctrain.run.fresh import look_anew
 from hpctrain.site.environment import (
     Environment,
     Versions,
@@ -30,8 +30,8 @@ from hpctrain.site.environment import (
 )
 
 if TYPE_CHECKING:
-    from hpctrain.records import JobContext
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.records import JobContext
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 THE_JOB = "the job's own environment"

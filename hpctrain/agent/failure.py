@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ranks import failure_path
-from hpctrain.plain_files import read_plain
-from hpctrain.records import FailureReport
+from hpctrain.base.files import read_plain
+from hpctrain.base.records import FailureReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

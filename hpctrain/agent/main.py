@@ -9,24 +9,24 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain import open_files
 from hpctrain.agent import signals
-from hpctrain.agent.aftermath import Aftermath
 from hpctrain.agent.cpus import cpus_of_ranks
+from hpctrain.agent.ending import Aftermath
 from hpctrain.agent.environment import RankEnvironment
-from hpctrain.agent.fitness import Fitness
+from hpctrain.agent.node_check import Fitness
+from hpctrain.base import open_files
+from hpctrain.base.modes import follow_folder
+from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
-from hpctrain.ledger import events as ledger
-from hpctrain.modes import follow_folder
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.owner import job_spec
-from hpctrain.rundir.secret_file import start_secret
-from hpctrain.secret import code
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.ownership import job_spec
+from hpctrain.run.secret_file import start_secret
 
 if TYPE_CHECKING:
-    from hpctrain.records import FailureReport, JobContext, JobControl
-    from hpctrain.rundir.fence import Attempt
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.records import FailureReport, JobContext, JobControl
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 RENDEZVOUS_S = 600
@@ -119,7 +119,7 @@ def _run_rounds(
     from hpctrain.agent.node import NodeAgent, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
-    from hpctrain.agent.stopwatch import StopWatch
+    from hpctrain.agent.stop_deadline import StopWatch
 
     imported = time.time()
     cpus = cpus_of_ranks(spec, os.environ)

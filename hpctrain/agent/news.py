@@ -9,13 +9,13 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.records import EndReason, Next
+from hpctrain.base.records import EndReason, Next
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
 
 MOST_WHY = 2000
 """Characters of a reason: an argument and a chat message have their limits."""

@@ -21,11 +21,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from hpctrain.agent.failure import collect, first_causal, torch_error_path
-from hpctrain.agent.log_clock import LogClock
+from hpctrain.agent.log_index import LogClock
 from hpctrain.agent.notify import telling
 from hpctrain.agent.orphans import Orphans
 from hpctrain.agent.signed_store import SignedStore
-from hpctrain.records import FailureReport
+from hpctrain.base.records import FailureReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     from hpctrain.agent.rendezvous import Rendezvous
-    from hpctrain.agent.stopwatch import StopWatch
-    from hpctrain.rundir.fence import Attempt
+    from hpctrain.agent.stop_deadline import StopWatch
+    from hpctrain.run.fence import Attempt
 
 POLL_S = 0.1
 SETTLE_S = 1.0

@@ -12,10 +12,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from hpctrain.process import own_program
+from hpctrain.base.process import own_program
 
 if TYPE_CHECKING:
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
 
 SPARE_S = 5.0

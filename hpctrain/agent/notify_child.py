@@ -20,12 +20,12 @@ import urllib.request
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from hpctrain import locks
 from hpctrain.agent import signals
 from hpctrain.agent.news import news_of
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
-from hpctrain.rundir.owner import job_spec
+from hpctrain.base import locks
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import job_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.process import die_with_parent, own_program
-from hpctrain.profile.names import folder_name
+from hpctrain.base.process import die_with_parent, own_program
+from hpctrain.profile.files import folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent import nsys, signals
 from hpctrain.agent.cpus import bind
-from hpctrain.plain_files import replace_text
-from hpctrain.process import die_with_parent, print_to
-from hpctrain.records import FailureReport
+from hpctrain.base.files import replace_text
+from hpctrain.base.process import die_with_parent, print_to
+from hpctrain.base.records import FailureReport
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from hpctrain.agent.ports import PORTS
 from hpctrain.agent.store_process import StoreProcess
+from hpctrain.base.ports import PORTS
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:

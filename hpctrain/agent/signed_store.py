@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any
 
-from hpctrain.secret import Forged, sign, verify
+from hpctrain.base.secret import Forged, sign, verify
 
 POLL_S = 0.1
 

@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent import signals
+from hpctrain.base.process import die_with_parent
 from hpctrain.errors import ClusterError
 from hpctrain.preflight.connection import is_loopback, listen
-from hpctrain.process import die_with_parent
 
 if TYPE_CHECKING:
     from typing import Self

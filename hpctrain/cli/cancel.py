@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import foreign_option, json_option, runs_flag, runs_option
+from hpctrain.cli.options import foreign_option, json_option, runs_option
+from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.ledger.events import Event
-    from hpctrain.ledger.status import Answer
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
+    from hpctrain.status.status import Answer
 
 
 @click.command(
@@ -36,12 +37,12 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.cli.job import ask
-    from hpctrain.cli.output import echo_json
-    from hpctrain.ledger import events as ledger
-    from hpctrain.modes import follow_folder
-    from hpctrain.rundir.find import find_run
-    from hpctrain.rundir.owner import own_spec
+    from hpctrain.base.modes import follow_folder
+    from hpctrain.base.output import echo_json
+    from hpctrain.run import events as ledger
+    from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import own_spec
+    from hpctrain.status.job import ask
 
     found = find_run(run, runs=runs)
     follow_folder(found.root)
@@ -99,10 +100,10 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
     import json
     import time
 
+    from hpctrain.base.files import write_plain
     from hpctrain.errors import HpctrainError
-    from hpctrain.ledger import events as ledger
     from hpctrain.ledger.derive import standing
-    from hpctrain.plain_files import write_plain
+    from hpctrain.run import events as ledger
 
     request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
     staged = run.stop_request.with_suffix(".new")
@@ -128,10 +129,10 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
     Where the scheduler could not say that the number is this run's job, nothing is cancelled: on a
     cluster that shares the folder it may be another one.
     """
-    from hpctrain.cli.job import TERMINAL_JOB
-    from hpctrain.clusters import get_cluster
     from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
-    from hpctrain.ledger import events as ledger
+    from hpctrain.run import events as ledger
+    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.status.job import TERMINAL_JOB
 
     if job_id.startswith(TERMINAL_JOB):
         pid = job_id.removeprefix(TERMINAL_JOB)
@@ -150,8 +151,8 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:
-    from hpctrain.cli.job import listens
     from hpctrain.ledger.derive import progress
+    from hpctrain.status.job import listens
 
     step = progress(events).saved_step
     if not saves:

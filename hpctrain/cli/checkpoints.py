@@ -18,8 +18,8 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.checkpoint.find import Found
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.run.layout import RunDir
 
 EXIT_DAMAGED = 7
 READERS = 4
@@ -57,7 +57,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Sizes are compared with the manifests, bytes are not read: `verify` does that.
     """
-    from hpctrain.cli.output import echo_json, table
+    from hpctrain.base.output import echo_json, table
 
     directory = _run(run, runs)
     rows = _rows(directory)
@@ -89,7 +89,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 @click.pass_obj
 def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
-    from hpctrain.cli.output import echo_json, table
+    from hpctrain.base.output import echo_json, table
 
     found = _one(_run(run, runs), step)
     facts = _facts(found)
@@ -132,8 +132,8 @@ def verify_command(
     cover every tensor, files are there with their sizes. No checkpoint is changed: a damaged one is
     set aside when a run comes upon it. What --deep finds right is noted in the run's ledger.
     """
-    from hpctrain.checkpoint import find
-    from hpctrain.cli.output import echo_json
+    from hpctrain.base.output import echo_json
+    from hpctrain.checkpoint.store import find
 
     directory = _run(run, ctx.obj)
     wanted = find.candidates(directory) if step is None else [_one(directory, step)]
@@ -158,13 +158,13 @@ def verify_command(
 
 
 def _run(name: str, runs: Path) -> RunDir:
-    from hpctrain.rundir.find import find_run
+    from hpctrain.run.find_run import find_run
 
     return find_run(name, runs=runs)
 
 
 def _one(run: RunDir, step: int) -> Found:
-    from hpctrain.checkpoint import find
+    from hpctrain.checkpoint.store import find
     from hpctrain.errors import NotFound
 
     there = find.steps(run)
@@ -176,7 +176,7 @@ def _one(run: RunDir, step: int) -> Found:
 
 def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> list[dict[str, Any]]:
     """Check the checkpoints; all problems of each."""
-    from hpctrain.checkpoint import verify
+    from hpctrain.checkpoint.store import verify
 
     verdicts: list[dict[str, Any]] = []
     total = sum(_size(found) or 0 for found in wanted) if deep else 0
@@ -197,7 +197,7 @@ def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> l
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
     """For `status`; whoever may only read the run has read it all the same."""
-    from hpctrain.ledger import events as ledger
+    from hpctrain.run import events as ledger
 
     try:
         for verdict in verdicts:
@@ -208,7 +208,7 @@ def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
 
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:
-    from hpctrain.checkpoint import find
+    from hpctrain.checkpoint.store import find
 
     rows = [_row(found) | {"pinned": _pin(found)} for found in find.candidates(run)]
     rows += [
@@ -244,7 +244,7 @@ def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
 
 def _bytes_in(path: Path) -> int | None:
     """Bytes of all files; None where the file system does not say."""
-    from hpctrain.checkpoint import find
+    from hpctrain.checkpoint.store import find
     from hpctrain.errors import FileSystemFault
 
     try:
@@ -255,7 +255,7 @@ def _bytes_in(path: Path) -> int | None:
 
 def _pin(found: Found) -> str | None:
     """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
-    from hpctrain.checkpoint import pins
+    from hpctrain.checkpoint.store import pins
 
     try:
         return pins.reason_of(found.path) if pins.carries(found.path) else None

@@ -13,7 +13,7 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.exchange.diff import Difference
+    from hpctrain.checkpoint.exchange.diff import Difference
 
 EXIT_DIFFERS = 1
 SHOWN = 20
@@ -36,9 +36,9 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
 
     Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
     """
-    from hpctrain.cli.output import echo_json
-    from hpctrain.exchange import diff, ours
-    from hpctrain.rundir.find import find_run
+    from hpctrain.base.output import echo_json
+    from hpctrain.checkpoint.exchange import diff, ours
+    from hpctrain.run.find_run import find_run
 
     (left, before), (right, after) = _two(what)
     one = ours.found(find_run(left, runs=ctx.obj), before)
@@ -72,8 +72,8 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _tell_difference(found: Difference) -> None:
-    from hpctrain.cli.output import table
-    from hpctrain.ledger.format import size
+    from hpctrain.base.output import table
+    from hpctrain.base.text import size
 
     for sign, names in (("-", found.removed), ("+", found.added)):
         for name in names[:SHOWN]:

@@ -13,12 +13,12 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.exchange.contents import Contents
-    from hpctrain.exchange.export import Written
-    from hpctrain.exchange.into import Imported
-    from hpctrain.exchange.naming import Request
-    from hpctrain.exchange.tensors import Tensor
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.exchange.contents import Contents
+    from hpctrain.checkpoint.exchange.export import Written
+    from hpctrain.checkpoint.exchange.import_into import Imported
+    from hpctrain.checkpoint.exchange.naming import Request
+    from hpctrain.checkpoint.exchange.tensors import Tensor
+    from hpctrain.run.layout import RunDir
 
 GB = 10**9
 STEP = click.IntRange(min=0)
@@ -87,9 +87,9 @@ def export_command(
     Nothing is overwritten. Each file is read back and compared with the checkpoint, tensor by
     tensor, before it gets its name. safetensors needs no torch.
     """
-    from hpctrain.exchange import export, ours
-    from hpctrain.exchange.tensors import TARGETS
-    from hpctrain.rundir.find import find_run
+    from hpctrain.checkpoint.exchange import export, ours
+    from hpctrain.checkpoint.exchange.tensors import TARGETS
+    from hpctrain.run.find_run import find_run
 
     path, manifest = ours.found(find_run(run, runs=runs), step)
     everything = what == "all"
@@ -174,11 +174,11 @@ def import_command(
     Nothing in it is run: pickles are read for tensors and plain data only. What was written is read
     back and compared with the source, tensor by tensor, before it is committed.
     """
-    from hpctrain.cli.output import echo_note
-    from hpctrain.exchange import into, naming, open_source
-    from hpctrain.exchange.tensors import TARGETS
-    from hpctrain.modes import follow_folder
-    from hpctrain.rundir.find import find_run
+    from hpctrain.base.modes import follow_folder
+    from hpctrain.base.output import echo_note
+    from hpctrain.checkpoint.exchange import import_into, naming, open_source
+    from hpctrain.checkpoint.exchange.tensors import TARGETS
+    from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.resume import refuse_alive
 
@@ -186,7 +186,7 @@ def import_command(
     follow_folder(directory.root)
     spec = load_spec(directory.spec)
     refuse_alive(directory, spec)
-    into.refuse_taken(directory, step)
+    import_into.refuse_taken(directory, step)
     request = naming.Request(
         prefix, _pairs(renames), _table(table), weights, model_only=what == "model"
     )
@@ -197,7 +197,7 @@ def import_command(
     tensors, notes = naming.name_all(contents, request)
     tensors = naming.in_dtype(tensors, TARGETS.get(dtype))
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
-        made = into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
+        made = import_into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
     notes = [*contents.notes, *notes, *_notes(contents, request, step, tensors)]
     _tell_imported(made, directory, contents, notes, as_json=as_json)
 
@@ -205,13 +205,13 @@ def import_command(
 def _to_torch(
     place: Path, tensors: Sequence[Tensor], step: int, state: Any, on_bytes: Callable[[int], None]
 ) -> Written:
+    from hpctrain.checkpoint.exchange.open_source import needs_torch
     from hpctrain.errors import UsageError
-    from hpctrain.exchange.open_source import needs_torch
 
     if place.is_dir():
         raise UsageError(f"{place} is a folder; --to torch takes the name of a file")
     with needs_torch("--to torch"):
-        from hpctrain.exchange import to_torch
+        from hpctrain.checkpoint.exchange import to_torch
     return to_torch.write(place, tensors, step=step, state=state, on_bytes=on_bytes)
 
 
@@ -222,15 +222,13 @@ def _to_safetensors(
     state: Any,
     on_bytes: Callable[[int], None],
 ) -> Written:
+    from hpctrain.checkpoint.exchange import safetensors
     from hpctrain.errors import UsageError
-    from hpctrain.exchange import to_safetensors
 
     if place.exists() and not place.is_dir():
         raise UsageError(f"{place} is a file; --to safetensors takes a folder")
     most = max(1, int(max_shard_gb * GB))
-    return to_safetensors.write(
-        place, tensors, max_shard_bytes=most, state=state, on_bytes=on_bytes
-    )
+    return safetensors.write(place, tensors, max_shard_bytes=most, state=state, on_bytes=on_bytes)
 
 
 def _pairs(renames: Sequence[str]) -> list[tuple[str, str]]:
@@ -268,7 +266,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Tensor]) -> list[str]:
-    from hpctrain.exchange.ours import OPTIM
+    from hpctrain.checkpoint.exchange.ours import OPTIM
 
     notes = []
     if contents.step not in {None, step}:
@@ -279,8 +277,8 @@ def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Te
 
 
 def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
-    from hpctrain.cli.output import echo_json, table
-    from hpctrain.ledger.format import size
+    from hpctrain.base.output import echo_json, table
+    from hpctrain.base.text import size
 
     if as_json:
         files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
@@ -301,8 +299,8 @@ def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
 def _tell_imported(
     made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
 ) -> None:
-    from hpctrain.cli.output import echo_json, echo_warning
-    from hpctrain.ledger.format import size
+    from hpctrain.base.output import echo_json, echo_warning
+    from hpctrain.base.text import size
 
     if as_json:
         echo_json(

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.retention import Rules, Verdict
-    from hpctrain.ledger.standing import Standing
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.store.retention import Rules, Verdict
+    from hpctrain.history.run_state import Standing
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
 
 STEP = click.IntRange(min=0)
@@ -39,10 +39,10 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
 
     A pin is a file PINNED in the checkpoint's directory.
     """
-    from hpctrain.checkpoint import pins
+    from hpctrain.base.modes import follow_folder
+    from hpctrain.checkpoint.store import pins
     from hpctrain.errors import UsageError
-    from hpctrain.modes import follow_folder
-    from hpctrain.rundir.find import find_run
+    from hpctrain.run.find_run import find_run
 
     if remove and reason:
         raise UsageError("--reason does not go with --remove")
@@ -85,8 +85,8 @@ def prune_command(
     What is not given is as in the run's settings. The last valid one, pinned ones and those that a
     live attempt may be using stay in any case.
     """
-    from hpctrain.checkpoint import retention
-    from hpctrain.rundir.find import find_run
+    from hpctrain.checkpoint.store import retention
+    from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
 
     directory = find_run(run, runs=runs)
@@ -121,10 +121,10 @@ def rm_command(
     runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
 ) -> None:
     """Delete these checkpoints: all of them or, where one is refused, none."""
-    from hpctrain.checkpoint import retention
-    from hpctrain.cli.output import echo_json
-    from hpctrain.ledger.format import size
-    from hpctrain.rundir.find import find_run
+    from hpctrain.base.output import echo_json
+    from hpctrain.base.text import size
+    from hpctrain.checkpoint.store import retention
+    from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
 
     directory = find_run(run, runs=runs)
@@ -158,9 +158,9 @@ def _idle(run: RunDir, cluster: str) -> Standing | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.cli.job import ask
-    from hpctrain.ledger import events as ledger
     from hpctrain.ledger.derive import OVER, standing
+    from hpctrain.run import events as ledger
+    from hpctrain.status.job import ask
 
     events = ledger.read(run)
     now = standing(events)
@@ -181,7 +181,7 @@ def _rules(
     metric: str | None,
 ) -> Rules:
     """The settings, with what the flags say instead."""
-    from hpctrain.checkpoint.retention import Rules
+    from hpctrain.checkpoint.store.retention import Rules
     from hpctrain.errors import UsageError
 
     best = settings.keep_best if keep_best is None else keep_best
@@ -217,10 +217,10 @@ def _refuse_if_all_in_use(run: RunDir, verdicts: Sequence[Verdict], idle: Standi
     Raises:
         RunAlive: it is.
     """
-    from hpctrain.checkpoint.retention import WAIT, Why
-    from hpctrain.checkpoint.usage import in_use
+    from hpctrain.checkpoint.store.retention import WAIT, Why
+    from hpctrain.checkpoint.store.usage import in_use
     from hpctrain.errors import RunAlive
-    from hpctrain.ledger import events as ledger
+    from hpctrain.run import events as ledger
 
     usage = in_use(ledger.read(run), idle)
     only = any(verdict.why == (Why.IN_USE,) for verdict in verdicts)
@@ -232,7 +232,7 @@ def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
     """What became of a checkpoint, which may be other than was planned."""
     from dataclasses import replace
 
-    from hpctrain.checkpoint.retention import Why
+    from hpctrain.checkpoint.store.retention import Why
 
     return replace(verdict, why=() if gone else verdict.why or (Why.IN_USE,))
 
@@ -240,9 +240,9 @@ def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
 def _tell_pruned(
     run: RunDir, rules: Rules, verdicts: Sequence[Verdict], *, dry_run: bool, as_json: bool
 ) -> None:
-    from hpctrain.checkpoint.pins import pinned
-    from hpctrain.cli.output import echo_json, table
-    from hpctrain.ledger.format import size
+    from hpctrain.base.output import echo_json, table
+    from hpctrain.base.text import size
+    from hpctrain.checkpoint.store.pins import pinned
 
     going = [verdict for verdict in verdicts if not verdict.why]
     freed = sum(verdict.size_bytes for verdict in going)
@@ -281,7 +281,7 @@ def _fact(verdict: Verdict) -> dict[str, Any]:
 
 
 def _in_words(verdict: Verdict, rules: Rules, reasons: dict[int, str]) -> str:
-    from hpctrain.checkpoint.retention import Why
+    from hpctrain.checkpoint.store.retention import Why
 
     row = verdict.row
     said = {Why.EVERY: f"every {rules.keep_every}"}

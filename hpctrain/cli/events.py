@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.base.text import count
 from hpctrain.cli.options import runs_option
 from hpctrain.cli.since import since_option
-from hpctrain.ledger.format import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from hpctrain.ledger.events import Event
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
 
 CALM_S = 10.0
 """So long are step marks gathered while one follows."""
 _MARK = re.compile(rb'\{"t": [\d.]+, "kind": "steps", "attempt": (\d+|null),')
-"""A step mark as `ledger.events.append` writes it; of a row only the ends are parsed."""
+"""A step mark as `run.events.append` writes it; of a row only the ends are parsed."""
 
 
 @click.command(
@@ -63,7 +63,7 @@ def command(
     """
     from hpctrain.cli.logs import check_attempt, wanted_attempt
     from hpctrain.errors import NotFound
-    from hpctrain.rundir.find import find_run
+    from hpctrain.run.find_run import find_run
 
     found = find_run(run, runs=runs)
     if not found.events.is_file():
@@ -83,8 +83,8 @@ def command(
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
-    from hpctrain.cli import log_follow
-    from hpctrain.cli.output import echo_note
+    from hpctrain.base.output import echo_note
+    from hpctrain.logs import follow as log_follow
 
     watch = log_follow.EndWatch(run, attempt, echo_note)
     watch.add(reading.turns)
@@ -115,8 +115,8 @@ class Reading:
     """
 
     def __init__(self, run: RunDir, lines: Lines) -> None:
-        from hpctrain.ledger.lines import LONGEST_BYTES
-        from hpctrain.rundir.logs import LogFile
+        from hpctrain.run.lines import LONGEST_BYTES
+        from hpctrain.run.log_files import LogFile
 
         self.turns: list[Event] = []
         self.printed = 0
@@ -165,7 +165,7 @@ class Reading:
         return ["no event that is wanted is on record"]
 
     def _one(self, raw: bytes) -> Iterator[str]:
-        from hpctrain.ledger.events import parse
+        from hpctrain.run.events import parse
 
         if _MARK.match(raw) and raw.endswith(b"}"):
             yield from self._lines.mark(raw)
@@ -249,15 +249,15 @@ class Lines:
         return self._since is not None and _time(self._row[-1]) < self._since <= _time(raw)
 
     def _parsed(self, raw: bytes) -> Iterator[str]:
-        from hpctrain.ledger.events import parse
+        from hpctrain.run.events import parse
 
         event = parse(raw)
         if event is not None and self._is_wanted(event):
             yield from self._as_text(raw, event)
 
     def _folded(self, first: bytes, last: bytes, marks: int) -> Iterator[str]:
-        from hpctrain.ledger.event_lines import folded
-        from hpctrain.ledger.events import parse
+        from hpctrain.run.events import parse
+        from hpctrain.status.event_lines import folded
 
         begin, end = parse(first), parse(last)
         if begin is not None and end is not None and self._is_wanted(end):
@@ -270,12 +270,12 @@ class Lines:
         )
 
     def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
-        from hpctrain.ledger.event_lines import line
+        from hpctrain.status.event_lines import line
 
         return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
 
 
 def _time(raw: bytes) -> float:
-    from hpctrain.ledger.values import number
+    from hpctrain.run.values import number
 
     return number(raw[6 : raw.index(b",")].decode()) or 0.0

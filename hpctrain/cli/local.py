@@ -26,9 +26,9 @@ def command() -> None:
 
 def _job_id(run: str, runs: Path) -> str:
     from hpctrain.errors import ChecksFailed, UsageError
-    from hpctrain.ledger import events as ledger
-    from hpctrain.rundir.find import find_run
-    from hpctrain.rundir.owner import is_mine
+    from hpctrain.run import events as ledger
+    from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import is_mine
     from hpctrain.submit.launch import newest_submission
 
     found = find_run(run, runs=runs)
@@ -46,8 +46,8 @@ def list_jobs(as_json: bool) -> None:
     """The local jobs of this machine."""
     from dataclasses import asdict
 
-    from hpctrain.cli.output import echo_json
-    from hpctrain.local import jobs
+    from hpctrain.base.output import echo_json
+    from hpctrain.scheduler.local import jobs
 
     found = jobs.all_jobs()
     if as_json:
@@ -68,7 +68,7 @@ def list_jobs(as_json: bool) -> None:
 def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
     from hpctrain.errors import UsageError
-    from hpctrain.local import jobs
+    from hpctrain.scheduler.local import jobs
 
     job_id = _job_id(run, runs)
     record = jobs.read(job_id)
@@ -86,7 +86,7 @@ def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
 @runs_option
 def free_nodes(run: str, runs: Path) -> None:
     """The nodes are free again from the next start on."""
-    from hpctrain.local import jobs
+    from hpctrain.scheduler.local import jobs
 
     jobs.request(_job_id(run, runs), "free")
 
@@ -97,7 +97,7 @@ def free_nodes(run: str, runs: Path) -> None:
 @runs_option
 def fail_node(run: str, node: int, runs: Path) -> None:
     """A node dies without a word."""
-    from hpctrain.local import jobs
+    from hpctrain.scheduler.local import jobs
 
     job_id = _job_id(run, runs)
     jobs.request(job_id, "fail_node", node=node)

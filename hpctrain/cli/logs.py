@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.cli.log_print import Choice
-    from hpctrain.ledger.events import Event
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.logs.printer import Choice
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
 
 _MANY = 5
 
@@ -72,10 +72,10 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.cli.log_filter import both
-    from hpctrain.cli.log_print import Choice
     from hpctrain.errors import UsageError
-    from hpctrain.rundir.find import find_run
+    from hpctrain.logs.log_filter import both
+    from hpctrain.logs.printer import Choice
+    from hpctrain.run.find_run import find_run
 
     if context and not err and grep is None:
         raise UsageError("-C shows lines around those of --grep or --err; neither is given")
@@ -92,8 +92,8 @@ def command(
 
 
 def _print(run: RunDir, choice: Choice, *, follow: bool, tail: int | None, ranks: str) -> None:
-    from hpctrain.cli.log_follow import EndWatch, Follower, Turns, told_by
-    from hpctrain.cli.log_print import Printer
+    from hpctrain.logs.follow import EndWatch, Follower, Turns, told_by
+    from hpctrain.logs.printer import Printer
 
     ledger = Turns(run)
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)
@@ -152,8 +152,8 @@ def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
     Raises:
         UsageError: neither of these.
     """
-    from hpctrain.cli.log_sections import ALL, BATCH, TROUBLE
     from hpctrain.errors import UsageError
+    from hpctrain.logs.sections import ALL, BATCH, TROUBLE
 
     if text is None:
         return TROUBLE if err else frozenset({0})

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 
 from hpctrain import __version__
-from hpctrain.cli.terminal import border
 from hpctrain.errors import EXIT_CODES, HpctrainError
+from hpctrain.terminal import border
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hpctrain.rundir.find import RUNS_VARIABLE
+from hpctrain.run.find_run import RUNS_VARIABLE
 from hpctrain.settings.schema import EngineSettings
 
 if TYPE_CHECKING:
@@ -57,15 +57,6 @@ def foreign_option(function: _Function) -> _Function:
 def run_argument(function: _Function) -> _Function:
     """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
     return click.argument("run", default="-", metavar="[RUN]")(function)
-
-
-def runs_flag(runs: Path) -> str:
-    """` --runs DIR` where a later command would need it to find the run, else nothing."""
-    import os
-    import shlex
-
-    default = Path.cwd() / (os.environ.get(RUNS_VARIABLE) or "runs")
-    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"
 
 
 def engine_options(function: _Function) -> _Function:

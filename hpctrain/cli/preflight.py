@@ -159,14 +159,14 @@ def _accepted(preflight: Preflight) -> list[Result]:
     """What sbatch says of the job before it is submitted."""
     if preflight.script is None:
         return []
-    from hpctrain.slurm.command import run
+    from hpctrain.scheduler.slurm.command import run
     from hpctrain.submit.preflight import check_accepted
 
     return check_accepted(preflight.script, lambda words: run(words, query=False))
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> Report:
-    from hpctrain.cli.output import echo_note
+    from hpctrain.base.output import echo_note
     from hpctrain.submit.preflight_job import start, wait
 
     job = start(preflight, spec, os.environ)
@@ -177,7 +177,7 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 
 def _note_bad(report: Report, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
-    from hpctrain.preflight.bad_nodes import note, of_user
+    from hpctrain.preflight.node_lists import note, of_user
     from hpctrain.submit.bad_nodes import name_here
 
     if spec.cluster != "slurm":
@@ -188,7 +188,7 @@ def _note_bad(report: Report, spec: Spec, hours: float) -> None:
 
 def _tell(report: Report, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
-    from hpctrain.cli.output import echo_json
+    from hpctrain.base.output import echo_json
     from hpctrain.preflight.report import lines, names
 
     if as_json:

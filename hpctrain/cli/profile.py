@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_flag, runs_option
+from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
+from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.profile.examine import Profile
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
 STEPS = 3
 
@@ -55,9 +56,9 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. The traces
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
+    from hpctrain.base.modes import follow_folder
     from hpctrain.errors import UsageError
-    from hpctrain.modes import follow_folder
-    from hpctrain.rundir.find import find_run
+    from hpctrain.run.find_run import find_run
 
     found = find_run(run, runs=runs)
     follow_folder(found.root)
@@ -69,7 +70,7 @@ def command(
         _show(found, name, as_json=as_json)
         return
     from hpctrain.cli import profile_now
-    from hpctrain.rundir.owner import own_spec
+    from hpctrain.run.ownership import own_spec
 
     own_spec(found, named=run, foreign=foreign)
     request, expected = profile_now.ask_for(
@@ -91,9 +92,9 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
     """Print every profile of a run."""
     from hpctrain.cli.profile_now import under_way
     from hpctrain.cli.progress import line
-    from hpctrain.ledger import events as ledger
     from hpctrain.profile.examine import examine
-    from hpctrain.profile.names import find
+    from hpctrain.profile.files import find
+    from hpctrain.run import events as ledger
 
     found = find(run.profile)
     profiles = []
@@ -112,8 +113,8 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
-    from hpctrain.profile.names import nsys_reports
-    from hpctrain.profile.words import as_text
+    from hpctrain.profile.files import nsys_reports
+    from hpctrain.profile.text import as_text
 
     reports = nsys_reports(run.profile)
     if as_json:
@@ -136,6 +137,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _echo(value: Any) -> None:
-    from hpctrain.cli.output import echo_json
+    from hpctrain.base.output import echo_json
 
     echo_json(value)

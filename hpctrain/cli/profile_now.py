@@ -6,22 +6,22 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.job import ask, listens
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.ledger import events as ledger
 from hpctrain.ledger.derive import OVER, RunState, run_state
 from hpctrain.profile.examine import examine
-from hpctrain.profile.names import PROBLEM, TRACE, Request, Window, find, read_request
+from hpctrain.profile.files import PROBLEM, TRACE, Request, Window, find, read_request
+from hpctrain.run import events as ledger
 from hpctrain.settings.check_profile import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
+from hpctrain.status.job import ask, listens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
     from hpctrain.profile.examine import Profile
-    from hpctrain.profile.names import Found
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.profile.files import Found
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
 
 POLL_S = 0.3
 LOOK_S = 10.0

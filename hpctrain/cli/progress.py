@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.terminal import draw
-from hpctrain.ledger.meter import SPARSE_S, Meter
+from hpctrain.base.meter import SPARSE_S, Meter
+from hpctrain.terminal import draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

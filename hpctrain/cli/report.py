@@ -57,9 +57,9 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.cli.status_look import Looker
     from hpctrain.report.gather import gather
-    from hpctrain.rundir.find import find_run
+    from hpctrain.run.find_run import find_run
+    from hpctrain.status.reader import Looker
 
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
     found = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
@@ -103,7 +103,7 @@ def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show
 
 def _write(data: ReportData, output: str | None) -> Path:
     from hpctrain.report.page import page
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
     target = Path(output) if output else RunDir(Path(data.status.root)).report
     return _put(target, page(data))
@@ -142,14 +142,14 @@ def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
     from dataclasses import asdict
 
-    from hpctrain.cli.output import echo_json
-    from hpctrain.ledger import view
+    from hpctrain.base.output import echo_json
     from hpctrain.report.advice import advice
+    from hpctrain.status import screen as status_screen
 
     told: list[dict[str, Any]] = []
     for data in gathered:
         more = {"advice": [asdict(one) for one in advice(data)], "problems": list(data.problems)}
-        told.append({**view.as_json(data.status), **more})
+        told.append({**status_screen.as_json(data.status), **more})
     echo_json({"pages": [str(page) for page in pages], "runs": told})
 
 
@@ -164,7 +164,7 @@ def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
 
 
 def _size(page: Path) -> str:
-    from hpctrain.ledger.format import size
+    from hpctrain.base.text import size
 
     return size(page.stat().st_size)
 
@@ -173,7 +173,7 @@ def _open(page: Path) -> None:
     """Show a page in the browser of the user's screen, or say how to bring it there."""
     import webbrowser
 
-    from hpctrain.cli.output import echo_note
+    from hpctrain.base.output import echo_note
 
     screen = sys.platform == "darwin" or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")

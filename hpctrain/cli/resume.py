@@ -80,8 +80,8 @@ def command(
     """
     from hpctrain.errors import UsageError
     from hpctrain.plan.resume import as_text
-    from hpctrain.rundir.find import find_run
-    from hpctrain.rundir.owner import own_spec
+    from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import own_spec
     from hpctrain.settings.check_profile import profile_flags
     from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.settings.secrets import hide, secrets_in

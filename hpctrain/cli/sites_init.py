@@ -28,8 +28,8 @@ def command(*, from_slurm: bool, name: str | None, output: Path | None) -> None:
     from datetime import date
 
     from hpctrain.errors import UsageError
+    from hpctrain.scheduler.slurm.facts import ask_cluster
     from hpctrain.site.draft import draft, site_name
-    from hpctrain.slurm.cluster_facts import ask_cluster
 
     if not from_slurm:
         raise click.UsageError("nothing to draft from; say --from-slurm.")

@@ -27,7 +27,7 @@ def command(*, with_bases: bool, as_json: bool) -> None:
     base        only for other presets to extend (--all)
     broken      its file cannot be read; what is wrong is told on stderr
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cli.output import echo_json, echo_warning, table
+    from hpctrain.base.output import echo_json, echo_warning, table
     from hpctrain.site.load import site_files
 
     rows = [_row(name, files) for name, files in site_files().items()]

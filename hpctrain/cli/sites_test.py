@@ -12,7 +12,7 @@ from hpctrain.cli.options import json_option
 from hpctrain.cli.sites_names import site_argument
 
 if TYPE_CHECKING:
-    from hpctrain.submit.site_trial import Trial
+    from hpctrain.submit.sbatch_test import Trial
 
 _COLORS = {"accepted": "green", "refused": "red"}
 
@@ -45,10 +45,10 @@ def command(
     """  # noqa: D301 - click wants the control character
     from dataclasses import asdict
 
-    from hpctrain.cli.output import echo_json, table
+    from hpctrain.base.output import echo_json, table
     from hpctrain.errors import ChecksFailed
-    from hpctrain.slurm.command import run
-    from hpctrain.submit.site_trial import Asked, try_site
+    from hpctrain.scheduler.slurm.command import run
+    from hpctrain.submit.sbatch_test import Asked, try_site
 
     asked = Asked(name, partition, nodes, account)
     trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, ask=run)

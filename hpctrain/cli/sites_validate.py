@@ -62,7 +62,7 @@ def command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
     Exit code 3 where there is an error; with --strict, where there is anything. A file that cannot
     be read as a preset at all is exit code 2.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cli.output import echo_json
+    from hpctrain.base.output import echo_json
     from hpctrain.site.load import load_site
     from hpctrain.site.validate import validate
 
@@ -88,7 +88,7 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 
 def _shown(found: Sequence[Finding]) -> str:
     """The findings as a table."""
-    from hpctrain.cli.output import table
+    from hpctrain.base.output import table
 
     rows = [(_short(one.where), one.level, one.path, one.message) for one in found]
     lines = table(rows, header=("WHERE", "LEVEL", "VALUE", "")).splitlines()

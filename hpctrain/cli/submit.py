@@ -14,17 +14,17 @@ from hpctrain.cli.options import (
     json_option,
     locked_option,
     profile_options,
-    runs_flag,
     runs_option,
 )
 from hpctrain.cli.sites_names import complete_site
 from hpctrain.cli.wait import conclude, wait_option
+from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.mesh import Mesh
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.mesh import Mesh
+    from hpctrain.run.layout import RunDir
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
 DRY_RUN_TOKEN = "dry-run"  # noqa: S105 - stands where a submission's own token will stand
@@ -142,8 +142,8 @@ def command(
 
 def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     """Print what would be submitted."""
-    from hpctrain.cli.output import echo_json, echo_warning
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.output import echo_json, echo_warning
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.secrets import hide
 
     spec = prepared.spec
@@ -153,7 +153,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
         plan_snapshot(spec.entry, spec.settings.run.snapshot)
     run = RunDir(prepared.runs / spec.name)
     if spec.cluster == "slurm":
-        from hpctrain.slurm.script import render_script
+        from hpctrain.scheduler.slurm.script import render_script
 
         text = render_script(spec, run, DRY_RUN_TOKEN)
     else:
@@ -227,7 +227,7 @@ def _report(
     as_json: bool,
 ) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.cli.output import echo_warning, table
+    from hpctrain.base.output import echo_warning, table
 
     spec = prepared.spec
     runs = runs_flag(prepared.runs)

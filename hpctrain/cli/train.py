@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.submit.prepare import SubmitRequest
 
 _TOLERANCES = ", ".join(f"{value:g} for {name}" for name, value in TOLERANCE.items())
@@ -78,10 +78,10 @@ def command(
     import os
     from pathlib import Path
 
-    from hpctrain.cli.output import echo_warning
-    from hpctrain.rundir.find import runs_root
-    from hpctrain.rundir.layout import RunDir
-    from hpctrain.rundir.owner import own_spec
+    from hpctrain.base.output import echo_warning
+    from hpctrain.run.find_run import runs_root
+    from hpctrain.run.layout import RunDir
+    from hpctrain.run.ownership import own_spec
     from hpctrain.settings.mesh_flag import engine_flags
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare

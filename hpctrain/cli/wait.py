@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import runs_flag
+from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.cli.progress import Line
-    from hpctrain.ledger.events import Event
-    from hpctrain.ledger.status import RunStatus
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
+    from hpctrain.status.status import RunStatus
 
 POLL_S = 0.5
 ASK_S, ASK_SELDOM_S = 5.0, 30.0
@@ -75,9 +75,9 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
         run: The run, with its submission on record.
         runs: The folder of all runs.
     """
-    from hpctrain.cli.output import echo_note
+    from hpctrain.base.output import echo_note
     from hpctrain.cli.progress import line
-    from hpctrain.ledger import events as ledger
+    from hpctrain.run import events as ledger
 
     tail, events = ledger.Tail(run.events), list[ledger.Event]()
     try:
@@ -100,7 +100,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
             text, to which a line is added.
         wait: Look on until the first step.
     """
-    from hpctrain.cli.output import echo_json
+    from hpctrain.base.output import echo_json
 
     waited = wait_for_first_step(run, runs) if wait else None
     if facts is not None:
@@ -111,7 +111,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
 
 
 def _told(waited: Waited, name: str) -> str:
-    from hpctrain.ledger.format import duration
+    from hpctrain.base.text import duration
 
     if not waited.first_step:
         return f"no step      the run is {waited.state}; `hpctrain status {name}` shows why"
@@ -123,9 +123,9 @@ def _told(waited: Waited, name: str) -> str:
 
 
 def _look_on(run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: Line) -> Waited:
-    from hpctrain.cli.status_look import Looker
     from hpctrain.ledger.derive import OVER, RunState
-    from hpctrain.ledger.status import exit_status
+    from hpctrain.status.reader import Looker
+    from hpctrain.status.status import exit_status
 
     looker = Looker(runs)
     began, ask_at, lost = time.monotonic(), 0.0, 0
@@ -148,8 +148,8 @@ def _look_on(run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: 
 
 def _words(status: RunStatus, seconds: float | None) -> str:
     """Why it waits; how long so far only where the line is drawn anew, else each would be news."""
-    from hpctrain.ledger.format import duration
-    from hpctrain.ledger.words import in_words
+    from hpctrain.base.text import duration
+    from hpctrain.status.text import in_words
 
     silent = (
         f"; no answer from the cluster: {status.answer.problem}" if status.answer.problem else ""
@@ -192,7 +192,7 @@ def _waited(events: Sequence[Event], state: str, code: int, *, interrupted: bool
 
 def _began(started: Event) -> float:
     """When the job of an attempt began: its first one is written down after the imports."""
-    from hpctrain.ledger.values import number
+    from hpctrain.run.values import number
 
     known = (number(started.data.get(name)) for name in ("job_started", "batch_started"))
     return next((t for t in known if t is not None), started.t)

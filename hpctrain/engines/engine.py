@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.checkpoint.boxes import State
+    from hpctrain.base.mesh import Mesh
+    from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.loss_scale import LossScale
-    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.checkpoint.boxes import State
+from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.engines import state as names
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.loss_scale import LossScale

@@ -19,7 +19,7 @@ from hpctrain.engines.engine import global_sum
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
     from hpctrain.world import World
 
 

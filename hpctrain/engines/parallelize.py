@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import every_block
 from hpctrain.engines.compiled import compile_blocks
@@ -25,7 +26,6 @@ from hpctrain.engines.places import join_places
 from hpctrain.engines.precision import precision_of
 from hpctrain.engines.recompute import recompute_blocks
 from hpctrain.errors import UsageError
-from hpctrain.mesh import Mesh
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.plan.versions import refusal
 
@@ -90,7 +90,7 @@ def parallelize(
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
     parts = Parts(settings, world, mesh, known)
     if settings.kind.startswith("zero"):
-        from hpctrain.engines.zero import Zero
+        from hpctrain.engines.zero.engine import Zero
 
         return Zero(model, optimizer, parts)
     if settings.kind == "ddp":
@@ -158,7 +158,7 @@ def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
     prepare(model, settings, world)
     kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
-        from hpctrain.engines.exact_copies import ExactCopies
+        from hpctrain.engines.exact.copies import ExactCopies
 
         return ExactCopies(kind, model, optimizer, parts)
     if not world.is_distributed:
@@ -209,7 +209,7 @@ def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPl
 
         return Pipeline(model, optimizer, parts, stages=stages, places=places)
     if settings.exact:
-        from hpctrain.engines.exact_shards import ExactShards
+        from hpctrain.engines.exact.shards import ExactShards
 
         return ExactShards("fsdp2", model, optimizer, parts, places=places)
     return Native("fsdp2", model, optimizer, parts)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpctrain.base.mesh import AXES
 from hpctrain.engines.torch_private import split_axis
-from hpctrain.mesh import AXES
 
 if TYPE_CHECKING:
     import torch
 
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ holds the promises.
 
 from __future__ import annotations
 
-from hpctrain.ledger.attempts import AttemptView, Failure, attempts
-from hpctrain.ledger.lineage import Lineage, Piece, coverage, lineage
-from hpctrain.ledger.progress import Progress, progress
-from hpctrain.ledger.standing import OVER, RunState, Standing, live, run_state, standing
+from hpctrain.history.attempts import AttemptView, Failure, attempts
+from hpctrain.history.lineage import Lineage, Piece, coverage, lineage
+from hpctrain.history.progress import Progress, progress
+from hpctrain.history.run_state import OVER, RunState, Standing, live, run_state, standing
 
 __all__ = [
     "OVER",

@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.records import EndReason
+from hpctrain.base.records import EndReason
 from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
 
 EXIT_STOPPED = 93
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.records import EndReason, Next, StopCause
+from hpctrain.base.records import EndReason, Next, StopCause
 
 if TYPE_CHECKING:
-    from hpctrain.records import JobFacts
+    from hpctrain.base.records import JobFacts
 
 Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because

@@ -12,16 +12,16 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.base.records import EndReason
+from hpctrain.base.text import duration
 from hpctrain.ledger.derive import attempts, live
-from hpctrain.ledger.format import duration
-from hpctrain.ledger.values import number
-from hpctrain.records import EndReason
+from hpctrain.run.values import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.derive import AttemptView
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
     from hpctrain.settings.schema import CheckpointSettings
 
 PRIOR_NODE_S = 30 * 86400.0

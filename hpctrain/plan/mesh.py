@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
+from hpctrain.base.mesh import Mesh
+from hpctrain.base.text import count, in_nodes, one_of
 from hpctrain.errors import UsageError
-from hpctrain.ledger.format import count, in_nodes, one_of
-from hpctrain.mesh import Mesh
 from hpctrain.plan.shape import divisors, misfit
 from hpctrain.settings.check_engine import bounds
 

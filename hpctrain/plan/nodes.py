@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import count, in_nodes
 from hpctrain.errors import UsageError
-from hpctrain.ledger.format import count, in_nodes
 from hpctrain.plan.mesh import Planner
 from hpctrain.plan.shape import shape_of
 from hpctrain.settings.check import node_range
@@ -16,7 +16,7 @@ from hpctrain.settings.check import node_range
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
     from hpctrain.settings.schema import Settings
 
 FITTING_SHOWN = 6

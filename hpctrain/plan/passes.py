@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpctrain.data.batches import ANY_PASSES, Passes
 
 if TYPE_CHECKING:
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.mesh import axes_text
+from hpctrain.base.rank_map import placed, rank_map
+from hpctrain.base.text import count, in_nodes
 from hpctrain.data.batches import plan_micro_batches
-from hpctrain.ledger.format import count, in_nodes
-from hpctrain.ledger.rank_map import placed, rank_map
-from hpctrain.mesh import axes_text
 from hpctrain.plan.passes import passes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.mesh import Mesh
-    from hpctrain.records import Skipped
+    from hpctrain.base.mesh import Mesh
+    from hpctrain.base.records import Skipped
     from hpctrain.settings.schema import Settings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import one_of
+from hpctrain.base.text import one_of
 
 if TYPE_CHECKING:
     from hpctrain.settings.schema import EngineSettings, TrainSettings

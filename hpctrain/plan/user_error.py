@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.values import number
 from hpctrain.plan.budget import since_resume
+from hpctrain.run.values import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
 
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""

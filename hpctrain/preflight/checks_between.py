@@ -12,8 +12,8 @@ from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.preflight.bisect import Verdict
-    from hpctrain.preflight.meeting import Skew
+    from hpctrain.preflight.rendezvous import Skew
+    from hpctrain.preflight.slow_nodes import Verdict
 
 SKEW_S = 1.0
 LOGIN = "@login"

@@ -15,7 +15,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.secret import Forged, code, is_code, sign, verify
+from hpctrain.base.secret import Forged, code, is_code, sign, verify
 
 if TYPE_CHECKING:
     from io import BufferedReader

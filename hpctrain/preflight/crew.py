@@ -10,7 +10,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from hpctrain.process import own_program
+from hpctrain.base.process import own_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

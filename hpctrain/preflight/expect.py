@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.preflight.bisect import Limits
+from hpctrain.preflight.slow_nodes import Limits
 
 if TYPE_CHECKING:
     from hpctrain.site.preset import Site

@@ -1,6 +1,6 @@
 """One node of `hpctrain preflight`: `python -m hpctrain.preflight.node FOLDER RANK`.
 
-Its place comes from the environment that the job's script exports (`slurm.batch before`).
+Its place comes from the environment that the job's script exports (`entry.slurm_batch before`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.preflight.expect import Order
-from hpctrain.preflight.meeting import Alone
+from hpctrain.preflight.rendezvous import Alone
 from hpctrain.preflight.report import lines
-from hpctrain.preflight.tour import Place, tour
-from hpctrain.rundir.owner import distrust
+from hpctrain.preflight.run import Place, tour
+from hpctrain.run.ownership import distrust
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,13 +10,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.plain_files import read_plain
+from hpctrain.base.files import read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
 NAME = "proven-nodes.json"
 HOUR_S = 3600.0

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.plain_files import read_plain
+from hpctrain.base.files import read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

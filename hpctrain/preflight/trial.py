@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.preflight.bisect import search
 from hpctrain.preflight.checks_between import check_bandwidth, check_products
+from hpctrain.preflight.slow_nodes import search
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.preflight.bisect import Group, Limits, Verdict
     from hpctrain.preflight.report import Result
+    from hpctrain.preflight.slow_nodes import Group, Limits, Verdict
 
 Tests = list[dict[str, Any]]
 """Groups to try at the same time: {"name", "nodes"} each; empty when all is known."""

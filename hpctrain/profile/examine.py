@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.plain_files import read_text
+from hpctrain.base.files import read_text
 from hpctrain.profile import memory
+from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE
 from hpctrain.profile.memory import Memory, read_memory
-from hpctrain.profile.names import MEMORY, PROBLEM, SNAPSHOT, TRACE
 from hpctrain.profile.trace import RankShares, TraceUnreadable, read_trace
 from hpctrain.profile.verdict import Verdict, advice_on, judge
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.profile.names import Found
+    from hpctrain.profile.files import Found
 
 
 @dataclass(frozen=True)

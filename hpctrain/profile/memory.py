@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.plain_files import read_plain
+from hpctrain.base.files import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.files import open_plain
 from hpctrain.errors import HpctrainError
-from hpctrain.plain_files import open_plain
-from hpctrain.profile.names import OURS, STEP_MARK
+from hpctrain.profile.files import OURS, STEP_MARK
 from hpctrain.profile.shares import Interval, both, divide, length, minus, union
 
 if TYPE_CHECKING:

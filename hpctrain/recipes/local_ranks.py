@@ -21,8 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.errors import HpctrainError
-from hpctrain.process import die_with_parent, print_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

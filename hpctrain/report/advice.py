@@ -11,9 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.causes import EndCause
-from hpctrain.ledger.format import count, duration, size
-from hpctrain.ledger.goodput import Spent
+from hpctrain.base.text import count, duration, size
+from hpctrain.history.causes import EndCause
+from hpctrain.history.goodput import Spent
 from hpctrain.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.report import curves
 from hpctrain.report.wording import ended, percent, step_seconds

@@ -10,8 +10,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.ledger.format import count, duration
-from hpctrain.ledger.goodput import Spent
+from hpctrain.base.text import count, duration
+from hpctrain.history.goodput import Spent
 from hpctrain.report import curves
 from hpctrain.report.charts_ranks import heat, memory_chart, saves_chart, waits_chart
 from hpctrain.report.figures import Chart, axis, layout, line, local, time_axis

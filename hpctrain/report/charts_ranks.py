@@ -8,8 +8,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import count, size
-from hpctrain.ledger.goodput import Spent
+from hpctrain.base.text import count, size
+from hpctrain.history.goodput import Spent
 from hpctrain.report import curves
 from hpctrain.report.figures import Chart, axis, layout, local, time_axis
 from hpctrain.report.wording import COLOURS, SERIES, percent, step_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.ledger.goodput import Spent
+from hpctrain.history.goodput import Spent
 from hpctrain.report import curves
 from hpctrain.report.figures import Chart, axis, layout, line
 from hpctrain.report.summary import facts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.ledger.rank_samples import RankSample
+    from hpctrain.history.rank_samples import RankSample
     from hpctrain.report.history import Mark, Save
 
 MOST_POINTS = 2000

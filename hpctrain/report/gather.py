@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.base.files import read_plain
 from hpctrain.errors import HpctrainError
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.rank_samples import RankSample, rank_sample
-from hpctrain.ledger.words import unaccounted
-from hpctrain.plain_files import read_plain
+from hpctrain.history.rank_samples import RankSample, rank_sample
 from hpctrain.plan.interval import Costs, Failures, costs, failures
 from hpctrain.report.history import History, history
+from hpctrain.run import events as ledger
 from hpctrain.settings.spec import load_spec
+from hpctrain.status.text import unaccounted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.status import RunStatus
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+    from hpctrain.status.status import RunStatus
 
 MOST_BYTES = 1 << 30
 """Of one attempt's samples."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.standing import live
-from hpctrain.ledger.values import finite, text, whole
+from hpctrain.history.run_state import live
+from hpctrain.run.values import finite, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
 
 
 @dataclass(frozen=True, slots=True)

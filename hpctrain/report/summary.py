@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import count, duration
+from hpctrain.history.goodput import Spent
 from hpctrain.ledger.derive import OVER
-from hpctrain.ledger.format import count, duration
-from hpctrain.ledger.goodput import Spent
 from hpctrain.report import curves
 from hpctrain.report.wording import (
     NAMES,
@@ -26,8 +26,8 @@ from hpctrain.report.wording import (
 )
 
 if TYPE_CHECKING:
+    from hpctrain.history.goodput import Goodput
     from hpctrain.ledger.derive import AttemptView
-    from hpctrain.ledger.goodput import Goodput
     from hpctrain.report.gather import ReportData
 
 ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")

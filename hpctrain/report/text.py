@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import Column, duration, fit
+from hpctrain.base.text import Column, duration, fit
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_rows

@@ -11,13 +11,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.goodput import Spent
+from hpctrain.history.goodput import Spent
 from hpctrain.report.curves import groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpctrain.ledger.goodput import Slice
+    from hpctrain.history.goodput import Slice
 
 MOST_LINES = 60
 PIXELS = 900

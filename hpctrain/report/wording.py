@@ -6,9 +6,9 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import duration, fold_nodes
-from hpctrain.ledger.goodput import Spent
-from hpctrain.records import Next
+from hpctrain.base.records import Next
+from hpctrain.base.text import duration, fold_nodes
+from hpctrain.history.goodput import Spent
 
 if TYPE_CHECKING:
     from hpctrain.ledger.derive import AttemptView

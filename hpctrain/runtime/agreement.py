@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpctrain.records import StopCause
+from hpctrain.base.records import StopCause
 
 if TYPE_CHECKING:
     from hpctrain.world import World

@@ -8,15 +8,15 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger import events as ledger
-from hpctrain.modes import follow_folder
-from hpctrain.plain_files import replace_text
-from hpctrain.rundir.fence import Attempt, take_attempt
+from hpctrain.base.files import replace_text
+from hpctrain.base.modes import follow_folder
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import Attempt, take_attempt
 from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
-    from hpctrain.records import StopCause
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.records import StopCause
+    from hpctrain.run.layout import RunDir
     from hpctrain.world import World
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger import events as ledger
+from hpctrain.run import events as ledger
 from hpctrain.runtime.board_pages import attempts_page, hparams, settings_page
-from hpctrain.runtime.event_file import EventFile, file_name
+from hpctrain.runtime.tensorboard import EventFile, file_name
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 _OF_ATTEMPTS = (b'"attempt_', b'"restored"')

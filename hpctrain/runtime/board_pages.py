@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpctrain.ledger.events import Event
+    from hpctrain.run.events import Event
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
 

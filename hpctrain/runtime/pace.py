@@ -10,12 +10,12 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.ledger import events as ledger
 from hpctrain.plan import interval
+from hpctrain.run import events as ledger
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.save import Place, Saved
-    from hpctrain.runtime.clock import JobClock
+    from hpctrain.checkpoint.tensors.save import Place, Saved
+    from hpctrain.runtime.save_policy import JobClock
     from hpctrain.world import World
 
 NEWS = 0.2

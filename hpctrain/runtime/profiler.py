@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.agent.nsys import BELOW
-from hpctrain.profile.names import (
+from hpctrain.profile.files import (
     MEMORY,
     OURS,
     PROBLEM,

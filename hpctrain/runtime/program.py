@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.boxes import State
-from hpctrain.checkpoint.restore import Wanted
+from hpctrain.checkpoint.tensors.boxes import State
+from hpctrain.checkpoint.tensors.restore import Wanted
 from hpctrain.engines import state as names
 from hpctrain.runtime import rng, tracked
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.checkpoint.manifest import Manifest
+    from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.engines.engine import Engine
     from hpctrain.world import World
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.runtime.marks import mark_every_s
+from hpctrain.runtime.step_log import mark_every_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.world import World
 
 SECONDS = ("wall_s", "data_s", "own_s")
@@ -116,7 +116,7 @@ def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) 
 
 
 def append_sample(run: RunDir, attempt: int, sample: dict[str, Any]) -> None:
-    """Add a sample to the attempt's file, which `ledger.rank_samples` reads. Rank 0 alone calls it.
+    """Add a sample to the attempt's file, which `history.rank_samples` reads. Rank 0 alone calls it.
 
     Raises:
         OSError: it could not be written.

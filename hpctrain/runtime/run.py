@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.restore import Restored, Wanted, restore
-from hpctrain.checkpoint.retention import sweep
-from hpctrain.checkpoint.save import Place
-from hpctrain.clusters import get_control
+from hpctrain.base.records import StopCause
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.store.retention import sweep
+from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
+from hpctrain.checkpoint.tensors.save import Place
 from hpctrain.errors import CheckpointError, Fenced, UsageError
-from hpctrain.profile.names import folder_name
-from hpctrain.records import StopCause
-from hpctrain.rundir.layout import RunDir
+from hpctrain.profile.files import folder_name
+from hpctrain.run.layout import RunDir
 from hpctrain.runtime import tracked
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
@@ -36,15 +35,16 @@ from hpctrain.runtime.agreement import (
     Wish,
 )
 from hpctrain.runtime.attempt import join_attempt, write_outcome
-from hpctrain.runtime.clock import JobClock
-from hpctrain.runtime.listener import Listener
-from hpctrain.runtime.marks import note
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
+from hpctrain.runtime.requests import Watcher
+from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves
+from hpctrain.runtime.signals import Listener
+from hpctrain.runtime.step_log import note
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
-from hpctrain.runtime.watcher import Watcher
+from hpctrain.scheduler.base import get_control
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
 from hpctrain.world import World, device_name, join_world, on_rank_0
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
-    from hpctrain.rundir.fence import Attempt
+    from hpctrain.run.fence import Attempt
     from hpctrain.settings.spec import Spec
 
 

@@ -9,22 +9,22 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint import retention
-from hpctrain.checkpoint.save import Place, Saved, save
-from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.store import retention
+from hpctrain.checkpoint.tensors.save import Place, Saved, save
+from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
-from hpctrain.plan.last_save import LastSave, flight_left_s, last_save, patience_s
-from hpctrain.runtime.marks import note
+from hpctrain.runtime.last_save import LastSave, flight_left_s, last_save, patience_s
 from hpctrain.runtime.pace import Pace
+from hpctrain.runtime.step_log import note
 from hpctrain.world import broadcast, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.manifest import Manifest
-    from hpctrain.checkpoint.saver import Outcome
-    from hpctrain.runtime.clock import JobClock
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.saver import Outcome
+    from hpctrain.runtime.save_policy import JobClock
     from hpctrain.world import World
 
     Snapshot = Callable[[], tuple[State, Manifest]]

@@ -12,8 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
-from hpctrain.rundir.heartbeat import Heartbeat, write_heartbeat
-from hpctrain.runtime.marks import StepMarks, mark_every_s, run_age_s
+from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.runtime.own_work import OwnWork
 from hpctrain.runtime.rank_times import (
     Gathering,
@@ -25,6 +24,7 @@ from hpctrain.runtime.rank_times import (
     sampled_before,
     slowest,
 )
+from hpctrain.runtime.step_log import StepMarks, mark_every_s, run_age_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hpctrain.rundir.fence import Attempt
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
     from hpctrain.world import World
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check_engine import BOUNDED, axis_range
-from hpctrain.settings.merge import nearest
+from hpctrain.settings.layers import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.files import read_plain
+from hpctrain.base.modes import write_private
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.modes import write_private
-from hpctrain.plain_files import read_plain
 from hpctrain.settings.schema import Settings, sections
 
 if TYPE_CHECKING:

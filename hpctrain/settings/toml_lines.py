@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.files import read_plain
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plain_files import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.merge import nearest
+from hpctrain.settings.layers import nearest
 from hpctrain.settings.schema import Settings
 from hpctrain.site import schema
 from hpctrain.site.keys import keys_of, make

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.rundir.owner import ROOT, refuse_planted
-from hpctrain.settings.merge import nearest
+from hpctrain.run.ownership import ROOT, refuse_planted
+from hpctrain.settings.layers import nearest
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.site.build import OF_ITS_OWN, build
 from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers

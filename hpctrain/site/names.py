@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hpctrain.settings.merge import nearest
+from hpctrain.settings.layers import nearest
 from hpctrain.settings.schema import sections
 from hpctrain.site import schema
 from hpctrain.site.keys import keys_of

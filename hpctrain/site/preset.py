@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.merge import Layer
+from hpctrain.settings.layers import Layer
 from hpctrain.site import schema
 from hpctrain.site.keys import make
 from hpctrain.site.schema import (

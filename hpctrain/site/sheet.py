@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.environ import from_table
-from hpctrain.settings.merge import Layer, nearest, resolve
+from hpctrain.settings.layers import Layer, nearest, resolve
 from hpctrain.settings.schema import sections
 from hpctrain.site import schema
 from hpctrain.site.keys import Key, keys_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import node_range
-from hpctrain.settings.merge import nearest, resolve
+from hpctrain.settings.layers import nearest, resolve
 from hpctrain.site.findings import Finding, at, error, sorted_findings, warning
 from hpctrain.site.preset import dotted
 from hpctrain.site.validate_env import environment

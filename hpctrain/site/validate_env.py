@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.nccl.rules import DEBUG, Context, check_environment
 from hpctrain.site.findings import Finding, at, error, warning
 from hpctrain.site.preset import dotted
-from hpctrain.site.rules import DEBUG, Context, check_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,10 +7,10 @@ import signal
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
+from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
+from hpctrain.nccl.rules import ERROR, Context, check_variable
 from hpctrain.settings.check import time_s
 from hpctrain.site.findings import Finding, error, warning
-from hpctrain.site.rules import ERROR, Context, check_variable
-from hpctrain.site.rules_lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

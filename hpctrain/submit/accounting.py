@@ -34,18 +34,18 @@ def of_slurm() -> Accounting:
     """Who answers by sacctmgr and scontrol, each question when it is needed."""
 
     def accounts() -> Collection[str] | None:
-        from hpctrain.slurm import cluster_facts
+        from hpctrain.scheduler.slurm import facts
 
-        return cluster_facts.accounts()
+        return facts.accounts()
 
     def qos() -> Collection[str] | None:
-        from hpctrain.slurm import cluster_facts
+        from hpctrain.scheduler.slurm import facts
 
-        return cluster_facts.qos()
+        return facts.qos()
 
     def cpus_per_gpu(partition: str) -> int | None:
-        from hpctrain.slurm import cluster_facts
+        from hpctrain.scheduler.slurm import facts
 
-        return cluster_facts.cpus_per_gpu(partition)
+        return facts.cpus_per_gpu(partition)
 
     return Accounting(accounts, qos, cpus_per_gpu)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.preflight.bad_nodes import of_run, of_user, read
+from hpctrain.preflight.node_lists import of_run, of_user, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 
@@ -32,7 +32,7 @@ def name_here(spec: Spec) -> str:
     """What the user's list for this cluster is named by."""
     if spec.site:
         return spec.site
-    from hpctrain.slurm.cluster_name import cluster_name
+    from hpctrain.scheduler.slurm.cluster_name import cluster_name
 
     return cluster_name() or spec.cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plan.ds_check import check_user_config
+from hpctrain.plan.deepspeed import check_user_config
 from hpctrain.plan.ds_config import is_text, read_user_config, resolve_ds_config
 
 if TYPE_CHECKING:

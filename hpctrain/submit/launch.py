@@ -12,22 +12,22 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpctrain.clusters import get_cluster
+from hpctrain.base.modes import follow_folder, make_private_folder, write_private
+from hpctrain.base.records import JobRequest
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
-from hpctrain.ledger import events as ledger
 from hpctrain.ledger.derive import OVER, standing
-from hpctrain.modes import follow_folder, make_private_folder, write_private
-from hpctrain.records import JobRequest
-from hpctrain.rundir.fence import run_lock
-from hpctrain.rundir.secret_file import renew_secret
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import run_lock
+from hpctrain.run.secret_file import renew_secret
+from hpctrain.scheduler.base import get_cluster
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.records import Cluster, JobInfo
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.records import Cluster, JobInfo
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 ADOPT_WAIT_S = 20.0
@@ -218,7 +218,9 @@ def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:
 
 def _script(run: RunDir, spec: Spec, token: str) -> str:
     if spec.cluster == "slurm":
-        from hpctrain.slurm.script import render_script
+        from hpctrain.scheduler.slurm.script import render_script
 
         return render_script(spec, run, token)
-    return f"#!/bin/sh\n# local cluster: {spec.python} -P -m hpctrain.local.controller JOB_ID\n"
+    return (
+        f"#!/bin/sh\n# local cluster: {spec.python} -P -m hpctrain.entry.local_controller JOB_ID\n"
+    )

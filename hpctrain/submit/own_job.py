@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.values import text
+from hpctrain.run import events as ledger
+from hpctrain.run.values import text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.events import Event
-    from hpctrain.records import Cluster, JobInfo
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.base.records import Cluster, JobInfo
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
 

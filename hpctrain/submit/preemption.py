@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.format import duration
-from hpctrain.submit.partition import is_preemptable
+from hpctrain.base.text import duration
+from hpctrain.submit.site_rules import is_preemptable
 
 if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings

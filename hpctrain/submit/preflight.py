@@ -123,7 +123,7 @@ def check_accepted(script: Path, ask: TestOnly) -> list[Result]:
 
     Args:
         script: The batch script.
-        ask: Runs a command of SLURM's; see `slurm.command.run`.
+        ask: Runs a command of SLURM's; see `scheduler.slurm.command.run`.
     """
     try:
         ask(["sbatch", "--test-only", str(script)])

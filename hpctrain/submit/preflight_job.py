@@ -14,23 +14,23 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from hpctrain.clusters import get_cluster
+from hpctrain.base.files import read_text
+from hpctrain.base.modes import follow_folder, make_runs_folder
 from hpctrain.errors import AccountingSilent, ClusterUnreachable
-from hpctrain.local.preflight_nodes import LocalNodes
-from hpctrain.modes import follow_folder, make_runs_folder
-from hpctrain.plain_files import read_text
 from hpctrain.preflight.checks_between import LOGIN
 from hpctrain.preflight.expect import Order, expected_of
 from hpctrain.preflight.node import ORDER, PROGRESS, REPORT
 from hpctrain.preflight.report import FAIL, Report, Result
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.scheduler.local.preflight_nodes import LocalNodes
+from hpctrain.scheduler.slurm.cluster_name import submitted_here
+from hpctrain.scheduler.slurm.command import run as run_command
+from hpctrain.scheduler.slurm.header import export_arguments
+from hpctrain.scheduler.slurm.script import body_path, render_script
 from hpctrain.settings.check import node_range
 from hpctrain.site.environment import Versions, derive
 from hpctrain.site.paths import data_dir
-from hpctrain.slurm.cluster_name import submitted_here
-from hpctrain.slurm.command import run as run_command
-from hpctrain.slurm.header import export_arguments
-from hpctrain.slurm.script import body_path, render_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.modes import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
-from hpctrain.modes import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.plan.nodes import meshes
-from hpctrain.rundir.layout import RunDir
-from hpctrain.rundir.owner import refuse_planted
+from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import refuse_planted
+from hpctrain.scheduler.slurm.leak import clean, kept_settings
 from hpctrain.settings.check import check
 from hpctrain.settings.check_profile import profile_flags
 from hpctrain.settings.environ import from_flag, from_table
-from hpctrain.settings.merge import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
+from hpctrain.settings.layers import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
 from hpctrain.settings.mesh_flag import engine_flags
 from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
-from hpctrain.slurm.leak import clean, kept_settings
+from hpctrain.submit.checks import check_hooks_here
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.ds_config import take_ds_config
-from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.nsys import nsys_notes
 from hpctrain.submit.site_checks import check_site, cpu_notes, shell_layer
 from hpctrain.submit.site_choice import choose, dropped_locks
@@ -41,7 +41,7 @@ from hpctrain.submit.versions import check_versions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
     from hpctrain.settings.secrets import Finding
     from hpctrain.site.preset import Site
     from hpctrain.submit.accounting import Accounting

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpctrain.scheduler.slurm.script import site_of
 from hpctrain.settings.check import node_range
 from hpctrain.site.environment import FLIGHT_RECORDER, Environment, Versions, derive, with_settings
-from hpctrain.slurm.script import site_of
 
 if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec

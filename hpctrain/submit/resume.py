@@ -6,19 +6,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint import find
-from hpctrain.checkpoint.beginning import refuse_to_forget
+from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store.beginning import refuse_to_forget
 from hpctrain.errors import UsageError
-from hpctrain.ledger import events as ledger
 from hpctrain.plan.nodes import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
-from hpctrain.rundir.fresh import look_anew
+from hpctrain.run import events as ledger
+from hpctrain.run.fresh import look_anew
+from hpctrain.scheduler.slurm.script import site_of
 from hpctrain.settings.check import check
-from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
-from hpctrain.slurm.script import site_of
+from hpctrain.submit.checks import check_hooks_here
 from hpctrain.submit.ds_config import take_ds_config
-from hpctrain.submit.hook_checks import check_hooks_here
 from hpctrain.submit.site_checks import check_site, forget_chosen
 from hpctrain.submit.site_locks import changed, take_locks
 from hpctrain.submit.versions import check_versions
@@ -26,7 +26,7 @@ from hpctrain.submit.versions import check_versions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
@@ -168,7 +168,7 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
     Raises:
         RunAlive: with the job and what to do.
     """
-    from hpctrain.clusters import get_cluster
+    from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.launch import live_job, refusal
 
     alive = live_job(run, get_cluster(spec.cluster))

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import count
 from hpctrain.errors import UsageError
-from hpctrain.ledger.format import count
+from hpctrain.scheduler.slurm.header import check_options, is_exclusive
+from hpctrain.scheduler.slurm.leak import kept_settings
+from hpctrain.scheduler.slurm.site_options import is_forbidden
 from hpctrain.settings.check import check, node_range, time_s
-from hpctrain.settings.merge import DEFAULT, Layer, nearest
+from hpctrain.settings.layers import DEFAULT, Layer, nearest
 from hpctrain.settings.sbatch_options import name_of
 from hpctrain.settings.schema import Settings
-from hpctrain.slurm.header import check_options, is_exclusive
-from hpctrain.slurm.leak import kept_settings
-from hpctrain.slurm.site_options import is_forbidden
-from hpctrain.submit.partition import Need, choose, misfits, time_limit
 from hpctrain.submit.preemption import preemption_notes
+from hpctrain.submit.site_rules import Need, choose, misfits, time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

@@ -19,7 +19,7 @@ from hpctrain.site.paths import SYSTEM
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.settings.merge import Source
+    from hpctrain.settings.layers import Source
     from hpctrain.site.preset import Site
     from hpctrain.submit.prepare import SubmitRequest
 
@@ -91,7 +91,7 @@ def _cluster_name(environ: Mapping[str, str]) -> str | None:
     """SLURM's ClusterName; None where the user's shell has no scontrol, or no answer came."""
     if shutil.which("scontrol", path=environ.get("PATH", "")) is None:
         return None
-    from hpctrain.slurm.cluster_name import cluster_name
+    from hpctrain.scheduler.slurm.cluster_name import cluster_name
 
     return cluster_name()
 

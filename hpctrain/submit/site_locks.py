@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpctrain.settings.merge import DEFAULT
+from hpctrain.settings.layers import DEFAULT
 from hpctrain.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.site.lock import check_locked
 from hpctrain.site.preset import dotted

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.modes import make_private_folder
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.modes import make_private_folder
 from hpctrain.settings.spec import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Entry, Spec
 
 MAX_AUTO_BYTES = 64 * 1024 * 1024

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.versions import refusal, untried
-from hpctrain.slurm.site_options import module_lines
+from hpctrain.scheduler.slurm.site_options import module_lines
 
 if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings

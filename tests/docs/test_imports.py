@@ -74,7 +74,7 @@ def _modules():
 
 
 def test_the_refusal_refuses():
-    assert "torch imported" in _import(["hpctrain.checkpoint.save"], "torch")
+    assert "torch imported" in _import(["hpctrain.checkpoint.tensors.save"], "torch")
 
 
 def _import(modules, refused="torch,numpy,tensorboard"):

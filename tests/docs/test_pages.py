@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.records import JobFacts, StopCause
 from hpctrain.errors import EXIT_CODES
 from hpctrain.plan.decide import decide
-from hpctrain.records import JobFacts, StopCause
-from hpctrain.settings.merge import resolve
+from hpctrain.settings.layers import resolve
 from hpctrain.site.load import load_site
 
 TOP = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.merge import Layer, resolve
+from hpctrain.run.layout import RunDir
+from hpctrain.settings.layers import Layer, resolve
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.detect import Surroundings, detect
 from hpctrain.site.environment import Versions, derive
@@ -84,7 +84,7 @@ def environment(name, nodes):
 
 def script(name, nodes):
     """A batch script as a user of that site gets it, partition and GPUs taken from the preset."""
-    from hpctrain.slurm.script import render_script
+    from hpctrain.scheduler.slurm.script import render_script
 
     site = SITES[name]
     asked = {"nodes": str(nodes), "time": "0:10:00"}

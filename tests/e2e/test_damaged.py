@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.names import staged_name
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.names import staged_name
+from hpctrain.checkpoint.store import find
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.checkpoints import flip_bit
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import cli

@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.status import Answer, status_of
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, page
+from hpctrain.run import events as ledger
+from hpctrain.status.status import Answer, status_of
 from tests.support.browser import Browser
 from tests.support.report_runs import NASTY, Tale, eventful
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.recipe import TINY
 from tests.support.scenario import cli
 

@@ -61,7 +61,7 @@ def test_a_dry_run_prints_a_whole_batch_script(installed):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("#!/bin/bash")
     assert "#SBATCH --nodes=2-4" in done.stdout
-    assert "hpctrain.slurm.batch after" in done.stdout, "the body came with the wheel"
+    assert "hpctrain.entry.slurm_batch after" in done.stdout, "the body came with the wheel"
 
 
 def test_site_configs_come_with_the_wheel(installed):

@@ -15,7 +15,7 @@ from tests.support.gloo import launch
 def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     """`count` times one rank is signalled at a random moment; the steps at which this one stops."""
     from hpctrain.runtime.agreement import STOP_TERM, Agreement, Wish
-    from hpctrain.runtime.listener import Listener
+    from hpctrain.runtime.signals import Listener
     from hpctrain.world import join_world
 
     listener = Listener()

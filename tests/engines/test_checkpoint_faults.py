@@ -27,12 +27,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, shard, table
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format import shard, table
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 from hpctrain.testing import faults, points
 from tests.support import sharded
 from tests.support.checkpoints import flip_bit
@@ -50,15 +51,15 @@ CAREFUL = tuple(name for name in sharded.SHAPES if not name.startswith("optim.")
 
 
 def _state(world, engine, step, mesh):
-    from hpctrain.checkpoint.boxes import State
+    from hpctrain.checkpoint.tensors.boxes import State
 
     return State(sharded.spread(world, engine, step, mesh), sharded.own(world, step))
 
 
 def _save_rank(root, steps, mode="sync", engine="fsdp2", **settings):
     """Save steps; what came of each: its step, or the error's text."""
-    from hpctrain.checkpoint.save import save
-    from hpctrain.checkpoint.saver import Saver
+    from hpctrain.checkpoint.tensors.save import save
+    from hpctrain.checkpoint.tensors.saver import Saver
     from hpctrain.world import join_world
 
     world = join_world()
@@ -99,8 +100,8 @@ def _load(world, mesh, engine, root):
     """What was restored or refused, what is wrong, and what was touched that holds a value."""
     import torch
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
     place = sharded.place(world, root)
     tensors = sharded.spread(world, engine, None, mesh)
@@ -317,7 +318,7 @@ def _save_watched(root):
     """Save one step; the steps that were committed when this rank had not reported yet."""
     import time
 
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import join_world
 
     world = join_world()
@@ -444,7 +445,7 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, 
     """Trap 8: a checkpoint that proves itself and yet lacks a part, as a wrong writer could do."""
     from dataclasses import replace
 
-    from hpctrain.checkpoint import assemble, manifest
+    from hpctrain.checkpoint.format import assemble, manifest
 
     root = shutil.copytree(saved, tmp_path / "run")
     path = find.step_path(RunDir(root), NEW)
@@ -472,8 +473,8 @@ def _save_columns(root):
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import join_world
 
     world = join_world()
@@ -594,7 +595,7 @@ def test_a_restore_leaves_every_setting_of_every_group_as_the_program_made_it(
 
 def _fenced_rank(root):
     """Save; a newer attempt begins while this rank writes."""
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.errors import Fenced
     from hpctrain.world import join_world
 

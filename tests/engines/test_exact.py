@@ -64,10 +64,10 @@ def lm(*, sometimes=False):
 def engine_of(world, model, **settings):
     import torch
 
+    from hpctrain.base.mesh import Mesh
     from hpctrain.engines.engine import Parts
-    from hpctrain.engines.exact_copies import ExactCopies
+    from hpctrain.engines.exact.copies import ExactCopies
     from hpctrain.engines.parallelize import parallelize
-    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
 
     # full_tensor() of a test is nothing that training does
@@ -190,7 +190,8 @@ def train_stock(case, monkey):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    from hpctrain.engines import exact, exact_shards
+    from hpctrain.engines.exact import engine as exact_engine
+    from hpctrain.engines.exact import shards
 
     if monkey == "scatter":
         real = FSDPModule.set_custom_reduce_scatter
@@ -200,9 +201,9 @@ def train_stock(case, monkey):
             real(module, DefaultReduceScatter())
 
         FSDPModule.set_custom_reduce_scatter = stock
-        exact_shards.ExactShards.after_pass = lambda self, now: None
+        shards.ExactShards.after_pass = lambda self, now: None
     else:
-        exact.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])
+        exact_engine.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])
     return train_all([case])
 
 
@@ -299,8 +300,8 @@ def test_what_cannot_be_exact_is_refused(settings, mesh, fused, norm, words):
     from torch import nn
     from torch.optim import AdamW
 
-    from hpctrain.engines.exact import refuse
-    from hpctrain.mesh import Mesh
+    from hpctrain.base.mesh import Mesh
+    from hpctrain.engines.exact.engine import refuse
     from hpctrain.settings.schema import EngineSettings
 
     model = nn.Sequential(nn.Linear(2, 2), getattr(nn, norm)(2))
@@ -325,7 +326,7 @@ def test_a_process_without_a_group_that_would_round_otherwise_than_fsdp2_is_refu
 
 @pytest.mark.parametrize("most", [1, 3, 5, 100])
 def test_buckets_hold_each_element_once_in_order(most):
-    from hpctrain.engines.exact_copies import buckets
+    from hpctrain.engines.exact.copies import buckets
 
     cut = buckets([4, 0, 1, 7], most)
 

@@ -312,7 +312,7 @@ def cut(folder):
 def change(folder, name, edit):
     from torch.serialization import safe_globals
 
-    from hpctrain.exchange.from_deepspeed import ALLOWED
+    from hpctrain.checkpoint.exchange.from_deepspeed import ALLOWED
 
     path = folder / TAG / name
     with safe_globals(ALLOWED):

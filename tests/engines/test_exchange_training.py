@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.ledger import events as ledger
+from hpctrain.run import events as ledger
 from tests.support.exchange import Commands
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
 

@@ -250,8 +250,8 @@ class Own(nn.Module):
 
 
 def places_of(**axes):
+    from hpctrain.base.mesh import Mesh
     from hpctrain.engines.places import join_places
-    from hpctrain.mesh import Mesh
     from hpctrain.world import join_world
 
     world = join_world()

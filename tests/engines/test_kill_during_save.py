@@ -10,8 +10,8 @@ import itertools
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.ledger import events as ledger
+from hpctrain.checkpoint.store import find
+from hpctrain.run import events as ledger
 from tests.support.campaign import KINDS, Lane, run_lanes, summary
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 

@@ -17,9 +17,9 @@ import pytest
 from hpctrain.agent import node as module
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
-from hpctrain.agent.stopwatch import StopWatch
-from hpctrain.records import JobContext
-from hpctrain.rundir.fence import Attempt
+from hpctrain.agent.stop_deadline import StopWatch
+from hpctrain.base.records import JobContext
+from hpctrain.run.fence import Attempt
 from tests.support.gloo import preload
 from tests.support.processes import listening
 

@@ -23,8 +23,8 @@ def _norms():
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    from hpctrain.base.mesh import Mesh
     from hpctrain.engines.norm import clip_factor, global_norm, local, scale_
-    from hpctrain.mesh import Mesh
     from hpctrain.world import join_world
 
     world = join_world()

@@ -9,8 +9,8 @@ import runpy
 import signal
 from pathlib import Path
 
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.gloo import preload
 from tests.support.recipe import assert_same_bits, full_state
 

@@ -11,8 +11,8 @@ import hashlib
 
 import pytest
 
-from hpctrain.checkpoint import find, retention, verify
-from hpctrain.rundir.layout import RunDir
+from hpctrain.checkpoint.store import find, retention, verify
+from hpctrain.run.layout import RunDir
 from tests.support import sharded
 from tests.support.loading import loaded
 from tests.support.memory import folder_in_memory
@@ -27,8 +27,8 @@ def recorded(tmp_path_factory):
     """The changes of three saves, each followed by a prune, from the folder's making on."""
     import torch
 
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import World
 
     world = World(0, 0, 1, torch.device("cpu"))

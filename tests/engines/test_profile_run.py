@@ -10,13 +10,13 @@ from dataclasses import asdict
 
 import pytest
 
-from hpctrain.ledger import events as ledger
 from hpctrain.profile.examine import examine
-from hpctrain.profile.names import Request, Window, find
+from hpctrain.profile.files import Request, Window, find
 from hpctrain.profile.trace import Kind
 from hpctrain.profile.verdict import Bound
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 from tests.support.gloo import launch
 from tests.support.recipe import make_run, train
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.fence import take_attempt
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
 from tests.support.gloo import launch
 from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
 
@@ -131,7 +131,7 @@ def _change(run, **changes):
 
 
 def _order_size(run):
-    from hpctrain.checkpoint.manifest import load
+    from hpctrain.checkpoint.format.manifest import load
 
     return load(run.checkpoints / f"step-{STEPS:010d}" / "MANIFEST.json").data["size"]
 

@@ -9,11 +9,11 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support import sharded
 from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
@@ -32,9 +32,9 @@ def save_rank(folder, engines=ENGINES, steps=(10,), mode="sync"):
 
 
 def _save(world, root, engine, steps, mode):
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
-    from hpctrain.checkpoint.saver import Saver
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
+    from hpctrain.checkpoint.tensors.saver import Saver
 
     mesh = sharded.mesh_of(world, engine)
     place = sharded.place(world, root)
@@ -65,8 +65,8 @@ def load_rank(cases):
 
 def _load(world, root, engine, read_once=True):
     """What was restored, which tensors are wrong, and what was touched that must not be."""
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
     mesh = sharded.mesh_of(world, engine)
     place = sharded.place(world, root, read_once=read_once)
@@ -133,7 +133,7 @@ def load_slowly_rank(root):
     import io
     from types import SimpleNamespace
 
-    from hpctrain.checkpoint import restore
+    from hpctrain.checkpoint.tensors import restore
     from hpctrain.world import join_world
 
     world = join_world()
@@ -234,7 +234,7 @@ def plain_dcp_rank(folder):
 
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.dcp import Reader, Writer
+    from hpctrain.checkpoint.tensors.dcp import Reader, Writer
     from hpctrain.world import join_world
 
     warnings.simplefilter("ignore")
@@ -271,7 +271,7 @@ def _header(path):
 
 def _flip_in(root, step, name):
     """Turn one bit in the last chunk of a tensor."""
-    from hpctrain.checkpoint import table
+    from hpctrain.checkpoint.format import table
 
     found = find.look(RunDir(root), step)
     chunks = table.load(found.path, found.manifest)

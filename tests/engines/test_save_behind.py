@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.ledger import events as ledger
+from hpctrain.checkpoint.store import find
+from hpctrain.run import events as ledger
 from hpctrain.testing import faults
 from tests.support import small_disk as disks
 from tests.support.gloo import launch
@@ -96,7 +96,7 @@ def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed):
 def test_without_memory_for_the_copy_on_one_rank_all_ranks_save_while_training_waits(
     tmp_path, monkeypatch
 ):
-    from hpctrain.checkpoint import arena
+    from hpctrain.checkpoint.tensors import arena
 
     real = arena.Arena.ensure
 

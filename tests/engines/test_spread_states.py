@@ -15,7 +15,7 @@ def _state(world, how, step):
     """All tensors as this rank holds them; filled with zeros where there is no step."""
     import torch
 
-    from hpctrain.checkpoint.boxes import Flat, State
+    from hpctrain.checkpoint.tensors.boxes import Flat, State
 
     shared, copies, known = {}, {}, set()
     for number, name in enumerate(SHAPES):
@@ -41,7 +41,7 @@ def _state(world, how, step):
 
 
 def _wrong(state):
-    from hpctrain.checkpoint.boxes import Flat
+    from hpctrain.checkpoint.tensors.boxes import Flat
 
     bad = []
     for name, tensor in state.shared.items():
@@ -57,7 +57,7 @@ def _wrong(state):
 
 def _save_all(folder, hows):
     """Save a run for each way of holding a state; the bytes of each."""
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import join_world
 
     world, size = join_world(), {}
@@ -70,7 +70,7 @@ def _save_all(folder, hows):
 
 def _load_all(cases):
     """Load each run in its way; what is wrong, and how many tensors were held."""
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from hpctrain.world import join_world
 
     world, found = join_world(), []
@@ -128,7 +128,7 @@ def test_a_weight_that_no_rank_knows_is_refused(saved):
 def _load_half(root):
     from dataclasses import replace
 
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from hpctrain.world import join_world
 
     world = join_world()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.ledger import events as ledger
-from hpctrain.process import own_program
-from hpctrain.rundir.layout import RunDir
+from hpctrain.base.process import own_program
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.users import OWNER, STRANGER, run_as
 
 PATIENCE_S = 40.0

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.rank_samples import rank_sample
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.heartbeat import read_heartbeat
+from hpctrain.history.rank_samples import rank_sample
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.heartbeat import read_heartbeat
 from tests.support.gloo import launch
 from tests.support.recipe import make_run, train
 

@@ -181,8 +181,8 @@ def _carry(root, first, meshes):
 
 def _step(world, root, step, **settings):
     """Restore the newest checkpoint, or train where there is none; save."""
-    from hpctrain.checkpoint.restore import Wanted, restore
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.save import save
 
     place = sharded.place(world, root)
     engine = lmt.engine_of(world, lmt.lm(), **settings)

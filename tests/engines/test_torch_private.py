@@ -46,7 +46,7 @@ for module, names in {names}.items():
     held = importlib.import_module(module)
     for name in names:
         vars(held).pop(name, None)  # older releases have some of them not
-import hpctrain.engines.parallelize, hpctrain.engines.pipeline, hpctrain.engines.exact_shards
+import hpctrain.engines.parallelize, hpctrain.engines.pipeline, hpctrain.engines.exact.shards
 from hpctrain.engines import torch_private
 import torch
 from hpctrain.engines.parallelize import parallelize

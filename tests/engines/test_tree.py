@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.engines.exact_norm import LIMBS, exact_norm, limbs_of
-from hpctrain.engines.tree import Counter
+from hpctrain.engines.exact.norm import LIMBS, exact_norm, limbs_of
+from hpctrain.engines.exact.tree import Counter
 from hpctrain.world import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

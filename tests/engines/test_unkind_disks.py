@@ -11,11 +11,11 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
-from hpctrain.checkpoint.shard import file_name
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format.shard import file_name
+from hpctrain.checkpoint.store import find
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from hpctrain.testing import faults
 from tests.support import sharded
 from tests.support.gloo import launch
@@ -30,8 +30,8 @@ ERRORS = ["ESTALE", "ETIMEDOUT", "EIO", "EACCES", "EMFILE", "ENOTCONN"]
 
 
 def save_rank(root):
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.save import save
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import join_world
 
     world = join_world()
@@ -68,9 +68,9 @@ def _load(world, root, text, spoil=None):
     """What was restored or refused, what this rank said, and how long it took not to."""
     import torch
 
-    from hpctrain.checkpoint import patience
-    from hpctrain.checkpoint.boxes import State
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.format import patience
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
     patience.FIRST_WAIT_S = 0.01
     place = sharded.place(world, root, patience_s=0.04)
@@ -130,7 +130,7 @@ def test_an_error_that_passes_costs_nothing_but_a_moment(root):
 @pytest.mark.parametrize("name", [file_name(0), TABLE_NAME])
 def test_a_file_that_one_node_does_not_see_is_not_damaged(root, name):
     def hide(world, root):
-        from hpctrain.checkpoint import ranged, table
+        from hpctrain.checkpoint.format import ranged, table
 
         if world.rank == 1:  # a client whose directory is older than the checkpoint
             if name == TABLE_NAME:

@@ -59,7 +59,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank():
 
 @pytest.mark.parametrize("fence", ['{"number": 1}', "{", "[]", "\x00"])
 def test_an_odd_attempt_json_ends_all_ranks_and_hangs_none(tmp_path, fence):
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
@@ -73,8 +73,8 @@ def test_an_odd_attempt_json_ends_all_ranks_and_hangs_none(tmp_path, fence):
 
 def stage_rank(root):
     from hpctrain.errors import HpctrainError
-    from hpctrain.rundir.fence import read_fence
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.fence import read_fence
+    from hpctrain.run.layout import RunDir
     from hpctrain.world import join_world, on_rank_0
 
     world = join_world(timeout_s=30)

@@ -320,10 +320,10 @@ def test_a_parameter_that_gets_no_gradient_is_not_given_the_last_steps_again(tmp
 def _refused(model=None, groups=None, **settings):
     import torch
 
+    from hpctrain.base.mesh import Mesh
     from hpctrain.engines.engine import Parts
-    from hpctrain.engines.zero import Zero
+    from hpctrain.engines.zero.engine import Zero
     from hpctrain.errors import UsageError
-    from hpctrain.mesh import Mesh
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 

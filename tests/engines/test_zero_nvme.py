@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.engines.zero_files import CHUNK_BYTES, Files
-from hpctrain.engines.zero_nvme import gaps
-from hpctrain.engines.zero_room import take_folder
+from hpctrain.engines.zero.nvme import CHUNK_BYTES, Files
+from hpctrain.engines.zero.zero_nvme import gaps
+from hpctrain.engines.zero.zero_room import take_folder
 from tests.support import zero
 
 # ---- files
@@ -144,7 +144,7 @@ def _memory_bytes():
 
 
 def _state_in_files(folder):
-    from hpctrain.checkpoint.boxes import Flat, bytes_of
+    from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of
     from hpctrain.engines.engine import Microbatch
     from hpctrain.engines.parallelize import parallelize
     from hpctrain.settings.schema import EngineSettings

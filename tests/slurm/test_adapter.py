@@ -15,16 +15,16 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from hpctrain.base.records import EndReason, JobRequest
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.ledger import events as ledger
-from hpctrain.records import EndReason, JobRequest
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.client import SlurmCluster
+from hpctrain.scheduler.slurm.control import NODE_DOWN, SlurmControl
+from hpctrain.scheduler.slurm.executor import HpctrainExecutor
+from hpctrain.scheduler.slurm.leak import clean
+from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.slurm.client import SlurmCluster
-from hpctrain.slurm.control import NODE_DOWN, SlurmControl
-from hpctrain.slurm.executor import HpctrainExecutor
-from hpctrain.slurm.leak import clean
-from hpctrain.slurm.script import render_script
 from tests.support.slurm_boot import tail
 
 pytestmark = pytest.mark.slurm
@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ENDS_AT_TERM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from hpctrain.slurm.control import SlurmControl
+from hpctrain.scheduler.slurm.control import SlurmControl
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("ready", flush=True)
 signal.sigwait([signal.SIGTERM])
@@ -293,7 +293,7 @@ def test_requeue_lives_through_the_storm(slurm, tmp_path):
     scontrol.chmod(0o755)
     agent = tmp_path / "agent.py"
     agent.write_text(
-        "import os\nfrom hpctrain.agent import signals\nfrom hpctrain.slurm.control import *\n"
+        "import os\nfrom hpctrain.agent import signals\nfrom hpctrain.scheduler.slurm.control import *\n"
         "signals.install()\nSlurmControl(os.environ['SLURM_JOB_ID']).requeue()\n"
     )
     step = f"REAL=$PATH PATH={tmp_path}:$PATH exec {sys.executable} {agent}"
@@ -345,8 +345,8 @@ class StandIn:
 
     def __call__(self):
         from hpctrain.agent import signals
-        from hpctrain.rundir.fence import take_attempt
-        from hpctrain.slurm.environment import job_context
+        from hpctrain.run.fence import take_attempt
+        from hpctrain.scheduler.slurm.environment import job_context
 
         context = job_context()
         told = self.script[min(context.restarts, len(self.script) - 1)]
@@ -393,8 +393,8 @@ def submit(tmp_path, token):
         stand_in.write_text(LOAD_STAND_IN)
         stand_in.with_suffix(".pkl").write_bytes(cloudpickle.dumps(StandIn(run.root, script)))
         text = render_script(spec, run, token)
-        assert text.count(" -m hpctrain.slurm.task ") == 1
-        text = text.replace(" -m hpctrain.slurm.task ", f" {stand_in} ")
+        assert text.count(" -m hpctrain.entry.slurm_task ") == 1
+        text = text.replace(" -m hpctrain.entry.slurm_task ", f" {stand_in} ")
         run.script(token).write_text(text)
         executor = HpctrainExecutor(run.jobs / token, run.script(token))
         return run, executor.submit(StandIn(run.root, script)).job_id

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.checkpoint import find
+from hpctrain.checkpoint.store import find
 from tests.support.recipe import assert_same_bits, full_state
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import KILL_WAIT_S

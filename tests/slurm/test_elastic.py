@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.checkpoint import find
+from hpctrain.checkpoint.store import find
 from hpctrain.ledger.derive import attempts, lineage
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from hpctrain.checkpoint import find
+from hpctrain.checkpoint.store import find
 from hpctrain.ledger.derive import attempts, lineage
 from tests.support.recipe import (
     consumed_by_step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.preflight import proven
-from hpctrain.preflight.bad_nodes import note, of_user
+from hpctrain.preflight.node_lists import note, of_user
 from hpctrain.testing.node_faults import VARIABLE
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli
 

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from hpctrain.ledger.goodput import Spent, goodput
-from hpctrain.slurm.parse import SACCT_COMMAND, parse_sacct
+from hpctrain.history.goodput import Spent, goodput
+from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
 from tests.support import processes
 from tests.support.scenario import submit
 

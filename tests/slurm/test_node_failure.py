@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.checkpoint import find, verify
+from hpctrain.checkpoint.store import find, verify
 from hpctrain.ledger.derive import attempts, lineage
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit

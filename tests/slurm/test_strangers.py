@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.agent.compile_cache import NAME as COMPILED
-from hpctrain.agent.fitness import PORT as MEETING
-from hpctrain.agent.ports import PORTS, first_port
-from hpctrain.process import own_program
-from hpctrain.rundir.layout import RunDir
+from hpctrain.agent.node_check import PORT as MEETING
+from hpctrain.base.ports import PORTS, first_port
+from hpctrain.base.process import own_program
+from hpctrain.run.layout import RunDir
 from tests.support import processes
 from tests.support.ledger_runs import Story
 from tests.support.recipe import TINY, assert_same_bits, consumed, full_state, make_run, train

@@ -62,7 +62,7 @@ def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues
     """Trap 14: as in a container, only the batch script has scontrol, no rank and no agent."""
     container = tmp_path / "container-python"
     container.write_text(
-        '#!/bin/sh\ncase "$*" in *hpctrain.slurm.task*) PATH=/none ;; esac\n'
+        '#!/bin/sh\ncase "$*" in *hpctrain.entry.slurm_task*) PATH=/none ;; esac\n'
         f'exec {sys.executable} "$@"\n'
     )
     container.chmod(0o755)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli, submit
 

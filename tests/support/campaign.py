@@ -21,9 +21,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint import find, names
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.store import find
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 from tests.support.campaign_rank import (
     KEEP_LAST,
     PATIENCE_S,

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint import names
-from hpctrain.process import die_with_parent, print_to
+from hpctrain.base.process import die_with_parent, print_to
+from hpctrain.checkpoint.format import names
 from hpctrain.testing import points
 from tests.support import gloo, sharded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.rundir.fence import Attempt
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
 
 RANKS = 2
 KEEP_LAST = 2
@@ -132,8 +132,8 @@ class _Rank:
     def __init__(self, say: Voice, part: Part) -> None:
         import torch
 
-        from hpctrain.checkpoint.save import Place
-        from hpctrain.checkpoint.saver import Saver
+        from hpctrain.checkpoint.tensors.save import Place
+        from hpctrain.checkpoint.tensors.saver import Saver
         from hpctrain.settings.schema import CheckpointSettings
         from hpctrain.world import World
 
@@ -148,7 +148,7 @@ class _Rank:
         self.mesh = sharded.mesh_of(self.world, part.engine)
 
     def train(self) -> None:
-        from hpctrain.checkpoint.retention import sweep
+        from hpctrain.checkpoint.store.retention import sweep
         from hpctrain.world import gather, on_rank_0
 
         step = self._restore()
@@ -163,8 +163,8 @@ class _Rank:
             self._save(step)
 
     def _restore(self) -> int:
-        from hpctrain.checkpoint.boxes import State
-        from hpctrain.checkpoint.restore import Wanted, restore
+        from hpctrain.checkpoint.tensors.boxes import State
+        from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
         tensors = self._tensors(None)
         own = sharded.own(self.world, None)
@@ -181,7 +181,7 @@ class _Rank:
         return restored.step
 
     def _save(self, step: int) -> None:
-        from hpctrain.checkpoint.boxes import State
+        from hpctrain.checkpoint.tensors.boxes import State
 
         state = State(self._tensors(step), sharded.own(self.world, step))
         manifest = sharded.manifest(self.world, step)
@@ -197,7 +197,7 @@ class _Rank:
             self._prune(None)
 
     def _in_front(self, state: Any, manifest: Any) -> Exception | None:
-        from hpctrain.checkpoint.save import save
+        from hpctrain.checkpoint.tensors.save import save
         from hpctrain.errors import CheckpointError
 
         self.say("begun", manifest.step)
@@ -221,7 +221,7 @@ class _Rank:
         return sharded.spread(self.world, self.part.engine, step, self.mesh)
 
     def _prune(self, _: Any) -> None:
-        from hpctrain.checkpoint.retention import prune
+        from hpctrain.checkpoint.store.retention import prune
 
         prune(self.part.run, keep_last=KEEP_LAST, attempt=self.part.attempt)
 
@@ -238,6 +238,7 @@ def preload() -> None:
     import hpctrain.checkpoint.restore
     import hpctrain.checkpoint.retention
     import hpctrain.checkpoint.saver
+
     import hpctrain.settings.schema  # noqa: F401
 
     gloo.preload()

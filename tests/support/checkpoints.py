@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint import commit, find, shard, table
-from hpctrain.checkpoint.assemble import assemble, part_of
-from hpctrain.checkpoint.digest import file_digest
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME, FileEntry, Manifest
-from hpctrain.checkpoint.shard import Piece
-from hpctrain.rundir.fence import Attempt, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.checkpoint.format import shard, table
+from hpctrain.checkpoint.format.assemble import assemble, part_of
+from hpctrain.checkpoint.format.digest import file_digest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.store import commit, find
+from hpctrain.run.fence import Attempt, take_attempt
+from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.assemble import RankPart
+    from hpctrain.checkpoint.format.assemble import RankPart
 
 SHARD_0, SHARD_1 = shard.file_name(0), shard.file_name(1)
 BLOCK_BYTES = 512

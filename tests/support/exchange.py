@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint import commit, find, shard
-from hpctrain.checkpoint.assemble import part_of
-from hpctrain.checkpoint.boxes import DTYPES
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.exchange import ours
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.assemble import part_of
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.store import commit, find
+from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.cli.main import main
-from hpctrain.exchange import ours
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ PRELOAD = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
-    "hpctrain.checkpoint.saver",
+    "hpctrain.checkpoint.tensors.saver",
     "hpctrain.engines.fsdp",
     "hpctrain.engines.parallelize",
     "hpctrain.recipes.lm.train",

@@ -162,7 +162,7 @@ def _of_zero(engine: Any) -> dict[str, Any]:
 
 def save(engine: Any, root: Path, step: int) -> None:
     """Commit a checkpoint of the engine's state. Collective."""
-    from hpctrain.checkpoint.save import save as commit
+    from hpctrain.checkpoint.tensors.save import save as commit
     from tests.support.sharded import manifest, place
 
     commit(place(engine.world, root), engine.world, engine.state(), manifest(engine.world, step))
@@ -170,7 +170,7 @@ def save(engine: Any, root: Path, step: int) -> None:
 
 def load(engine: Any, root: Path) -> int:
     """Fill the engine from the newest checkpoint; its step. Collective."""
-    from hpctrain.checkpoint.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from tests.support.sharded import place
 
     state = engine.state()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.ledger.events import append
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.events import append
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 
@@ -87,7 +87,7 @@ class Story:
 
 def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     """A job of the embedded cluster as its controller would leave it on disk."""
-    from hpctrain.local import jobs
+    from hpctrain.scheduler.local import jobs
 
     record = jobs.LocalJobRecord(
         job_id=job_id,

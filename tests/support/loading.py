@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.reader import Source, Target
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.shard import Piece
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.find import Found
+    from hpctrain.checkpoint.store.find import Found
 
 
 def loaded(found: Found) -> dict[str, bytes]:

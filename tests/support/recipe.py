@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.ledger import events as ledger
 from hpctrain.ledger.derive import live
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.gloo import launch

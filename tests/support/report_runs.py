@@ -7,7 +7,7 @@ import math
 import random
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 

@@ -99,9 +99,9 @@ def wrong(state: dict[str, Any], step: int) -> list[str]:
 
 def place(world: Any, root: Path, **settings: Any) -> Any:
     """Where a run under `root` saves to, with the next attempt's right. Collective."""
-    from hpctrain.checkpoint.save import Place
-    from hpctrain.rundir.fence import take_attempt
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.run.fence import take_attempt
+    from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
     from hpctrain.world import on_rank_0
 
@@ -113,7 +113,7 @@ def place(world: Any, root: Path, **settings: Any) -> Any:
 
 def manifest(world: Any, step: int) -> Any:
     """A manifest for a step."""
-    from hpctrain.checkpoint.manifest import Manifest
+    from hpctrain.checkpoint.format.manifest import Manifest
 
     return Manifest(
         run_id="id",

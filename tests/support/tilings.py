@@ -7,7 +7,7 @@ import math
 
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format.shard import Piece
 
 DTYPES = ["U8", "BOOL", "BF16", "F16", "F32", "I64", "C64"]
 

@@ -226,7 +226,7 @@ def by_state(engine: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from hpctrain.checkpoint.boxes import Flat
+    from hpctrain.checkpoint.tensors.boxes import Flat
 
     ranges: list[Any] = [None] * engine.world.world_size
     state = engine.state()

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.aftermath import OUTCOME, Aftermath, read_outcome
 from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.ending import OUTCOME, Aftermath, read_outcome
 from hpctrain.agent.node import RoundEnd
+from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.ledger import events as ledger
-from hpctrain.records import EndReason, FailureReport, JobContext, JobFacts
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story
 

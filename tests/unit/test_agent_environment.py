@@ -10,9 +10,9 @@ import pytest
 
 from hpctrain.agent import environment as agent
 from hpctrain.agent.compile_cache import compile_cache
-from hpctrain.ledger import events as ledger
-from hpctrain.records import JobContext
-from hpctrain.rundir.layout import RunDir
+from hpctrain.base.records import JobContext
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.environment import Versions
 from hpctrain.site.load import load_site

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.bad_nodes import note, of_run, of_user
+from hpctrain.preflight.node_lists import note, of_run, of_user
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.bad_nodes import kept_out
 from tests.support.recipe import make_run

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import find
-from hpctrain.checkpoint.beginning import asked_step, newest_known
-from hpctrain.checkpoint.patience import Patience
+from hpctrain.checkpoint.format.patience import Patience
+from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store.beginning import asked_step, newest_known
 from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemFault, TornCheckpoint
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.events import Event
+from hpctrain.run import events as ledger
+from hpctrain.run.events import Event
 from hpctrain.settings.spec import Entry, Spec
 from tests.support import checkpoints as support
 
@@ -105,7 +105,7 @@ class Refuses:
 @pytest.fixture
 def slept(monkeypatch):
     waits = []
-    monkeypatch.setattr("hpctrain.checkpoint.patience.time.sleep", waits.append)
+    monkeypatch.setattr("hpctrain.checkpoint.format.patience.time.sleep", waits.append)
     return waits
 
 

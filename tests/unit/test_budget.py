@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.ledger.events import Event
+from hpctrain.base.records import EndReason
 from hpctrain.plan.budget import EXIT_STOPPED, allow, attempts_without_progress
-from hpctrain.records import EndReason
+from hpctrain.run.events import Event
 from hpctrain.settings.schema import BudgetSettings
 
 BUDGET_OF = {

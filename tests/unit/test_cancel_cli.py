@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.ledger.events import read
+from hpctrain.run.events import read
 from tests.support.ledger_runs import Story, local_job
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.ledger.attempts import AttemptView, Failure
-from hpctrain.ledger.causes import EndCause, cause_of, said_by
-from hpctrain.records import EndReason
+from hpctrain.base.records import EndReason
+from hpctrain.history.attempts import AttemptView, Failure
+from hpctrain.history.causes import EndCause, cause_of, said_by
 
 
 def failed(summary: str, kind: str = "exception") -> Failure:

@@ -7,8 +7,8 @@ import resource
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint import arena as arenas
-from hpctrain.checkpoint.arena import CLAIM_BYTES, Arena, aligned, room
+from hpctrain.checkpoint.tensors import arena as arenas
+from hpctrain.checkpoint.tensors.arena import CLAIM_BYTES, Arena, aligned, room
 from hpctrain.errors import CheckpointError
 
 MIB = 1 << 20

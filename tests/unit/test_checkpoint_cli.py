@@ -8,11 +8,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.checkpoint import commit, find, verify
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli import checkpoints
 from hpctrain.cli.main import main
-from hpctrain.ledger import events as ledger
+from hpctrain.run import events as ledger
 from hpctrain.testing import faults
 from tests.support import checkpoints as support
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, retention, verify
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
+from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.rundir.fence import run_lock
+from hpctrain.run.fence import run_lock
 from tests.support import checkpoints as support
 
 KILLED = 9
-TRACED = ("checkpoint/commit.py", "rundir/fence.py")
+TRACED = ("checkpoint/store/commit.py", "run/fence.py")
 """Where the disk is changed; besides `dump` of the manifest."""
 
 

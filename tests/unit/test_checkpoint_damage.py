@@ -13,9 +13,10 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, retention, table, verify
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format import table
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, TornCheckpoint
 from tests.support import checkpoints as support
 from tests.support.checkpoints import SHARD_0, SHARD_1

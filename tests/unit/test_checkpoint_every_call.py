@@ -13,10 +13,11 @@ from collections import Counter
 import pytest
 import torch
 
-from hpctrain.checkpoint import find, retention, shard
-from hpctrain.checkpoint.save import Place, commit_together
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.store import find, retention
+from hpctrain.checkpoint.tensors.save import Place, commit_together
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import CheckpointSettings
 from hpctrain.world import World
 from tests.support import checkpoints as support

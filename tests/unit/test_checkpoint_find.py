@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, pins, retention, verify
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import commit, find, pins, retention, verify
 from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint
 from hpctrain.testing import faults
 from tests.support import checkpoints as support

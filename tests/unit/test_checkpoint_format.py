@@ -13,12 +13,13 @@ import safetensors
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from hpctrain.checkpoint import find, manifest, shard, table, verify
-from hpctrain.checkpoint.assemble import assemble, part_of
-from hpctrain.checkpoint.reader import Source, Target
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format import manifest, shard, table
+from hpctrain.checkpoint.format.assemble import assemble, part_of
+from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import TornCheckpoint
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import format_2_reader
 

@@ -12,11 +12,11 @@ import sys
 import click
 import pytest
 
-from hpctrain.checkpoint import commit, find, pins, retention
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.base.text import size
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import commit, find, pins, retention
 from hpctrain.cli import checkpoints_keep
 from hpctrain.cli.main import main
-from hpctrain.ledger.format import size
 from hpctrain.settings.spec import load_spec
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story, local_job

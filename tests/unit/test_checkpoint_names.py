@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import names
+from hpctrain.checkpoint.format import names
 
 STEPS = st.integers(0, names.MAX_STEP)
 COUNTED = st.integers(1, 10**6)

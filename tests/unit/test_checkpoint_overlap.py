@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.grid import Grid
-from hpctrain.checkpoint.overlap import Region, overlap
-from hpctrain.checkpoint.shard import DTYPES, Piece
-from hpctrain.checkpoint.table import ChunkTable
+from hpctrain.checkpoint.format.geometry import Region, overlap
+from hpctrain.checkpoint.format.grid import Grid
+from hpctrain.checkpoint.format.shard import DTYPES, Piece
+from hpctrain.checkpoint.format.table import ChunkTable
 from tests.support import checkpoints as support
 from tests.support import tilings
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from hpctrain.checkpoint import find, pins, retention
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import find, pins, retention
 from hpctrain.errors import CheckpointError, NotFound
-from hpctrain.rundir.fence import run_lock
+from hpctrain.run.fence import run_lock
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
 

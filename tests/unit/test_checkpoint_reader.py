@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import ranged, shard
-from hpctrain.checkpoint.digest import BLOCK_BYTES
-from hpctrain.checkpoint.manifest import TABLE_NAME, TensorEntry
-from hpctrain.checkpoint.patience import Patience
-from hpctrain.checkpoint.reader import Source, Target
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format import ranged, shard
+from hpctrain.checkpoint.format.digest import BLOCK_BYTES
+from hpctrain.checkpoint.format.manifest import TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.format.patience import Patience
+from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.shard import Piece
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from hpctrain.testing import points
 from tests.support import checkpoints as support
@@ -455,7 +455,7 @@ def test_beside_the_destination_little_memory_is_taken(tmp_path, columns):
 def test_reading_and_verifying_need_no_torch():
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "import hpctrain.checkpoint.reader, hpctrain.checkpoint.verify\n"
+        "import hpctrain.checkpoint.format.reader, hpctrain.checkpoint.store.verify\n"
     )
 
     done = subprocess.run(

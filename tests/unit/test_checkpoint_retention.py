@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import commit, find, pins, retention, usage
-from hpctrain.checkpoint.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.retention import Row, Why, to_delete
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import commit, find, pins, retention, usage
+from hpctrain.checkpoint.store.retention import Row, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.standing import standing
+from hpctrain.history.run_state import standing
+from hpctrain.run import events as ledger
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story

@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import shard
-from hpctrain.checkpoint.shard import Piece, Report, blocks_of, file_name, write
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.shard import Piece, Report, blocks_of, file_name, write
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
 

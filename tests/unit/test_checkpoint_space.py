@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hpctrain.checkpoint import space
+from hpctrain.checkpoint.store import space
 from tests.support import small_disk as disks
 
 small_disk = disks.small_disk

@@ -12,9 +12,9 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import table
-from hpctrain.checkpoint.manifest import TABLE_NAME
-from hpctrain.checkpoint.shard import Piece
+from hpctrain.checkpoint.format import table
+from hpctrain.checkpoint.format.manifest import TABLE_NAME
+from hpctrain.checkpoint.format.shard import Piece
 from hpctrain.errors import TornCheckpoint
 from tests.support import checkpoints as support
 from tests.support import tilings

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.checkpoint import find, ranged, verify
-from hpctrain.checkpoint import table as tables
-from hpctrain.checkpoint.digest import file_digest
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.format import ranged
+from hpctrain.checkpoint.format import table as tables
+from hpctrain.checkpoint.format.digest import file_digest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
 from tests.support import checkpoints as support
 from tests.support.checkpoints import SHARD_0, SHARD_1
@@ -319,7 +320,7 @@ def test_setting_aside_what_is_gone_is_an_error(run, attempt):
 
 def test_dying_before_the_note_leaves_nothing_to_choose(run, attempt, monkeypatch):
     support.save(run, attempt, 1000, 2000)
-    monkeypatch.setattr("hpctrain.checkpoint.commit.find.REASON_NAME", "no/such/place")
+    monkeypatch.setattr("hpctrain.checkpoint.store.commit.find.REASON_NAME", "no/such/place")
     with pytest.raises(CheckpointError, match="cannot be set aside"):
         verify.set_aside(run, find.look(run, 2000), "why", attempt)
 

@@ -21,11 +21,12 @@ import pytest
 import xxhash
 
 import hpctrain
-from hpctrain.checkpoint import shard, writer
-from hpctrain.checkpoint.arena import Arena, aligned
-from hpctrain.checkpoint.shard import Piece
-from hpctrain.checkpoint.writer import Request, Writer, WriterTimeout
-from hpctrain.checkpoint.writer_process import SHIELDED, Failure, frame
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.tensors import writer
+from hpctrain.checkpoint.tensors.arena import Arena, aligned
+from hpctrain.checkpoint.tensors.writer import Request, Writer, WriterTimeout
+from hpctrain.checkpoint.tensors.writer_process import SHIELDED, Failure, frame
 from hpctrain.errors import CheckpointError
 from hpctrain.testing.faults import armed
 from tests.support import small_disk as disks
@@ -40,9 +41,9 @@ IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "ppc64le": 274}
 WRITER = """
 import os, sys
 sys.path[:0] = {path!r}
-from hpctrain.checkpoint.arena import Arena
-from hpctrain.checkpoint.shard import Piece
-from hpctrain.checkpoint.writer import Request, Writer
+from hpctrain.checkpoint.tensors.arena import Arena
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.tensors.writer import Request, Writer
 from pathlib import Path
 arena = Arena(16 << 20)
 arena.view(0, 4)[:] = b"abcd"

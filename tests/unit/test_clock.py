@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.ledger import events as ledger
+from hpctrain.base.records import StopCause
 from hpctrain.plan import interval
-from hpctrain.records import StopCause
+from hpctrain.run import events as ledger
 from hpctrain.runtime.agreement import STOP_TERM, WARNED, Wish
-from hpctrain.runtime.clock import LEAVE_S, JobClock
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.run import Run
+from hpctrain.runtime.save_policy import LEAVE_S, JobClock
 from tests.support.gloo import launch
 from tests.support.ledger_runs import Story
 

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from hpctrain.agent.compile_cache import NAME, compile_cache
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from tests.support.users import OWNER
 
 

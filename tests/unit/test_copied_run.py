@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
+from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.errors import ClusterError
-from hpctrain.ledger import events as ledger
-from hpctrain.local.client import LocalCluster
-from hpctrain.records import JobInfo
+from hpctrain.run import events as ledger
+from hpctrain.scheduler.local.client import LocalCluster
+from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.settings.spec import load_spec
-from hpctrain.slurm.client import SlurmCluster
 from hpctrain.submit import launch
 from hpctrain.submit.own_job import copied_from, not_own
 from tests.support.ledger_runs import Story
@@ -155,7 +155,7 @@ class Scheduler:
 
 def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    for module in ("hpctrain.submit.launch", "hpctrain.clusters"):
+    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
         monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
     before = load_spec(original.run.spec)
     raw = json.loads(copy.spec.read_text())
@@ -175,7 +175,7 @@ def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys)
 
 def test_the_original_is_not_submitted_beside_its_job(original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    monkeypatch.setattr("hpctrain.clusters.get_cluster", lambda _: scheduler)
+    monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", lambda _: scheduler)
 
     assert main(["resume", "lm"]) == 5
 

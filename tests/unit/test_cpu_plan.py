@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hpctrain.agent import cpus
 from hpctrain.agent.cpu_plan import Machine, as_list, cpus_of, plan
-from hpctrain.ledger.rank_samples import RankSample
-from hpctrain.ledger.view_ranks import _bound, ranks_as_text
+from hpctrain.history.rank_samples import RankSample
 from hpctrain.settings.schema import Settings
 from hpctrain.site.load import load_site
+from hpctrain.status.tables import _bound, ranks_as_text
 
 NUMA = [frozenset(range(4)), frozenset(range(4, 8))]
 THREADS = [frozenset({core, core + 4}) for core in range(4)]

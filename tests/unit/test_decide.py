@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.base.records import EndReason, JobFacts, Next, StopCause
 from hpctrain.plan.decide import decide
-from hpctrain.records import EndReason, JobFacts, Next, StopCause
 
 RUNNING = JobFacts("RUNNING", restarts=1)
 

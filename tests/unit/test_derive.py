@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from hpctrain.base.records import EndReason, JobInfo, Next
 from hpctrain.ledger.derive import RunState, attempts, progress, run_state, standing
-from hpctrain.ledger.events import read
-from hpctrain.records import EndReason, JobInfo, Next
+from hpctrain.run.events import read
 from tests.support.ledger_runs import Story
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plan.ds_check import check_user_config
+from hpctrain.plan.deepspeed import check_user_config
 from hpctrain.plan.ds_config import engine_config, read_user_config, resolve_ds_config
 from hpctrain.plan.ds_keys import MUST_BE, NO_EFFECT, REFUSED, REMOVED, SECTIONS, TOP
 from hpctrain.settings.check_engine import check_engine

@@ -15,7 +15,7 @@ from tensorboard.context import RequestContext
 from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
 from tensorboard.data.server_ingester import get_server_binary
 
-from hpctrain.runtime.event_file import EventFile, _masked_crc, file_name
+from hpctrain.runtime.tensorboard import EventFile, _masked_crc, file_name
 
 PATIENCE_S = 60.0
 SAMPLES = {"scalars": 10_000, "tensors": 100}

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.ledger import events
+from hpctrain.base.records import EndReason, Skipped
 from hpctrain.ledger.derive import progress
-from hpctrain.ledger.events import Event, Tail, append, parse, read
-from hpctrain.records import EndReason, Skipped
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events
+from hpctrain.run.events import Event, Tail, append, parse, read
+from hpctrain.run.layout import RunDir
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_a_child_forked_during_a_write_does_not_keep_the_lock(run):
     script = f"""
 import fcntl, os, sys, time
 from pathlib import Path
-from hpctrain.ledger import events
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events
+from hpctrain.run.layout import RunDir
 real = events._ends_whole
 ours, theirs = os.pipe()
 def fork_then(descriptor):
@@ -223,7 +223,7 @@ def test_a_full_disk_is_an_error_and_not_a_lost_fact(run, monkeypatch):
 
 
 def test_importing_the_ledger_imports_nothing_heavy():
-    script = "import sys, hpctrain.ledger.events; print(*sorted(sys.modules))"
+    script = "import sys, hpctrain.run.events; print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.reader import Source
-from hpctrain.exchange import diff
+from hpctrain.checkpoint.exchange import diff
+from hpctrain.checkpoint.format.reader import Source
 from tests.support.exchange import Commands, made_run, save, some
 
 

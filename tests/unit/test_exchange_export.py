@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpctrain.checkpoint.exchange import export as exports
+from hpctrain.checkpoint.exchange import place as places
+from hpctrain.checkpoint.exchange import safetensors, to_torch
+from hpctrain.checkpoint.exchange.tensors import Tensor, to_dtype, widened
 from hpctrain.errors import HpctrainError
-from hpctrain.exchange import export as exports
-from hpctrain.exchange import place as places
-from hpctrain.exchange import to_safetensors, to_torch
-from hpctrain.exchange.tensors import Tensor, to_dtype, widened
 from tests.support.exchange import Commands, bits, made_run, model_of, save, some
 from tests.unit.test_cli_without_torch import HOOK
 
@@ -171,7 +171,7 @@ def test_an_existing_file_is_never_touched_nor_is_anything_written(
     run, call, tmp_path, monkeypatch
 ):
     save(run, 1, some())
-    for module in (to_safetensors, to_torch):
+    for module in (safetensors, to_torch):
         monkeypatch.setattr(module, "_put", lambda *_: pytest.fail("it was written"))
     out = tmp_path / "out"
     out.mkdir()
@@ -232,7 +232,7 @@ def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch, kind, 
         write = functools.partial(to_torch.write, tmp_path / "out" / "a.pt", tensors, step=1)
     else:
         write = functools.partial(
-            to_safetensors.write, tmp_path / "out", tensors, max_shard_bytes=2100
+            safetensors.write, tmp_path / "out", tensors, max_shard_bytes=2100
         )
     with pytest.raises(Stopped):
         write(on_bytes=on_bytes)
@@ -251,7 +251,7 @@ def test_a_bit_that_the_disk_turns_is_found_before_the_file_has_its_name(
         content[content.index(b"\0\0\x80\x3f" * 100) + 50] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr({"safetensors": to_safetensors, "torch": to_torch}[kind], "flush", flush)
+    monkeypatch.setattr({"safetensors": safetensors, "torch": to_torch}[kind], "flush", flush)
     dest = tmp_path / "out" / ("w.pt" if kind == "torch" else "")
 
     assert "w is not what it was when read back" in call.refused(
@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, call, tmp_path, monkeyp
     def no_space(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    module = to_torch if kind == "torch" else to_safetensors
+    module = to_torch if kind == "torch" else safetensors
     monkeypatch.setattr(module, "_put", no_space)
     assert "No space left on device" in call.refused("export", run.name, 1, dest, "--to", kind)
     assert not (tmp_path / "out").exists()

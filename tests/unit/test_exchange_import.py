@@ -20,21 +20,22 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from hpctrain.checkpoint import commit, find, shard, verify
-from hpctrain.checkpoint.digest import file_digest
-from hpctrain.cli.main import main
-from hpctrain.exchange import (
+from hpctrain.checkpoint.exchange import (
     export,
     from_torch,
-    into,
+    import_into,
     open_source,
     ours,
-    to_safetensors,
+    safetensors,
     to_torch,
 )
-from hpctrain.exchange.naming import Request, name_all
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.fence import take_attempt
+from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.digest import file_digest
+from hpctrain.checkpoint.store import commit, find, verify
+from hpctrain.cli.main import main
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
 from tests.support.exchange import (
     Commands,
     bits,
@@ -475,8 +476,10 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed(run, tmp_path):
         content[-100] ^= 1
         path.write_bytes(content)
 
-    with pytest.raises(into.CheckpointError, match=r"model\.a is not what it was when read back"):
-        into.write(run, "id", 5, contents, tensors, on_bytes=on_bytes)
+    with pytest.raises(
+        import_into.CheckpointError, match=r"model\.a is not what it was when read back"
+    ):
+        import_into.write(run, "id", 5, contents, tensors, on_bytes=on_bytes)
     assert names_in(run) == []
 
 
@@ -491,7 +494,7 @@ def test_an_interrupted_import_leaves_nothing(run, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        into.write(run, "id", 5, contents, tensors, on_bytes=on_bytes)
+        import_into.write(run, "id", 5, contents, tensors, on_bytes=on_bytes)
     assert names_in(run) == []
 
 
@@ -536,7 +539,7 @@ def test_a_large_tensor_is_read_once_to_be_written_and_once_to_be_compared(run, 
     def counted(one):
         return replace(one, read=lambda: reads.append(one.name) or one.read())
 
-    into.write(run, "id", 5, contents, [counted(one) for one in tensors])
+    import_into.write(run, "id", 5, contents, [counted(one) for one in tensors])
 
     assert sorted(reads) == ["model.a", "model.a", "model.b", "model.b"]
 
@@ -549,11 +552,11 @@ def test_memory_holds_the_largest_tensor_not_the_checkpoint(run, tmp_path):
 
     tracemalloc.start()
     try:
-        into.write(run, "id", 5, contents, tensors)
+        import_into.write(run, "id", 5, contents, tensors)
         imported = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         back = export.chosen(*ours.found(run, 5), everything=False, dtype="BF16", strip="")
-        to_safetensors.write(tmp_path / "out", back)
+        safetensors.write(tmp_path / "out", back)
         to_torch.write(tmp_path / "a.pt", back, step=5)
         exported = tracemalloc.get_traced_memory()[1]
     finally:

@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import hpctrain
+from hpctrain.checkpoint.exchange import from_dcp, open_source
+from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
-from hpctrain.exchange import from_dcp, open_source
-from hpctrain.exchange.naming import Request, name_all
-from hpctrain.exchange.untrusted import unpickled
 from tests.support.exchange import Commands, made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent

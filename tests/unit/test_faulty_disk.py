@@ -11,13 +11,13 @@ import os
 
 import pytest
 
-from hpctrain.checkpoint import find, pins, retention, verify
+from hpctrain.checkpoint.store import find, pins, retention, verify
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
-from hpctrain.ledger.events import append, read
-from hpctrain.rundir import fence
-from hpctrain.rundir.fence import read_fence, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import fence
+from hpctrain.run.events import append, read
+from hpctrain.run.fence import read_fence, take_attempt
+from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
 from tests.support.ledger_runs import Story

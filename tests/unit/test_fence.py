@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import Fenced
-from hpctrain.rundir.fence import publishing, read_fence, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.fence import publishing, read_fence, take_attempt
+from hpctrain.run.layout import RunDir
 
 
 @pytest.fixture

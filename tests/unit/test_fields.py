@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.ledger.events import parse
+from hpctrain.run.events import parse
 
 
 def told(kind, **fields):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.ledger.events import append
-from hpctrain.rundir.find import all_runs, find_run, runs_root
+from hpctrain.run.events import append
+from hpctrain.run.find_run import all_runs, find_run, runs_root
 from tests.support.ledger_runs import Story
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hpctrain.agent.failure import ECHOES, first_causal, is_echo
-from hpctrain.records import FailureReport
+from hpctrain.base.records import FailureReport
 
 
 def failed(rank, summary="ValueError: x", *, t=100.0, kind="exception"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.checkpoint import find, pins, retention
+from hpctrain.checkpoint.store import find, pins, retention
 from hpctrain.errors import Fenced
-from hpctrain.ledger.events import append, read
 from hpctrain.preflight import shared
-from hpctrain.rundir.fence import publishing, read_fence, run_lock, take_attempt
-from hpctrain.rundir.fresh import left_text, look_anew
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.events import append, read
+from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
+from hpctrain.run.fresh import left_text, look_anew
+from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
 

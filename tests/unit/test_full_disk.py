@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from hpctrain.agent.aftermath import Aftermath
 from hpctrain.agent.batch_side import BatchSide, Start, finish
+from hpctrain.agent.ending import Aftermath
 from hpctrain.agent.node import RoundEnd
+from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
-from hpctrain.ledger import events as ledger
-from hpctrain.records import FailureReport, JobContext, JobFacts, StopCause
-from hpctrain.rundir.fence import take_attempt
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
 from hpctrain.settings.spec import load_spec
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story, local_job

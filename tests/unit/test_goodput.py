@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.base.records import JobStart
+from hpctrain.history.goodput import Goodput, Spent, goodput, window
+from hpctrain.history.timeline import _CHANGES, _SUBMITS
 from hpctrain.ledger.derive import attempts
-from hpctrain.ledger.events import Event
-from hpctrain.ledger.goodput import Goodput, Spent, goodput, window
-from hpctrain.ledger.milestones import _CHANGES, _SUBMITS
-from hpctrain.local.client import LocalCluster
-from hpctrain.records import JobStart
+from hpctrain.run.events import Event
+from hpctrain.scheduler.local.client import LocalCluster
 from tests.support.ledger_runs import local_job
 
 HOUR = 3600.0

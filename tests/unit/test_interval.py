@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.ledger.events import Event, read
 from hpctrain.plan.interval import (
     FIRST_GUESS_S,
     SHORTEST_S,
@@ -23,6 +22,7 @@ from hpctrain.plan.interval import (
     first_guess,
     mtbf_s,
 )
+from hpctrain.run.events import Event, read
 from hpctrain.settings.schema import CheckpointSettings
 from tests.support.ledger_runs import Story
 

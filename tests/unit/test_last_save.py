@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.plan.last_save import SAFETY, LastSave, last_save
+from hpctrain.runtime.last_save import SAFETY, LastSave, last_save
 
 seconds = st.floats(0, 1e5)
 left = st.one_of(st.none(), seconds)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.ledger.events import Event, read
-from hpctrain.ledger.lineage import coverage, lineage
+from hpctrain.history.lineage import coverage, lineage
+from hpctrain.run.events import Event, read
 from tests.support.ledger_runs import BATCH, Story
 
 

@@ -8,7 +8,7 @@ import sys
 RANK = """
 import multiprocessing, os, signal, subprocess, sys
 from multiprocessing import resource_tracker
-from hpctrain.runtime.listener import Listener
+from hpctrain.runtime.signals import Listener
 
 def show(_=None):
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])

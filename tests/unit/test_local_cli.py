@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.cli.main import main
-from hpctrain.ledger import events as ledger
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
 from tests.support.ledger_runs import local_job
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hpctrain.local import controller
+from hpctrain.entry import local_controller
 from tests.support.slurm_boot import wait_for
 
 PATIENCE_S = 60.0
@@ -22,17 +22,17 @@ def _node(command):
 
 def test_how_an_agent_ended_is_known_before_it_is_reaped():
     with _node("exit 3") as node:
-        wait_for(lambda: controller._code(node) == 3, PATIENCE_S, "the end")
+        wait_for(lambda: local_controller._code(node) == 3, PATIENCE_S, "the end")
         assert node.returncode is None
         os.kill(node.pid, 0)  # its number is still its own
-    assert controller._code(node) == 3
+    assert local_controller._code(node) == 3
 
 
 def test_what_a_dead_agent_left_behind_is_killed():
     with _node("trap '' HUP; sleep 600 & echo $!; exit 0") as node:
         child = int(node.stdout.readline())
-        wait_for(lambda: controller._code(node) == 0, PATIENCE_S, "the end")
-        controller._kill_group(node, signal.SIGKILL)
+        wait_for(lambda: local_controller._code(node) == 0, PATIENCE_S, "the end")
+        local_controller._kill_group(node, signal.SIGKILL)
         wait_for(lambda: not _lives(child), PATIENCE_S, "the child's end")
 
 
@@ -40,7 +40,7 @@ def test_a_group_whose_leader_was_reaped_is_nobodys(monkeypatch):
     with _node("exit 0") as node:
         node.wait()
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("another's group was signalled"))
-    controller._kill_group(node, signal.SIGKILL)
+    local_controller._kill_group(node, signal.SIGKILL)
 
 
 def _lives(pid):

@@ -13,12 +13,12 @@ import time
 
 import pytest
 
-from hpctrain import locks
+from hpctrain.base import locks
 from hpctrain.errors import CheckpointError
-from hpctrain.ledger.events import append, read
-from hpctrain.rundir import fence
-from hpctrain.rundir.fence import run_lock, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import fence
+from hpctrain.run.events import append, read
+from hpctrain.run.fence import run_lock, take_attempt
+from hpctrain.run.layout import RunDir
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as, start_as
 
 HOLD = """
@@ -31,9 +31,9 @@ with open({path!r}, "rb") as file:
 TAKE = """
 import sys
 from pathlib import Path
-from hpctrain.ledger.events import append
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.events import append
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.layout import RunDir
 run = RunDir(Path(sys.argv[1]))
 print(take_attempt(run, job_id="7", restarts=0).number)
 append(run, "x")

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from hpctrain.agent import log_clock
-from hpctrain.agent.log_clock import LogClock
-from hpctrain.rundir.log_times import Guess, LogTimes, Mark, first_offset, times_path
+from hpctrain.agent import log_index
+from hpctrain.agent.log_index import LogClock
+from hpctrain.run.log_times import Guess, LogTimes, Mark, first_offset, times_path
 
 
 class Rank:
@@ -104,7 +104,7 @@ def test_a_clock_that_was_put_back_does_not_stop_the_marks(rank):
 
 
 def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank, monkeypatch):
-    monkeypatch.setattr(log_clock, "LOOK_S", 0.001)
+    monkeypatch.setattr(log_index, "LOOK_S", 0.001)
     seen = threading.Event()
     rank.clock._clocks[0]._write, write = (
         lambda marks: (write(marks), seen.set()),
@@ -118,7 +118,7 @@ def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank, m
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(rank, monkeypatch):
-    monkeypatch.setattr(log_clock, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(log_index, "PATIENCE_S", 0.01)
     hangs, freed = threading.Event(), threading.Event()
 
     def look(*, last=False):
@@ -181,4 +181,4 @@ def test_all_nodes_together_ask_for_no_more_than_500_logs_a_second(tmp_path, ran
     clock = LogClock([tmp_path / f"rank-{rank:05d}.log" for rank in range(8)], in_all=ranks)
 
     assert clock.every_s == every_s
-    assert ranks / clock.every_s <= log_clock.LOOKS_PER_S
+    assert ranks / clock.every_s <= log_index.LOOKS_PER_S

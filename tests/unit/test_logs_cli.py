@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import log_follow
-from hpctrain.cli.log_filter import Trouble, is_trouble
-from hpctrain.cli.log_print import Choice, Printer
+from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.cli.since import parse_since
-from hpctrain.ledger.events import read
-from hpctrain.ledger.status import Answer
-from hpctrain.records import JobInfo
-from hpctrain.rundir.log_times import Mark, mark_line, times_path
-from hpctrain.rundir.logs import LogFile, tail_offset
+from hpctrain.logs import follow as log_follow
+from hpctrain.logs.log_filter import Trouble, is_trouble
+from hpctrain.logs.printer import Choice, Printer
+from hpctrain.run.events import read
+from hpctrain.run.log_files import LogFile, tail_offset
+from hpctrain.run.log_times import Mark, mark_line, times_path
+from hpctrain.status.status import Answer
 from tests.support.ledger_runs import Story, local_job
 
 
@@ -495,7 +495,7 @@ class Following:
 
     def __init__(self, *argv: str) -> None:
         script = (
-            "import sys; from hpctrain.cli import log_follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
+            "import sys; from hpctrain.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
             "import signal as s; s.signal(s.SIGINT, s.default_int_handler);"
             "from hpctrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
@@ -590,7 +590,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     watch.add(read(story.run))
     start = time.time() + 3600
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
-    monkeypatch.setattr("hpctrain.cli.job.ask", lambda *_: Answer(job))
+    monkeypatch.setattr("hpctrain.status.job.ask", lambda *_: Answer(job))
     assert not watch.is_over()
     follower = log_follow.Follower(printer, log_follow.Turns(story.run), watch)
     for _ in range(3):
@@ -604,7 +604,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
 
 def test_a_scheduler_is_not_asked_while_the_run_is_heard_of(runs, monkeypatch):
     asked = []
-    monkeypatch.setattr("hpctrain.cli.job.ask", lambda *_: asked.append(1) or Answer(None))
+    monkeypatch.setattr("hpctrain.status.job.ask", lambda *_: asked.append(1) or Answer(None))
     story = Story(runs / "lm").submitted("17").started(1, "17", ("n1",))
     watch = log_follow.EndWatch(story.run, None, lambda _text: None)
     watch.add(read(story.run))

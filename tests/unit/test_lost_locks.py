@@ -11,11 +11,11 @@ import threading
 
 import pytest
 
-from hpctrain.checkpoint import commit, find, pins, retention, verify
+from hpctrain.checkpoint.store import commit, find, pins, retention, verify
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.ledger.events import append, read
-from hpctrain.rundir.fence import publishing, read_fence, run_lock, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.events import append, read
+from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
+from hpctrain.run.layout import RunDir
 from hpctrain.submit.disk import check_disk
 from hpctrain.testing import points
 from tests.support import checkpoints as support

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.rank_samples import rank_sample
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from hpctrain.rundir.layout import RunDir
+from hpctrain.history.rank_samples import rank_sample
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
+from hpctrain.run.layout import RunDir
 from hpctrain.runtime import telemetry as module
-from hpctrain.runtime.marks import KEPT, StepMarks, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.rank_times import sample_every_s, sample_of, slowest
+from hpctrain.runtime.step_log import KEPT, StepMarks, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.world import World
 

@@ -9,18 +9,18 @@ import sys
 
 import pytest
 
-from hpctrain.errors import ChecksFailed
-from hpctrain.modes import (
+from hpctrain.base.modes import (
     can_be_replaced,
     follow_folder,
     make_private_folder,
     make_run_folder,
     write_private,
 )
-from hpctrain.process import own_program
-from hpctrain.rundir.layout import RunDir
-from hpctrain.rundir.owner import job_spec
-from hpctrain.runtime.event_file import EventFile
+from hpctrain.base.process import own_program
+from hpctrain.errors import ChecksFailed
+from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import job_spec
+from hpctrain.runtime.tensorboard import EventFile
 from tests.support.ledger_runs import Story, local_job
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as
 
@@ -243,7 +243,7 @@ def test_a_run_that_a_colleague_has_put_in_the_place_of_the_owners_is_not_execut
 
     done = run_as(
         OWNER,
-        own_program("hpctrain.slurm.task", str(run)),
+        own_program("hpctrain.entry.slurm_task", str(run)),
         check=False,
         SLURM_JOB_ID="7",
         SLURM_JOB_NODELIST="n1",
@@ -270,8 +270,8 @@ def test_others_who_may_look_at_a_run_still_can(common_path):
     hand = 'umask 022; exec "$@"'
     run_as(OWNER, ["sh", "-c", hand, "sh", *SUBMIT], cwd=project, HPCTRAIN_RUNS=f"{project}/runs")
     told = (
-        "from pathlib import Path; from hpctrain.ledger import events;"
-        "from hpctrain.rundir.layout import RunDir;"
+        "from pathlib import Path; from hpctrain.run import events;"
+        "from hpctrain.run.layout import RunDir;"
         f"events.append(RunDir(Path({str(project / 'runs' / 'r')!r})), 'submit_intent', token='t')"
     )
     run_as(OWNER, ["sh", "-c", hand, "sh", sys.executable, "-c", told])

@@ -15,12 +15,12 @@ from hpctrain.agent import notify_child
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.news import news_of
 from hpctrain.agent.notify import notify
+from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError
-from hpctrain.ledger.events import read
-from hpctrain.records import JobFacts
+from hpctrain.run.events import read
 from hpctrain.settings.schema import NotifySettings, Settings
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.hook_checks import check_hooks_here
+from hpctrain.submit.checks import check_hooks_here
 from tests.support.ledger_runs import Story
 
 LONG_S = 60.0

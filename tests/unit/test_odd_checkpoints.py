@@ -15,12 +15,13 @@ import sys
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint import find, table
-from hpctrain.checkpoint.digest import bytes_digest
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format import table
+from hpctrain.checkpoint.format.digest import bytes_digest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
 from hpctrain.errors import EXIT_CODES, HpctrainError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
 from tests.support import checkpoints as support
 from tests.support.fuzzing import Faults, cases, chances, odd

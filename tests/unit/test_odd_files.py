@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.agent.aftermath import OUTCOME
-from hpctrain.agent.log_clock import times_path
+from hpctrain.agent.ending import OUTCOME
+from hpctrain.agent.log_index import times_path
 from hpctrain.cli.main import main
-from hpctrain.preflight import bad_nodes
-from hpctrain.profile.names import MEMORY, PROBLEM, TRACE, Window, file_name
-from hpctrain.rundir.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.preflight import node_lists
+from hpctrain.profile.files import MEMORY, PROBLEM, TRACE, Window, file_name
+from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
 from tests.support.traces import GPU
@@ -115,7 +115,7 @@ def _fill(run) -> None:
     (folder / file_name(1, window, PROBLEM)).write_text("RuntimeError: no CUPTI\n")
     run.tensorboard.mkdir()
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"\0" * 64)
-    bad_nodes.note(bad_nodes.of_run(run), {"n3": "slow"})
+    node_lists.note(node_lists.of_run(run), {"n3": "slow"})
     for path in (run.stop_request, run.profile_request, run.lock, run.events_lock, run.secret):
         path.write_text("{}")
 

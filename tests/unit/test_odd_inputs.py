@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError, HpctrainError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm import client, control
+from hpctrain.scheduler.slurm.environment import job_context
+from hpctrain.scheduler.slurm.facts import read_facts, read_qos
+from hpctrain.scheduler.slurm.jobs import is_alive, job_info
+from hpctrain.scheduler.slurm.parse import parse_records
+from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.schema import sections
 from hpctrain.site.draft import draft
 from hpctrain.site.load import load_site
 from hpctrain.site.validate import validate
-from hpctrain.slurm import client, control
-from hpctrain.slurm.batch import exports
-from hpctrain.slurm.cluster_facts import read_facts, read_qos
-from hpctrain.slurm.environment import job_context
-from hpctrain.slurm.jobs import is_alive, job_info
-from hpctrain.slurm.parse import parse_records
-from hpctrain.slurm.script import render_script
 from hpctrain.submit.prepare import SubmitRequest, prepare
 from tests.support.fuzzing import Faults, cases, chances, damaged, odd_text
 
@@ -151,7 +151,7 @@ def _no_name_service(name, *_, **__):
 @cases(100, 5_000)
 def test_node_lists_of_the_environment(monkeypatch, capsys, begin, end):
     faults = Faults(ClusterError)
-    monkeypatch.setattr("hpctrain.slurm.batch._asked", lambda *_: {})
+    monkeypatch.setattr("hpctrain.entry.slurm_batch._asked", lambda *_: {})
     monkeypatch.setattr(socket, "getaddrinfo", _no_name_service)
     for number, chance in chances(begin, end):
         nodes = damaged("gpu[001-4,7],n[1-2]x[3-4],login", chance)

@@ -8,22 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.aftermath import Aftermath, read_outcome
 from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.ending import Aftermath, read_outcome
 from hpctrain.agent.news import news_of
-from hpctrain.checkpoint.usage import in_use
-from hpctrain.cli.log_follow import EndWatch, Turns
+from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
+from hpctrain.checkpoint.store.usage import in_use
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
-from hpctrain.ledger import events as ledger
+from hpctrain.logs.follow import EndWatch, Turns
 from hpctrain.plan import interval
 from hpctrain.plan.budget import allow, attempts_without_progress
-from hpctrain.records import EndReason, FailureReport, JobContext, JobFacts
-from hpctrain.rundir.fence import take_attempt
-from hpctrain.rundir.find import all_runs, find_run
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.run.find_run import all_runs, find_run
 from hpctrain.runtime import board
 from hpctrain.runtime.board_pages import attempts_page
-from hpctrain.runtime.marks import run_age_s
+from hpctrain.runtime.step_log import run_age_s
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.launch import live_job
 from tests.support.fuzzing import Faults, cases, chances, mutated

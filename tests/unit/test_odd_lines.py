@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from hpctrain.agent.signed_store import SignedStore
+from hpctrain.base.secret import code, sign
 from hpctrain.preflight.connection import HOST, MEMBER, Connection, Stranger
-from hpctrain.preflight.meeting import Host, Member
-from hpctrain.secret import code, sign
+from hpctrain.preflight.rendezvous import Host, Member
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]

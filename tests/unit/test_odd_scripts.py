@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.spec import load_spec
-from hpctrain.slurm.script import render_script
 from hpctrain.submit.prepare import SubmitRequest, prepare
 from tests.support.fuzzing import Faults, cases, chances, odd_text
 

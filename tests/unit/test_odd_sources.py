@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hpctrain.checkpoint import find
+from hpctrain.checkpoint.exchange import import_into, open_source
+from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.store import find
 from hpctrain.errors import HpctrainError
-from hpctrain.exchange import into, open_source
-from hpctrain.exchange.naming import Request, name_all
 from tests.support.exchange import made_run
 from tests.support.fuzzing import Faults, cases, chances, odd
 from tests.support.loading import loaded
@@ -93,7 +93,7 @@ def imported(run, source):
     """What `checkpoints import` does; what it has committed can be loaded."""
     contents = open_source.read(source, None)
     tensors, _ = name_all(contents, Request(None, [], None, None, model_only=False))
-    into.write(run, "id", 7, contents, tensors)
+    import_into.write(run, "id", 7, contents, tensors)
     loaded(find.look(run, 7))
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.ledger import events as ledger
+from hpctrain.run import events as ledger
 from tests.support.ledger_runs import Story
 
 SLURM = """#!/bin/sh

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.process import own_program
-from hpctrain.slurm.script import body_path
+from hpctrain.base.process import own_program
+from hpctrain.scheduler.slurm.script import body_path
 
 TOP = Path(hpctrain.__file__).parent
 LURES = ("json", "secrets", "signal", "hpctrain", "selectors", "shlex", "sitecustomize")
@@ -33,12 +33,12 @@ def lures(tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
-        "hpctrain.local.controller",
-        "hpctrain.local.node",
+        "hpctrain.entry.local_controller",
+        "hpctrain.entry.local_node",
         "hpctrain.preflight.node",
         "hpctrain.agent.notify_child",
         "hpctrain.agent.rank_exec",
-        "hpctrain.slurm.batch",
+        "hpctrain.entry.slurm_batch",
     ],
 )
 def test_a_program_of_ours_imports_nothing_from_the_working_directory(lures, module):
@@ -57,7 +57,11 @@ def test_every_program_is_started_by_the_one_helper():
         and not re.search('"-[PI]"', line)
     ]
 
-    allowed = ("slurm/site_options.py", "submit/prepare.py", "cli/submit.py")  # text, not starts
+    allowed = (
+        "scheduler/slurm/site_options.py",
+        "submit/prepare.py",
+        "cli/submit.py",
+    )  # text, not starts
     assert [start for start in starts if not start.startswith(allowed)] == []
 
 

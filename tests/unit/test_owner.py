@@ -9,8 +9,8 @@ import time
 import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.rundir.find import find_run
-from hpctrain.rundir.owner import job_spec, own_spec
+from hpctrain.run.find_run import find_run
+from hpctrain.run.ownership import job_spec, own_spec
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hpctrain.checkpoint.save import Place, Saved
+from hpctrain.checkpoint.tensors.save import Place, Saved
 from hpctrain.plan import interval
-from hpctrain.rundir.fence import take_attempt
+from hpctrain.run.fence import take_attempt
 from hpctrain.runtime import pace as module
-from hpctrain.runtime.clock import JobClock
 from hpctrain.runtime.pace import Pace
+from hpctrain.runtime.save_policy import JobClock
 from hpctrain.settings.schema import CheckpointSettings
 from hpctrain.world import World
 from tests.support.ledger_runs import Story

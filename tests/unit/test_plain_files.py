@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from hpctrain.plain_files import is_plain, open_plain, read_plain, replace_text
-from hpctrain.rundir.fence import read_fence
-from hpctrain.rundir.fresh import left_text
-from hpctrain.rundir.layout import RunDir
-from hpctrain.rundir.logs import tail_offset
+from hpctrain.base.files import is_plain, open_plain, read_plain, replace_text
+from hpctrain.run.fence import read_fence
+from hpctrain.run.fresh import left_text
+from hpctrain.run.layout import RunDir
+from hpctrain.run.log_files import tail_offset
 
 
 def test_an_ordinary_file_is_read(tmp_path):

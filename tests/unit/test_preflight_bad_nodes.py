@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from hpctrain.preflight.bad_nodes import excluded, note, of_run, of_user, read
-from hpctrain.rundir.layout import RunDir
+from hpctrain.preflight.node_lists import excluded, note, of_run, of_user, read
+from hpctrain.run.layout import RunDir
 
 
 def test_a_bad_node_is_kept_out_until_its_time_is_over(tmp_path):

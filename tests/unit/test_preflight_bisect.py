@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.agent.fitness import Fitness
-from hpctrain.preflight.bisect import Limits, search
+from hpctrain.agent.node_check import Fitness
 from hpctrain.preflight.expect import Expected
+from hpctrain.preflight.slow_nodes import Limits, search
 from hpctrain.settings.schema import Settings
 
 FAST, SLOW = 40.0, 10.0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.bisect import Verdict
 from hpctrain.preflight.checks import check_facts
 from hpctrain.preflight.checks_between import (
     LOGIN,
@@ -21,8 +20,9 @@ from hpctrain.preflight.checks_between import (
 )
 from hpctrain.preflight.expect import Expected, Order
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
-from hpctrain.preflight.meeting import Skew
+from hpctrain.preflight.rendezvous import Skew
 from hpctrain.preflight.report import Report, Result, lines
+from hpctrain.preflight.slow_nodes import Verdict
 
 NODES = ["n1", "n2", "n3", "n4"]
 WELL = NodeFacts(

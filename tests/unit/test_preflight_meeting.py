@@ -10,14 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hpctrain.base.secret import code
 from hpctrain.errors import ChecksFailed
-from hpctrain.preflight import acceptor, tour
+from hpctrain.preflight import acceptor
+from hpctrain.preflight import run as preflight_run
 from hpctrain.preflight.acceptor import HELLO_S
 from hpctrain.preflight.connection import HOST, MEMBER, Connection, Stranger
 from hpctrain.preflight.expect import Expected, Order
-from hpctrain.preflight.meeting import Alone, Host, Member
-from hpctrain.preflight.tour import Place
-from hpctrain.secret import code
+from hpctrain.preflight.rendezvous import Alone, Host, Member
+from hpctrain.preflight.run import Place
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 
 KEY = "key"
@@ -334,14 +335,16 @@ def test_a_first_node_that_is_not_there_is_told(port):
 def test_no_environment_comes_over_the_network(port, nodes, monkeypatch, tmp_path):
     """A node starts a program with it: PYTHONPATH or LD_PRELOAD would run what another sends."""
     begun, theirs = [], {"PYTHONPATH": "/a/strangers", "LD_PRELOAD": "/a/strangers.so"}
-    monkeypatch.setattr(tour, "Crew", lambda env: begun.append(env) or pytest.fail("no further"))
+    monkeypatch.setattr(
+        preflight_run, "Crew", lambda env: begun.append(env) or pytest.fail("no further")
+    )
     order = Order(Expected(env=theirs), bandwidth=True)
     assert order.to_others()["expected"]["env"] == {}
     place = Place(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path, env={"NCCL_DEBUG": "WARN"})
 
     def other():
         with pytest.raises(pytest.fail.Exception, match="no further"):
-            tour.tour(place, None, print)
+            preflight_run.tour(place, None, print)
 
     done = nodes.submit(other)
     with Host(2, port, KEY, PATIENCE_S) as host:
@@ -358,7 +361,7 @@ def test_an_order_of_another_version_is_one_clear_refusal(port, nodes, tmp_path,
 
     def other():
         with pytest.raises(ChecksFailed, match="is the same hpctrain installed on all of them"):
-            tour.tour(place, None, print)
+            preflight_run.tour(place, None, print)
 
     done = nodes.submit(other)
     with Host(2, port, KEY, PATIENCE_S) as host:
@@ -385,9 +388,9 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
         "print(said.decode(), flush=True)\n"
     )
     member_of = (
-        "import sys; from pathlib import Path; from hpctrain.preflight.meeting import Member\n"
-        "from hpctrain.rundir.layout import RunDir\n"
-        "from hpctrain.rundir.secret_file import start_secret\n"
+        "import sys; from pathlib import Path; from hpctrain.preflight.rendezvous import Member\n"
+        "from hpctrain.run.layout import RunDir\n"
+        "from hpctrain.run.secret_file import start_secret\n"
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
         f"Member(1, '127.0.0.1', {port}, secret, 0.0)\n"
     )

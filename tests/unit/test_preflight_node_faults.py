@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.preflight.facts import Interface, NodeFacts
-from hpctrain.preflight.rehearsal import changed, seconds
+from hpctrain.preflight.injected_faults import changed, seconds
 from hpctrain.testing.node_faults import ACTIONS, of_node, parse
 
 PAGE = Path(__file__).parents[2] / "docs/preflight.md"

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.profile.files import Request, Window, file_name, read_request
 from hpctrain.profile.memory import Memory
-from hpctrain.profile.names import Request, Window, file_name, read_request
 from tests.support.ledger_runs import Story, local_job
 from tests.support.traces import CPU, GPU
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.base.meter import Meter
 from hpctrain.cli import progress as shown
-from hpctrain.ledger.meter import Meter
 
 GIB = 1 << 30
 

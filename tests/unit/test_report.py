@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.causes import EndCause
-from hpctrain.ledger.goodput import Goodput, Slice, Spent, window
-from hpctrain.ledger.status import Answer, status_of
+from hpctrain.history.causes import EndCause
+from hpctrain.history.goodput import Goodput, Slice, Spent, window
 from hpctrain.report import curves
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
@@ -28,11 +26,13 @@ from hpctrain.report.page import comparison_page, in_script, page
 from hpctrain.report.summary import attempt_rows, facts, failure_groups
 from hpctrain.report.text import as_text, comparison
 from hpctrain.report.timeline import MOST_LINES, timeline
+from hpctrain.run import events as ledger
+from hpctrain.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
 
 if TYPE_CHECKING:
-    from hpctrain.rundir.layout import RunDir
+    from hpctrain.run.layout import RunDir
 
 ALL_CHARTS = [
     *("timeline", "goodput", "loss", "throughput", "steps", "heat", "memory", "saves", "waits")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.checkpoint.saver import Outcome
+from hpctrain.checkpoint.tensors.saver import Outcome
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.plan.last_save import LastSave
+from hpctrain.runtime.last_save import LastSave
 from hpctrain.runtime.saves import Saves
 
 

@@ -7,26 +7,26 @@ from dataclasses import fields
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.settings import merge
+from hpctrain.settings import layers
 from hpctrain.settings.schema import Settings, sections
 from hpctrain.settings.toml_lines import read_toml
 
 
 def layer(values, name="hpctrain.toml"):
-    return merge.Layer(name, values, lambda section, key: f"{name}:{section}.{key}")
+    return layers.Layer(name, values, lambda section, key: f"{name}:{section}.{key}")
 
 
 def source(tmp_path, text, top=("cluster", "site")):
     path = tmp_path / "hpctrain.toml"
     path.write_text(text)
-    return merge.from_toml(read_toml(path, shown="hpctrain.toml"), name="hpctrain.toml", top=top)
+    return layers.from_toml(read_toml(path, shown="hpctrain.toml"), name="hpctrain.toml", top=top)
 
 
 def test_later_layers_win_and_every_value_has_an_origin():
     site = layer({"slurm": {"nodes": "8", "partition": "gpu"}}, "site x")
-    flags = merge.flag_layer({"slurm.nodes": ("--nodes", "2-4"), "slurm.qos": ("--qos", None)})
+    flags = layers.flag_layer({"slurm.nodes": ("--nodes", "2-4"), "slurm.qos": ("--qos", None)})
 
-    settings, origins = merge.resolve([site, flags])
+    settings, origins = layers.resolve([site, flags])
 
     assert settings.slurm.nodes == "2-4"
     assert settings.slurm.partition == "gpu"
@@ -38,10 +38,10 @@ def test_later_layers_win_and_every_value_has_an_origin():
 
 
 def test_layers_lie_on_an_older_runs_settings_without_changing_them():
-    base, base_origins = merge.resolve([layer({"train": {"steps": 7}})])
+    base, base_origins = layers.resolve([layer({"train": {"steps": 7}})])
 
-    settings, origins = merge.resolve(
-        [merge.flag_layer({"slurm.nodes": ("--nodes", "3")})], base=base, origins=base_origins
+    settings, origins = layers.resolve(
+        [layers.flag_layer({"slurm.nodes": ("--nodes", "3")})], base=base, origins=base_origins
     )
 
     assert (settings.train.steps, settings.slurm.nodes) == (7, "3")
@@ -85,7 +85,7 @@ def test_lists_of_two_settings_are_not_shared():
 )
 def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(tmp_path, text, message):
     with pytest.raises(UsageError) as caught:
-        merge.resolve([source(tmp_path, text).layer])
+        layers.resolve([source(tmp_path, text).layer])
 
     assert str(caught.value) == message
 
@@ -112,7 +112,7 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(tmp_path, 
 )
 def test_a_value_of_the_wrong_type_is_refused_with_its_line(tmp_path, text, message):
     with pytest.raises(UsageError) as caught:
-        merge.resolve([source(tmp_path, text).layer])
+        layers.resolve([source(tmp_path, text).layer])
 
     assert str(caught.value) == message
 
@@ -120,7 +120,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_line(tmp_path, text, mess
 def test_toml_spellings_that_people_write_are_understood(tmp_path):
     text = "[slurm]\nnodes = 4\ntime = 01:30:00\nmem = 0\n[train]\nlr = 1\n"
 
-    settings, _ = merge.resolve([source(tmp_path, text).layer])
+    settings, _ = layers.resolve([source(tmp_path, text).layer])
 
     assert (settings.slurm.nodes, settings.slurm.time, settings.slurm.mem) == ("4", "01:30:00", "0")
     assert settings.train.lr == 1.0
@@ -156,7 +156,7 @@ def test_env_and_top_keys_are_taken_apart_from_settings(tmp_path):
     ],
 )
 def test_set_is_read_by_the_type_of_its_setting(text, expected):
-    _, _, value = merge.parse_set(text)
+    _, _, value = layers.parse_set(text)
 
     assert value == expected
     assert type(value) is type(expected)
@@ -178,16 +178,16 @@ def test_set_is_read_by_the_type_of_its_setting(text, expected):
 )
 def test_a_wrong_set_is_refused_as_it_was_typed(text, match):
     with pytest.raises(UsageError, match=match) as caught:
-        merge.parse_set(text)
+        layers.parse_set(text)
 
     assert str(caught.value).startswith(f"--set {text}: ")
 
 
 def test_sets_of_a_list_add_up_and_other_repeats_are_refused():
-    flags = merge.flag_layer({}, ["slurm.extra=--a", "slurm.extra=--b"])
+    flags = layers.flag_layer({}, ["slurm.extra=--a", "slurm.extra=--b"])
     assert flags.values["slurm"]["extra"] == ["--a", "--b"]
 
     with pytest.raises(UsageError, match=r"slurm.nodes is given twice: flag --nodes and --set"):
-        merge.flag_layer({"slurm.nodes": ("--nodes", "4")}, ["slurm.nodes=2"])
+        layers.flag_layer({"slurm.nodes": ("--nodes", "4")}, ["slurm.nodes=2"])
     with pytest.raises(UsageError, match=r"train.lr is given twice"):
-        merge.flag_layer({}, ["train.lr=1", "train.lr=2"])
+        layers.flag_layer({}, ["train.lr=1", "train.lr=2"])

@@ -9,12 +9,12 @@ import tracemalloc
 
 import pytest
 
-from hpctrain.ledger import events as ledger
-from hpctrain.ledger.events import Tail, parse
-from hpctrain.ledger.lines import BLOCK_BYTES
-from hpctrain.rundir.find import all_runs, find_run, look_into
-from hpctrain.rundir.layout import RunDir
-from hpctrain.rundir.logs import LogFile
+from hpctrain.run import events as ledger
+from hpctrain.run.events import Tail, parse
+from hpctrain.run.find_run import all_runs, find_run, look_into
+from hpctrain.run.layout import RunDir
+from hpctrain.run.lines import BLOCK_BYTES
+from hpctrain.run.log_files import LogFile
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 

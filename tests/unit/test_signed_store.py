@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.agent.signed_store import SignedStore
-from hpctrain.secret import sign
+from hpctrain.base.secret import sign
 
 
 class Store(dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.merge import resolve
+from hpctrain.settings.layers import resolve
 from hpctrain.site.load import load_site, require_usable
 from hpctrain.site.paths import data_dir, layers
 from hpctrain.site.preset import Site

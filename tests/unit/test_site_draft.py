@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.scheduler.slurm.facts import read_facts, read_qos
 from hpctrain.site.cluster_facts import ClusterFacts, PartitionFacts
 from hpctrain.site.draft import draft, site_name
 from hpctrain.site.load import load_site
 from hpctrain.site.validate import validate
-from hpctrain.slurm.cluster_facts import read_facts, read_qos
 
 DATA = Path(__file__).parent / "test_slurm_data"
 CONFIG, PARTITIONS, NODES = (

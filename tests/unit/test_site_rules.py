@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.site import nccl_names, rules
-from hpctrain.site.rules import DEBUG, ERROR, WARNING, Context, check_environment, check_variable
-from hpctrain.site.rules_numbers import RANGES, TEXTS, c_number
+from hpctrain.nccl import names, rules
+from hpctrain.nccl.numbers import RANGES, TEXTS, c_number
+from hpctrain.nccl.rules import DEBUG, ERROR, WARNING, Context, check_environment, check_variable
 
 ANYWHERE = Context()
 SLINGSHOT = Context(kind="slingshot", required=("--network=disable_rdzv_get",))
@@ -457,10 +457,10 @@ def test_a_message_stays_on_one_line_and_is_cut_where_the_value_is_long():
 
 
 def test_the_tables_speak_of_names_that_there_are():
-    assert {name for name in RANGES if name.startswith("NCCL_")} <= nccl_names.NCCL
-    assert {name for name in RANGES if name.startswith("TORCH_")} <= nccl_names.TORCH
-    assert nccl_names.NCCL >= TEXTS
-    assert nccl_names.NCCL >= nccl_names.NCCL_DEBUGGING
+    assert {name for name in RANGES if name.startswith("NCCL_")} <= names.NCCL
+    assert {name for name in RANGES if name.startswith("TORCH_")} <= names.TORCH
+    assert names.NCCL >= TEXTS
+    assert names.NCCL >= names.NCCL_DEBUGGING
 
 
 _READ = sorted({*rules._RULES, *RANGES, "NCCL_IB_GID_INDEX", "NCCL_IB_SPLIT_DATA_ON_QPS"})

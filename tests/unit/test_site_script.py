@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.entry import slurm_batch
 from hpctrain.errors import ClusterUnreachable, UsageError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.header import check_options, export_arguments
+from hpctrain.scheduler.slurm.leak import clean, kept_settings
+from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.load import load_site
-from hpctrain.slurm import batch
-from hpctrain.slurm.header import check_options, export_arguments
-from hpctrain.slurm.leak import clean, kept_settings
-from hpctrain.slurm.script import render_script
 
 
 @pytest.fixture
@@ -304,13 +304,13 @@ def scontrol(monkeypatch):
         return "NodeName=here1 NodeAddr=10.0.0.9 NodeHostName=other\n" if "node" in args else ""
 
     def look_up(name, _port, family=0):
-        known = {("here1i", batch.socket.AF_INET): "10.1.0.1", ("here1i", 0): "10.1.0.1"}
+        known = {("here1i", slurm_batch.socket.AF_INET): "10.1.0.1", ("here1i", 0): "10.1.0.1"}
         if (name, family) not in known:
             raise OSError("Name or service not known")
         return [(None, None, None, None, (known[name, family], 0))]
 
-    monkeypatch.setattr(batch, "_scontrol", answer)
-    monkeypatch.setattr(batch.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(slurm_batch, "_scontrol", answer)
+    monkeypatch.setattr(slurm_batch.socket, "getaddrinfo", look_up)
 
 
 @pytest.mark.parametrize(
@@ -324,14 +324,14 @@ def scontrol(monkeypatch):
 def test_ranks_meet_under_the_name_or_address_that_the_site_says(
     scontrol, template, resolve, expected
 ):
-    found = batch.exports(JOB, batch.MeetingPoint(template, resolve))
+    found = slurm_batch.exports(JOB, slurm_batch.MeetingPoint(template, resolve))
 
     assert found["HPCTRAIN_MASTER_ADDR"] == expected
 
 
 @pytest.mark.parametrize("meeting", [("{host}x", "name"), ("{host}i", "ipv6")])
 def test_a_meeting_name_that_means_nothing_is_told_and_not_used(scontrol, meeting, capsys):
-    found = batch.exports(JOB, batch.MeetingPoint(*meeting))
+    found = slurm_batch.exports(JOB, slurm_batch.MeetingPoint(*meeting))
 
     assert found["HPCTRAIN_MASTER_ADDR"] == "10.0.0.9"
     assert "ranks meet at its own address instead" in capsys.readouterr().err
@@ -341,17 +341,20 @@ def test_ranks_meet_where_the_site_says_also_where_slurm_cannot_be_asked(scontro
     def silent(*_args):
         raise ClusterUnreachable("no scontrol in this container")
 
-    monkeypatch.setattr(batch, "_scontrol", silent)
+    monkeypatch.setattr(slurm_batch, "_scontrol", silent)
 
-    assert batch.exports(JOB, batch.MeetingPoint("{host}i"))["HPCTRAIN_MASTER_ADDR"] == "here1i"
-    assert "HPCTRAIN_MASTER_ADDR" not in batch.exports(JOB)
+    assert (
+        slurm_batch.exports(JOB, slurm_batch.MeetingPoint("{host}i"))["HPCTRAIN_MASTER_ADDR"]
+        == "here1i"
+    )
+    assert "HPCTRAIN_MASTER_ADDR" not in slurm_batch.exports(JOB)
 
 
 def test_the_meeting_point_is_the_one_of_the_runs_preset(site, tmp_path):
     made = site("[network]\nrendezvous_host = '{host}i'\nresolve = 'ipv4'\n")
     (tmp_path / "spec.json").write_text(json.dumps({"preset": made.as_plain()}))
-    assert batch._meeting_point(str(tmp_path)) == ("{host}i", "ipv4")
+    assert slurm_batch._meeting_point(str(tmp_path)) == ("{host}i", "ipv4")
 
     (tmp_path / "spec.json").write_text(json.dumps({"preset": None}))
-    assert batch._meeting_point(str(tmp_path)) is None
-    assert batch._meeting_point(str(tmp_path / "gone")) is None
+    assert slurm_batch._meeting_point(str(tmp_path)) is None
+    assert slurm_batch._meeting_point(str(tmp_path / "gone")) is None

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.errors import UsageError
-from hpctrain.rundir.layout import RunDir
-from hpctrain.settings.merge import flag_layer, resolve
+from hpctrain.run.layout import RunDir
+from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
 from hpctrain.site import load
@@ -20,10 +20,10 @@ from hpctrain.site.load import load_site
 from hpctrain.site.schema import Partition, Preemption
 from hpctrain.submit.accounting import Accounting
 from hpctrain.submit.launch import without_nodes
-from hpctrain.submit.partition import Need, choose, misfits, time_limit
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import ResumeRequest, change_spec
 from hpctrain.submit.site_checks import check_site, cpu_notes
+from hpctrain.submit.site_rules import Need, choose, misfits, time_limit
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(

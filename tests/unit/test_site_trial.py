@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
-from hpctrain.submit.site_trial import Asked, try_site
+from hpctrain.submit.sbatch_test import Asked, try_site
 
 PRESET = """\
 schema = 1

@@ -10,8 +10,8 @@ from hpctrain.cli import sites_detect, sites_show
 from hpctrain.cli.main import main
 from hpctrain.cli.sites import command as sites
 from hpctrain.cli.sites_names import complete_site
+from hpctrain.scheduler.slurm import cluster_name
 from hpctrain.site import paths
-from hpctrain.slurm import cluster_name
 
 JUNIPER = """\
 description = "a machine"

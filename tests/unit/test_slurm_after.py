@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.ledger import events as ledger
-from hpctrain.records import JobFacts
-from hpctrain.rundir.fence import read_fence, take_attempt
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import read_fence, take_attempt
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec, load_spec
 
 SUBMISSION = "run-12ab"

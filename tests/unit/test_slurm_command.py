@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.slurm.command import CommandMissing, run, run_until
-from hpctrain.slurm.leak import clean
+from hpctrain.scheduler.slurm.command import CommandMissing, run, run_until
+from hpctrain.scheduler.slurm.leak import clean
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "HUP"])

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from hpctrain.agent.ports import PORTS, first_port, free_port
+from hpctrain.base.ports import PORTS, first_port, free_port
+from hpctrain.base.records import EndReason
+from hpctrain.entry import slurm_batch
+from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
-from hpctrain.records import EndReason
-from hpctrain.slurm import batch
-from hpctrain.slurm.batch import exports
-from hpctrain.slurm.control import SlurmControl
-from hpctrain.slurm.environment import job_context, master_addr
+from hpctrain.scheduler.slurm.control import SlurmControl
+from hpctrain.scheduler.slurm.environment import job_context, master_addr
 
 JOB = {
     "SLURM_JOB_ID": "4711",
@@ -209,9 +209,9 @@ def test_one_of_several_jobs_starts_no_run_and_is_not_requeued(monkeypatch, caps
     for name, value in (JOB | env).items():
         monkeypatch.setenv(name, value)
 
-    before = batch.main(["before", "/runs/lm", "tok"])
+    before = slurm_batch.main(["before", "/runs/lm", "tok"])
     [line] = capsys.readouterr().err.splitlines()
-    after = batch.main(["after", "/runs/lm", "tok", "--rc", "2", "--term", "0"])
+    after = slurm_batch.main(["after", "/runs/lm", "tok", "--rc", "2", "--term", "0"])
 
     assert (before, after) == (2, 2)
     assert f"job 4711 is {what}, and a run is one plain job" in line
@@ -221,7 +221,7 @@ def test_one_of_several_jobs_starts_no_run_and_is_not_requeued(monkeypatch, caps
 def test_exports_are_safe_to_evaluate(tmp_path):
     hostile = "n1$(touch pwned)`touch pwned`;touch pwned"
     printed = subprocess.run(
-        [sys.executable, "-m", "hpctrain.slurm.batch", "before", str(tmp_path), "token"],
+        [sys.executable, "-m", "hpctrain.entry.slurm_batch", "before", str(tmp_path), "token"],
         env={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": hostile, "PATH": "/nowhere"},
         capture_output=True,
         text=True,

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
-from hpctrain.slurm import task
-from hpctrain.slurm.executor import AgentTask, HpctrainExecutor
+from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
 
 read_id = HpctrainExecutor._get_job_id_from_submission_command
 
@@ -49,14 +49,14 @@ def test_submission_without_an_id_is_an_error(printed):
 
 
 def test_a_script_of_an_older_version_finds_the_run_and_no_pickle_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+    monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
     started = []
     monkeypatch.setattr(AgentTask, "__call__", lambda self: started.append(self.run_dir) or 0)
     (tmp_path / "spec.json").write_text("{}")
     (tmp_path / "jobs" / "tok").mkdir(parents=True)
     (tmp_path / "jobs" / "tok" / "submitted.pkl").write_bytes(b"no pickle")
 
-    assert task.main([str(tmp_path / "jobs" / "tok")]) == 0
+    assert slurm_task.main([str(tmp_path / "jobs" / "tok")]) == 0
     assert started == [str(tmp_path)]
 
 
@@ -69,20 +69,20 @@ def test_interrupted_task_goes_on_as_itself(tmp_path):
 
 
 def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+    monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "spec.json").write_text("{}")
 
-    code = task.main([str(tmp_path)])
+    code = slurm_task.main([str(tmp_path)])
 
     assert code == 6
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
 
 
 def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(task.signals, "install", lambda: None)  # would change this process
+    monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
 
-    code = task.main([str(tmp_path)])
+    code = slurm_task.main([str(tmp_path)])
 
     assert code == 2
     assert "holds no spec.json" in capsys.readouterr().err

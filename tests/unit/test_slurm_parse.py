@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.records import JobStart
-from hpctrain.slurm.jobs import (
+from hpctrain.base.records import JobStart
+from hpctrain.scheduler.slurm.jobs import (
     accounted_job,
     is_alive,
     job_facts,
@@ -18,7 +18,7 @@ from hpctrain.slurm.jobs import (
     job_info,
     job_starts,
 )
-from hpctrain.slurm.parse import (
+from hpctrain.scheduler.slurm.parse import (
     expand_nodes,
     parse_config_seconds,
     parse_count,

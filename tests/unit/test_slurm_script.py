@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.header import quote
+from hpctrain.scheduler.slurm.script import body_path, render_script
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.slurm.header import quote
-from hpctrain.slurm.script import body_path, render_script
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
 GOLDEN = Path(__file__).parent / "test_slurm_data" / "full_script.sh"
@@ -251,7 +251,7 @@ def test_where_the_path_has_a_percent_sign_each_task_opens_its_own_file(tmp_path
     assert "--output" not in (tmp_path / "options").read_text()
     for task in (0, 1):
         output = tmp_path / ODD_NAME / "jobs" / f"tok-{task}.out"
-        assert output.read_text().startswith(f"{task}: -P -u -m hpctrain.slurm.task")
+        assert output.read_text().startswith(f"{task}: -P -u -m hpctrain.entry.slurm_task")
 
 
 def test_one_task_per_node_is_started(tmp_path):
@@ -310,7 +310,7 @@ def test_hand_written_script_uses_the_same_body(tmp_path):
     script = Script(tmp_path, NOTE)
     script.command(
         "python",
-        f'case "$*" in *" body") {sys.executable} -m hpctrain.slurm.batch body;;'
+        f'case "$*" in *" body") {sys.executable} -m hpctrain.entry.slurm_batch body;;'
         ' *) printf "%s\\n" "$*" >> "$CALLS";; esac',
     )
     example = example.replace("/path/to/runs/my-run", f"'{run}'")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec, load_spec
 from hpctrain.submit import snapshot

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from hpctrain.ledger.events import Event
-from hpctrain.ledger.gpu_peaks import peak_flops
-from hpctrain.ledger.rank_samples import newest_sample, rank_sample
-from hpctrain.ledger.speed import speed
+from hpctrain.history.gpu_peaks import peak_flops
+from hpctrain.history.rank_samples import newest_sample, rank_sample
+from hpctrain.history.speed import speed
+from hpctrain.run.events import Event
 
 
 def started(attempt: int, device: str = "cpu", ranks: int = 4) -> list[Event]:

@@ -14,18 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.base.records import JobInfo, Skipped
+from hpctrain.base.text import crop, duration, fold_nodes
 from hpctrain.cli.main import main
-from hpctrain.cli.status_look import Looker
-from hpctrain.ledger.events import read
-from hpctrain.ledger.format import crop, duration, fold_nodes
-from hpctrain.ledger.goodput import Spent
-from hpctrain.ledger.pulse import with_heartbeat
-from hpctrain.ledger.speed import speed
-from hpctrain.ledger.status import Answer, Checkpoint, status_of
-from hpctrain.ledger.view import as_json, as_text, runs_as_text
-from hpctrain.ledger.view_numbers import apportioned
-from hpctrain.ledger.waiting import explained
-from hpctrain.records import JobInfo, Skipped
+from hpctrain.history.goodput import Spent
+from hpctrain.history.speed import speed
+from hpctrain.run.events import read
+from hpctrain.status.pulse import with_heartbeat
+from hpctrain.status.reader import Looker
+from hpctrain.status.screen import as_json, as_text, runs_as_text
+from hpctrain.status.status import Answer, Checkpoint, status_of
+from hpctrain.status.view_numbers import apportioned
+from hpctrain.status.waiting import explained
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
@@ -199,7 +199,7 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
         survey=lambda _: scheduler,
         starts=lambda _: [],
     )
-    monkeypatch.setattr("hpctrain.clusters.get_cluster", lambda _: scheduler)
+    monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)
     _, screen, _ = run("lm", capsys=capsys)
@@ -750,9 +750,9 @@ def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
 def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, story, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "hpctrain.cli.job.job_starts", lambda *_: asked.append("starts") or ([], "")
+        "hpctrain.status.job.job_starts", lambda *_: asked.append("starts") or ([], "")
     )
-    monkeypatch.setattr("hpctrain.cli.job.ask", lambda *_: asked.append("job") or Answer())
+    monkeypatch.setattr("hpctrain.status.job.ask", lambda *_: asked.append("job") or Answer())
     looker = Looker(runs, ask_every_s=1000, account_every_s=1000)
     looker.look(story.run)
     looker.look(story.run)

@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from hpctrain.agent.signals import Arrival
-from hpctrain.agent.stopwatch import LEAVE_S, StopWatch
+from hpctrain.agent.stop_deadline import LEAVE_S, StopWatch
+from hpctrain.base.records import JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.records import JobContext, JobFacts, StopCause
 
 
 class Hands:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hpctrain.errors import ChecksFailed
-from hpctrain.rundir.layout import RunDir
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit import disk

@@ -15,7 +15,7 @@ import urllib.request
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.runtime.event_file import EventFile, file_name
+from hpctrain.runtime.tensorboard import EventFile, file_name
 from tests.support.ledger_runs import Story
 from tests.support.processes import AT_A_TERMINAL
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hpctrain.errors import UsageError
-from hpctrain.ledger.events import read
+from hpctrain.run.events import read
 from hpctrain.runtime import track_wandb
 from hpctrain.runtime.board_pages import attempts_page, hparams, settings_page
 from hpctrain.runtime.tracker_lane import Lane
@@ -22,7 +22,7 @@ from hpctrain.runtime.trackers import BEFORE_SAVE_S, ONCE_SLOW_S, TrackedRun, Tr
 from hpctrain.settings.check_hooks import check_hooks
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit.hook_checks import check_hooks_here
+from hpctrain.submit.checks import check_hooks_here
 from tests.support.ledger_runs import Story
 
 LONG_S = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.ledger import events as ledger
 from hpctrain.plan.user_error import LONG_S, is_users
+from hpctrain.run import events as ledger
 from tests.support.ledger_runs import Story
 
 ERROR = "OSError: [Errno 116] Stale file handle"

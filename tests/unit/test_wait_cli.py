@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.base.records import JobInfo
 from hpctrain.cli import wait
 from hpctrain.cli.main import main
 from hpctrain.errors import EXIT_CODES
-from hpctrain.ledger.status import Answer
-from hpctrain.records import JobInfo
+from hpctrain.status.status import Answer
 from tests.support.ledger_runs import Story
 
 
@@ -33,7 +33,7 @@ def world(monkeypatch):
         at.asked += 1
         return Answer(at.job)
 
-    monkeypatch.setattr("hpctrain.cli.job.ask", ask)
+    monkeypatch.setattr("hpctrain.status.job.ask", ask)
     clock = {"sleep": sleep, "monotonic": lambda: at.t, "time": lambda: 1_763_800_000.0}
     monkeypatch.setattr(wait, "time", SimpleNamespace(**clock))
     return at

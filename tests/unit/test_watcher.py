@@ -10,15 +10,15 @@ import time
 
 import pytest
 
+from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.profile import names
-from hpctrain.profile.names import Request
-from hpctrain.records import JobFacts
-from hpctrain.rundir.fresh import left_text
-from hpctrain.runtime import watcher as module
+from hpctrain.profile import files
+from hpctrain.profile.files import Request
+from hpctrain.run.fresh import left_text
+from hpctrain.runtime import requests as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
-from hpctrain.runtime.clock import JobClock
-from hpctrain.runtime.watcher import Watcher
+from hpctrain.runtime.requests import Watcher
+from hpctrain.runtime.save_policy import JobClock
 
 PATIENCE_S = 20.0
 RUNNING = JobFacts("RUNNING", restarts=0)
@@ -63,7 +63,7 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.005)
-    for reader in (module, names):
+    for reader in (module, files):
         monkeypatch.setattr(reader, "left_text", _left_text)
 
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain import locks
+from hpctrain.base import locks
 from hpctrain.data.tokens import TokenFile, sidecar, write_tokens
 from hpctrain.errors import HpctrainError, UsageError
 

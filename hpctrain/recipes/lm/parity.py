@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint.boxes import State, held
+from hpctrain.checkpoint.tensors.boxes import State, held
 from hpctrain.data.tokens import TokenFile
 from hpctrain.engines.norm import clip_factor
 from hpctrain.engines.parallelize import parallelize
@@ -43,7 +43,7 @@ from hpctrain.settings.schema import EngineSettings
 from hpctrain.world import gather, join_world
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.boxes import Held
+    from hpctrain.checkpoint.tensors.boxes import Held
     from hpctrain.engines.engine import Engine
     from hpctrain.settings.schema import Settings
     from hpctrain.world import World

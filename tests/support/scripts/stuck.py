@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain
-from hpctrain.checkpoint import find
+from hpctrain.checkpoint.store import find
 
 if TYPE_CHECKING:
     from hpctrain.runtime.run import Run

@@ -1,0 +1,109 @@
+"""Notes when the ranks of this node wrote what, for `hpctrain logs --since` and for its order.
+
+Ranks write their logs themselves, so that a line is there even when everything else is dead; this
+looks at how long the logs are. It runs in a thread of its own and makes system calls only: a file
+system that stalls must keep neither the agent's watch nor a fork waiting. What cannot be written is
+left out. `run/log_times.py` says what is written; tests/unit/test_log_clock.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from hpctrain.run.log_times import Mark, mark_line, times_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+LOOK_S = 2.0
+LOOKS_PER_S = 500
+"""By all nodes together: each may be a question to the file system's one server of names."""
+MARK_S = 60.0
+"""Between two marks of a log that grows: at most 2 MB of marks a rank in 30 days."""
+BURST_S, BURST_BYTES = 5.0, 1 << 16
+"""A log that grows fast is marked more often; its marks are a small part of it."""
+PATIENCE_S = 1.0
+"""So long may the last look take; the next attempt does not wait for a file system that hangs."""
+
+
+class _Clock:
+    """Marks of one log."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._marked = Mark(0.0, 0)
+        self._seen = Mark(0.0, 0)
+
+    def look(self, now: float, *, last: bool) -> None:
+        """Write a mark where one is due.
+
+        Raises:
+            OSError: the log is not there yet, or the mark could not be written.
+        """
+        size = os.stat(self._log).st_size  # noqa: PTH116 - a bare system call beside forks
+        before, self._seen = self._seen, Mark(now, size)
+        new, passed = size - self._marked.size, now - self._marked.t
+        if new <= 0:
+            return
+        due = passed >= MARK_S or passed < 0 or (passed >= BURST_S and new >= BURST_BYTES)
+        if not due and not last:
+            return
+        # After a silence the new lines are of now, not of some time since the last mark.
+        silent = before.size == self._marked.size and before.t > self._marked.t
+        self._write([before, self._seen] if silent and before.t else [self._seen])
+        self._marked = self._seen
+
+    def _write(self, marks: Sequence[Mark]) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # Closed each time: only then do readers on other nodes see it over NFS.
+        descriptor = os.open(times_path(self._log), flags, 0o644)
+        try:
+            os.write(descriptor, b"".join(map(mark_line, marks)))
+        finally:
+            os.close(descriptor)
+
+
+class LogClock:
+    """Looks at the logs of one node's ranks while they run: `with LogClock(logs): ...`."""
+
+    def __init__(
+        self, logs: Sequence[Path], now: Callable[[], float] = time.time, *, in_all: int = 1
+    ) -> None:
+        """Look at these, of so many logs in the whole run."""
+        self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
+        self._clocks = [_Clock(log) for log in logs]
+        self._now = now
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-clock", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE_S)
+
+    def look(self, *, last: bool = False) -> None:
+        """Mark the logs that have grown enough; with `last` all that have grown at all."""
+        for clock in self._clocks:
+            try:
+                clock.look(self._now(), last=last)
+            except OSError:
+                continue  # no output so far, or no room: the lines' times are then not known
+
+    def _run(self) -> None:
+        while not self._over.wait(self.every_s):
+            self.look()
+        self.look(last=True)

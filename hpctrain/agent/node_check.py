@@ -1,0 +1,132 @@
+"""Are this job's nodes fit? Looked at while torch is imported; a few bad ones are left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpctrain.base.ports import PORTS
+from hpctrain.base.secret import code
+from hpctrain.preflight import at_start as preflight
+from hpctrain.preflight import proven
+from hpctrain.preflight.expect import Order, expected_of
+from hpctrain.preflight.node_lists import note, of_run
+from hpctrain.preflight.report import OK
+from hpctrain.preflight.run import Place
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+
+if TYPE_CHECKING:
+    from hpctrain.agent.ending import Aftermath
+    from hpctrain.base.records import JobContext
+    from hpctrain.preflight.bounded import Child
+    from hpctrain.preflight.expect import Expected
+    from hpctrain.preflight.run import Verdict
+    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+PORT = PORTS - 2
+"""Of the job's ports, those that only a run with six restarts in one job comes to."""
+
+
+class Fitness:
+    """One look at the nodes, for the first attempt of a start of the job."""
+
+    def __init__(self, run: RunDir, spec: Spec, context: JobContext, secret: str) -> None:
+        self._secret = code(secret, "preflight")
+        self._run = run
+        self._spec = spec
+        self._context = context
+        self._child: Child | None = None
+
+    def begin(self) -> None:
+        """Start looking, where the settings want it."""
+        asked = self._spec.settings.preflight.enabled
+        several = len(self._context.nodes) > 1 and self._spec.cluster == "slurm"
+        if asked == "yes" or (asked == "auto" and several):
+            first = self._context.node_rank == 0
+            self._child = preflight.begin(self._place(), self._order() if first else None)
+
+    def against(self) -> Verdict | None:
+        """Why the attempt must not begin on these nodes; None where it may."""
+        if self._child is None:
+            return None
+        verdict, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
+        bad = verdict.bad
+        leave = bool(verdict.apart) or preflight.to_leave(bad, self._context.nodes)
+        if self._context.node_rank == 0:
+            tried = preflight.collective(self._place().folder)
+            if tried == OK:
+                proven.note(proven.of_run(self._run), self._context.nodes)
+            ledger.append(
+                self._run, "preflight", bad=bad, leave=leave, no_answer=silence, collective=tried
+            )
+        return verdict if leave else None
+
+    def leave(self, verdict: Verdict, aftermath: Aftermath) -> int:
+        """End before an attempt has done anything. Returns the exit code of the task."""
+        context = self._context
+        if context.node_rank != 0:
+            return 0
+        hours = self._spec.settings.preflight.bad_node_hours
+        if not verdict.apart:
+            note(of_run(self._run), verdict.bad, hours=hours)
+        taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
+        ledger.append(
+            self._run,
+            "attempt_started",
+            attempt=taken.number,
+            job_id=context.job_id,
+            restarts=context.restarts,
+            nodes=list(context.nodes),
+            world_size=0,
+            ranks_per_node=self._spec.settings.slurm.ranks(),
+            token=taken.token,
+            job_started=context.start_time,
+            by="start",
+        )
+        if verdict.apart:
+            return aftermath.apart(taken.number, verdict.apart)
+        return aftermath.unfit(taken.number, verdict.bad)
+
+    def _place(self) -> Place:
+        context = self._context
+        start = f"{context.job_id}.{context.restarts}"
+        return Place(
+            nodes=list(context.nodes),
+            rank=context.node_rank,
+            address=context.master_addr,
+            port=context.port + PORT,
+            key=self._secret,
+            folder=self._run.root / "preflight" / start,
+        )
+
+    def _order(self) -> Order:
+        site = None
+        if self._spec.preset is not None:
+            from hpctrain.site.preset import Site
+
+            site = Site.from_plain(self._spec.preset)
+        nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        expected = expected_of(site, gpus=self._spec.settings.slurm.gpus_per_node, env=nccl)
+        half = self._spec.settings.preflight.timeout_s / 2
+        return Order(
+            expected,
+            bandwidth=self._tries_collective(expected),
+            ranks=self._spec.settings.slurm.ranks(),
+            timeout_s=half,
+            meet_s=half,
+        )
+
+    def _tries_collective(self, expected: Expected) -> bool:
+        """Only with a yardstick by itself: without one all pairs must be tried to name anybody.
+
+        What one node alone does is none, since between nodes the network is tried.
+        """
+        asked = self._spec.settings.preflight
+        if asked.bandwidth == "no" or len(self._context.nodes) == 1:
+            return False
+        if asked.bandwidth == "auto" and not expected.has_yardstick(len(self._context.nodes)):
+            return False
+        known = proven.of_run(self._run)
+        return not proven.are_proven(known, self._context.nodes, asked.bandwidth_hours)

@@ -1,0 +1,151 @@
+"""How long may a stop take, and what does the scheduler say of it? One for each agent.
+
+Ranks stop by themselves (`runtime/stop.py`); this watches that they are gone before the scheduler
+kills the job, so that there is time left to requeue. A rank stuck in C code or in a collective
+cannot eat the whole grace time.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.base.records import StopCause
+from hpctrain.errors import ClusterError
+from hpctrain.plan.decide import is_cancelled, is_ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpctrain.agent.signals import Arrival
+    from hpctrain.base.records import JobContext, JobFacts
+
+LEAVE_S = 3.0
+"""Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
+ASK_AGAIN_S = 2.0
+
+
+class Clock(Protocol):
+    """Both clocks of the machine, so that a test can turn them."""
+
+    def time(self) -> float:
+        """Seconds since the epoch."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never jumps."""
+
+
+@dataclass
+class Verdict:
+    """What the stopwatch says at one moment."""
+
+    kill: bool = False
+    """The ranks must go now."""
+    why: str = ""
+
+
+class StopWatch:
+    """Follows the signals of one agent."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        *,
+        arrivals: Callable[[], Sequence[Arrival]],
+        ask: Callable[[], JobFacts] | None,
+        clock: Clock = time,
+        stop_margin_s: float = 10.0,
+    ) -> None:
+        """Watch the signals of this process.
+
+        Args:
+            context: The job; its end time is the first deadline.
+            arrivals: Signals noted so far.
+            ask: Asks the scheduler; None on every node but the first, which is told by the first.
+            clock: Time.
+            stop_margin_s: Seconds kept free at the job's end.
+        """
+        self.cause: StopCause | None = None
+        self.facts: JobFacts | None = None
+        self.end_time = context.end_time
+        self._context = context
+        self._arrivals = arrivals
+        self._ask = ask
+        self._clock = clock
+        self._started = clock.time()
+        self._margin_s = max(LEAVE_S, stop_margin_s / 2)
+        self._seen = 0
+        self._term_at: float | None = None
+        self._asked_at = float("-inf")
+
+    def look(self) -> Verdict:
+        """Take in signals, ask the scheduler where it helps, and say whether the ranks must go."""
+        self._take_in()
+        if self.cause is not None and self._ask is not None:
+            self._ask_scheduler()
+            if self.facts is not None and is_cancelled(self.facts, self._context.restarts):
+                return Verdict(kill=True, why="cancelled")
+        left = self.seconds_left()
+        if left is not None and left <= 0:
+            return Verdict(kill=True, why="the ranks did not leave in time")
+        return Verdict()
+
+    def is_told_to_stop(self) -> bool:
+        """Whether a program that now returns may have done so because it was asked to stop.
+
+        With a short limit SLURM warns in its first round. Taking that for a stop would requeue a
+        program that is simply done, for ever: each new start would be warned at once as well.
+        """
+        if self.cause is not StopCause.WARNING or self.end_time is None:
+            return self.cause is not None
+        if self.facts is not None and self.facts.preempt_time is not None:
+            return True
+        now = self._clock.time()
+        return now - self._started > (self.end_time - self._started) / 2
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the ranks must be gone; None while no end is known."""
+        after_term_s = self._context.kill_wait_s - LEAVE_S
+        if self._term_at is not None and not self._in_grace():
+            return after_term_s - (self._clock.monotonic() - self._term_at)
+        if self.end_time is None:
+            return None
+        # At its limit a job hears SIGTERM and is killed KillWait later; at the end of a grace time
+        # it is killed. A save that has just begun, as the limit was moved, must not be cut off.
+        spare_s = -self._margin_s if self._in_grace() else max(-self._margin_s, after_term_s)
+        return self.end_time - self._clock.time() + spare_s
+
+    def _take_in(self) -> None:
+        arrivals = self._arrivals()
+        for arrival in arrivals[self._seen :]:
+            if arrival.signum == signal.SIGTERM:
+                self._term_at = self._term_at or arrival.at_monotonic_s
+                self.cause = StopCause.TERM
+            elif self.cause is None:
+                self.cause = StopCause.WARNING
+            self._asked_at = float("-inf")
+        self._seen = len(arrivals)
+
+    def _ask_scheduler(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._asked_at < ASK_AGAIN_S or self._ask is None:
+            return
+        self._asked_at = now
+        try:
+            self.facts = self._ask()
+        except ClusterError:
+            return  # asked again in a moment; until then the time limits known so far hold
+        if self.facts.end_time is not None and not is_ending(self.facts):
+            self.end_time = self.facts.end_time
+
+    def _in_grace(self) -> bool:
+        """Preempted with a grace time: the kill comes at the job's moved end, not after KillWait.
+
+        A job without a time limit has no end that could be moved; then KillWait is what is known.
+        """
+        facts = self.facts
+        if facts is None or facts.preempt_time is None or facts.end_time is None:
+            return False
+        return not is_ending(facts)

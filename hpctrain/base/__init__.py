@@ -1,0 +1,1 @@
+"""The ground: files, locks, processes, meshes, texts; the standard library alone."""

@@ -1,0 +1,66 @@
+"""What the processes of a run tell each other by: whoever knows its secret is one of them.
+
+Pure: where the secret lies is `run/secret_file.py`. A secret is never sent; what is sent carries
+a code (HMAC-SHA256) that nobody can make without it, over what it is about and not the value alone,
+so that a value cannot be taken from one place to another. tests/unit/test_secret.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+
+BYTES = 32
+CODE_LENGTH = 64
+
+
+class Forged(ValueError):
+    """What came carries no code of somebody's who knows the secret."""
+
+
+def new_secret() -> str:
+    """A secret, as text."""
+    return secrets.token_hex(BYTES)
+
+
+def code(secret: str, *words: str | int) -> str:
+    """The code of these words in this order; who has it knows nothing of any other's."""
+    text = json.dumps(words).encode()  # no two lists of words have one text
+    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
+
+
+def is_code(given: object, secret: str, *words: str | int) -> bool:
+    """Whether that is the code of these words. Takes as long for a wrong one as for the right."""
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode(errors="replace"), code(secret, *words).encode()
+    )
+
+
+def sign(secret: str, about: str, value: str) -> str:
+    """The value with its code.
+
+    Args:
+        secret: Of all who may say it.
+        about: What it is the value of; the same words at both ends.
+        value: Any text.
+    """
+    return code(secret, about, value) + value
+
+
+def verify(secret: str, about: str, signed: str | bytes) -> str:
+    """The value that was signed.
+
+    Raises:
+        Forged: by nobody who knows the secret, or as the value of something else.
+    """
+    try:
+        text = signed.decode() if isinstance(signed, bytes) else signed
+    except UnicodeDecodeError:
+        raise Forged(about) from None
+    given, value = text[:CODE_LENGTH], text[CODE_LENGTH:]
+    if not is_code(given, secret, about, value):
+        raise Forged(about)
+    return value

@@ -1,0 +1,199 @@
+"""Files that anybody may have written are read without running anything that they say.
+
+A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data;
+`.metadata` of a torch DCP checkpoint, which torch itself reads with plain pickle, is read here with
+a list of the names that it may use, each of which becomes an inert record of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle  # only its Unpickler, with a list of what it may name
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import torch
+
+from hpctrain.checkpoint.exchange.contents import Leaf
+from hpctrain.checkpoint.exchange.tensors import Tensor
+from hpctrain.checkpoint.tensors.boxes import DTYPES
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.checkpoint.exchange.tensors import Bytes
+
+_GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:class|global):?) ([A-Za-z_][\w.]*)")
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): word for dtype, word in DTYPES.items()}
+
+
+class Inert:
+    """Stands for a class of another program: holds its fields, does nothing."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """An empty one, whatever the pickle would give its constructor."""
+        return object.__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take nothing."""
+
+    def __setstate__(self, state: object) -> None:
+        """Keep fields that come as a dictionary."""
+        if isinstance(state, dict):
+            self.__dict__.update({str(key): value for key, value in state.items()})
+
+
+class Unpickler(pickle.Unpickler):
+    """Takes only names that are in its table, and gives the table's records for them."""
+
+    def __init__(self, file: IO[bytes], names: dict[tuple[str, str], Any]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The record for a name; anything else is refused before it is even looked up."""
+        try:
+            return self._names[module, name]
+        except KeyError:
+            raise Refused(f"{module}.{name}") from None
+
+
+class Refused(Exception):
+    """A name that no checkpoint needs; the message is the name."""
+
+
+def unpickled(path: Path, names: dict[tuple[str, str], Any]) -> Any:
+    """What a pickle holds, with nothing in it but plain data and the records of `names`.
+
+    Raises:
+        CheckpointError: it names something else, or is no pickle.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return Unpickler(io.BytesIO(content), names).load()
+    except Refused as error:
+        raise CheckpointError(refusal(path, str(error))) from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is cut or damaged: {type(error).__name__}: {_line(error)}"
+        ) from error
+
+
+def refusal(where: object, what: str) -> str:
+    """The one line for a pickle that wants more than it may."""
+    return (
+        f"{where} asks for {what} while being read, which a checkpoint need not: refused, and "
+        "nothing of it was run"
+    )
+
+
+def load(
+    file: Path | IO[bytes],
+    *,
+    where: object = None,
+    allowed: Sequence[tuple[type, str]] = (),
+) -> Any:
+    """What a torch.save file holds: tensors and plain data. A file's tensors stay on disk (mmap).
+
+    Args:
+        file: A path, or a part of a file.
+        where: What to call it in an error.
+        allowed: Inert classes, each with the full name that it stands for.
+
+    Raises:
+        CheckpointError: it wants to run something, is cut, damaged, or no such file.
+    """
+    where = where or file
+    try:
+        mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
+        with warnings.catch_warnings(), torch.serialization.safe_globals(list(allowed)):
+            warnings.simplefilter("ignore")  # of old files: nothing that a user could act on
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        named = _GLOBAL.search(str(error))
+        if named:
+            raise CheckpointError(refusal(where, named[1])) from None
+        raise CheckpointError(f"{where} is no torch.save file: {_line(error)}") from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} is cut, damaged, or no torch.save file: {_line(error)}"
+        ) from error
+
+
+def leaves_of(tree: Any, where: object) -> list[Leaf]:
+    """Every value in nested dictionaries; lists stay whole.
+
+    Raises:
+        CheckpointError: a tensor is of a kind that cannot be stored.
+    """
+    return list(_leaves(tree, (), where))
+
+
+def as_tensor(name: str, tensor: torch.Tensor, where: object) -> Tensor:
+    """One tensor of torch's.
+
+    Raises:
+        CheckpointError: it is of a kind that cannot be stored.
+    """
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        kind = f"{tensor.dtype} {tensor.layout} on {tensor.device}"
+        raise CheckpointError(f"{where}: {name} is {kind}, which cannot be stored")
+    return Tensor(name, dtype, tuple(tensor.shape), lambda: raw(tensor))
+
+
+def raw(tensor: torch.Tensor) -> Bytes:
+    """A tensor's bytes, row-major; shared memory where it lies so already."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content: Bytes = flat.view(torch.uint8).numpy()
+    return content
+
+
+def numel(shape: Sequence[int]) -> int:
+    """How many elements a shape has."""
+    return math.prod(shape)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...], where: object) -> Iterator[Leaf]:
+    if isinstance(value, torch.Tensor):
+        name = ".".join(map(str, path))
+        yield Leaf(path, as_tensor(name, value, where))
+    elif isinstance(value, dict) and value and all(isinstance(k, str | int) for k in value):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key), where)
+    else:
+        yield Leaf(path, None, _giver(value))
+
+
+def _giver(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text[:200] or type(error).__name__
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""A checkpoint's bytes: manifest, chunk table, shards, verified reading."""

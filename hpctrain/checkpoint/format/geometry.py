@@ -1,0 +1,329 @@
+"""Which bytes of which chunks fill a destination. Pure: no file is touched here.
+
+A destination is a box of a tensor, or a range of its row-major elements; so is a chunk. What both
+share is mostly one run of bytes on either side, and those are columns, since a checkpoint of a
+thousand ranks has half a million chunks. Where it is not (a column of what is stored by rows) it is
+a `Grid`: nested loops with strides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpctrain.checkpoint.format.assemble import as_range
+from hpctrain.checkpoint.format.grid import Grid, dot, grid_of, strides_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from hpctrain.checkpoint.format.table import ChunkTable
+
+TWICE = "has elements that are in two chunks"
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is wanted of a tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        begin: Where the box starts; of a flat region, its first element.
+        extent: The box's size; of a flat region, its number of elements.
+        flat: A range of the row-major elements instead of a box.
+        itemsize: Bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    extent: tuple[int, ...]
+    flat: bool
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What fills the regions: runs of bytes as columns, and grids.
+
+    Attributes:
+        runs: Columns of the runs: number of the region, the chunk table's row of the chunk, where
+            the run starts in its chunk and where in the destination, and its bytes.
+        grids: What is no run: region, row, and the bytes.
+        problems: Why a region cannot be filled.
+    """
+
+    runs: NDArray[np.int64]
+    grids: list[tuple[int, int, Grid]]
+    problems: dict[int, str]
+
+
+@dataclass
+class _Pairs:
+    """Chunks and the regions of the same tensor, all at once: numpy takes its time per call."""
+
+    table: ChunkTable
+    regions: Sequence[Region]
+    row: NDArray[np.int64]
+    region: NDArray[np.int64]
+    item: NDArray[np.int64]
+
+    def of(self, chosen: NDArray[np.bool_]) -> _Pairs:
+        return _Pairs(
+            self.table, self.regions, self.row[chosen], self.region[chosen], self.item[chosen]
+        )
+
+    def by_region(self, attribute: str) -> NDArray[np.int64]:
+        """An attribute of each pair's region, which has the same length in all: [pair, index]."""
+        numbers, where = np.unique(self.region, return_inverse=True)
+        values = [getattr(self.regions[number], attribute) for number in numbers.tolist()]
+        return np.array(values, np.int64).reshape(len(numbers), -1)[where]
+
+
+def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.int64]) -> Overlap:
+    """What of the chunks fills each region, each of its bytes exactly once.
+
+    Args:
+        table: The chunk table.
+        regions: What is wanted; none is empty, each lies within its tensor.
+        tensors: The number of each region's tensor.
+    """
+    row, region = table.rows_of_all(tensors)
+    linear = np.array([one.flat for one in regions], bool)
+    if table.flat.any():
+        linear |= np.bincount(region, table.flat[row], len(regions)) > 0
+    near = _near(table, row, region, regions, linear) & (table.nbytes[row] > 0)
+    row, region = row[near], region[near]
+    pairs = _Pairs(table, regions, row, region, table.itemsize[row])
+    found = Overlap(np.zeros((5, 0), np.int64), [], {})
+    dims = np.array([len(one.shape) for one in regions], np.int64)
+    for count in np.unique(dims[region]).tolist():
+        mine = (dims == count)[region]
+        for chosen, fill in ((~linear, _in_boxes), (linear, _in_ranges)):
+            some = pairs.of(mine & chosen[region])
+            if len(some.row):
+                found = _joined(found, fill(some))
+    _require_once(found, regions)
+    return found
+
+
+def _near(
+    table: ChunkTable,
+    row: NDArray[np.int64],
+    region: NDArray[np.int64],
+    regions: Sequence[Region],
+    linear: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Which chunks may share something with their region: all but few of many are ruled out here.
+
+    By the first dimension alone, and of boxes for boxes only.
+    """
+    ends = [
+        (one.begin[0], one.begin[0] + one.extent[0]) if one.shape and not ranges else None
+        for one, ranges in zip(regions, linear, strict=True)
+    ]
+    ruled = np.array([end is not None for end in ends], bool)
+    if not ruled.any():
+        return np.ones(len(row), bool)
+    low, high = np.array([end or (0, 0) for end in ends], np.int64).T
+    first = np.minimum(table.first_dim[row], len(table.begin) - 1)  # a scalar has no first one
+    begin = table.begin[first]
+    inside: NDArray[np.bool_] = begin < high[region]
+    inside &= begin + table.extent[first] > low[region]
+    inside |= ~ruled[region]
+    return inside
+
+
+def _in_boxes(pairs: _Pairs) -> Overlap:
+    """Boxes for boxes; all of them have the same number of dimensions."""
+    chunk_begin, sizes = pairs.table.boxes(pairs.row)
+    begin, extent = pairs.by_region("begin"), pairs.by_region("extent")
+    low = np.maximum(chunk_begin, begin)
+    count = np.minimum(chunk_begin + sizes, begin + extent) - low
+    hit = (count > 0).all(axis=1)
+    pairs, low, count, sizes, extent = pairs.of(hit), low[hit], count[hit], sizes[hit], extent[hit]
+    source, source_run = _place(low - chunk_begin[hit], count, sizes)
+    target, target_run = _place(low - begin[hit], count, extent)
+    run = source_run & target_run
+    source, target, nbytes = (
+        column * pairs.item for column in (source, target, count.prod(axis=1))
+    )
+    grids, problems = [], {}
+    for i in np.flatnonzero(~run).tolist():
+        item = int(pairs.item[i])
+        strides = strides_of(sizes[i].tolist(), item), strides_of(extent[i].tolist(), item)
+        grid = grid_of(count[i].tolist(), *strides, (int(source[i]), int(target[i])), item)
+        grids.append((int(pairs.region[i]), int(pairs.row[i]), grid))
+    for number in np.unique(pairs.region[~run]).tolist():
+        mine = pairs.region == number
+        if _meet(low[mine], (low + count)[mine]):
+            problems[number] = TWICE
+    runs = np.stack([pairs.region, pairs.row, source, target, nbytes])
+    return Overlap(runs[:, run], grids, problems)
+
+
+def _in_ranges(pairs: _Pairs) -> Overlap:
+    """Where chunks or regions are ranges of elements, or both."""
+    first, count, is_range = _ranges(pairs)
+    numbers, where = np.unique(pairs.region, return_inverse=True)
+    spans = [_span(pairs.regions[number]) for number in numbers.tolist()]
+    slow = np.array([span is None for span in spans], bool)
+    slow[where[~is_range]] = True
+    grids: list[tuple[int, int, Grid]] = []
+    problems: dict[int, str] = {}
+    for number in numbers[slow].tolist():
+        mine = pairs.region == number
+        region, rows = pairs.regions[number], pairs.row[mine]
+        if is_range[mine].all():
+            some, meet = _ranges_in_box(rows, first[mine], count[mine], region)
+        elif pairs.table.flat[rows].any():
+            problems[number] = "is stored as flat ranges and as boxes that are none"
+            continue
+        else:
+            some, meet = _boxes_in_range(pairs.table, rows, region)
+        grids += [(number, row, grid) for row, grid in some]
+        if meet:
+            problems[number] = TWICE
+    ends = np.array([span or (0, 0) for span in spans], np.int64).reshape(-1, 2)[where]
+    low = np.maximum(first, ends[:, 0])
+    size = np.minimum(first + count, ends.sum(axis=1)) - low
+    hit = (size > 0) & ~slow[where]
+    item = pairs.item
+    runs = np.stack(
+        [pairs.region, pairs.row, (low - first) * item, (low - ends[:, 0]) * item, size * item]
+    )
+    return Overlap(runs[:, hit], grids, problems)
+
+
+def _ranges_in_box(
+    rows: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64], region: Region
+) -> tuple[list[tuple[int, Grid]], bool]:
+    """Ranges of the tensor's elements for a box that is none, and whether two of them meet."""
+    item = region.itemsize
+    strides = strides_of(region.shape, item)
+    into = strides_of(region.extent, item)
+    whole = grid_of(region.extent, strides, into, (dot(region.begin, strides), 0), item)
+    low, high = whole.before(first * item), whole.before((first + count) * item)
+    hit = low < high
+    grids = [
+        (int(rows[i]), replace(grid, source=grid.source - int(first[i]) * item))
+        for i in np.flatnonzero(hit).tolist()
+        for grid in whole.part(int(low[i]), int(high[i]))
+    ]
+    return grids, _meet(low[hit][:, None], high[hit][:, None])
+
+
+def _boxes_in_range(
+    table: ChunkTable, rows: NDArray[np.int64], region: Region
+) -> tuple[list[tuple[int, Grid]], bool]:
+    """Boxes that are no ranges for a range of the tensor's elements, and whether two meet."""
+    item = region.itemsize
+    strides = strides_of(region.shape, item)
+    begin, extent = table.boxes(rows)
+    start, end = region.begin[0] * item, (region.begin[0] + region.extent[0]) * item
+    grids: list[tuple[int, Grid]] = []
+    hit = []
+    for i, row in enumerate(rows.tolist()):
+        box = extent[i].tolist()
+        at = dot(begin[i].tolist(), strides)
+        whole = grid_of(box, strides, strides_of(box, item), (at, 0), item)
+        low, high = whole.before(np.array([start, end])).tolist()
+        if low < high:
+            hit.append(i)
+        grids += [
+            (row, replace(grid.turned(), target=grid.source - start))
+            for grid in whole.part(low, high)
+        ]
+    return grids, _meet(begin[hit], (begin + extent)[hit])
+
+
+def _span(region: Region) -> tuple[int, int] | None:
+    """A region as a range of row-major elements; None if it is not one."""
+    if region.flat:
+        return region.begin[0], region.extent[0]
+    return as_range(region.shape, region.begin, region.extent)
+
+
+def _ranges(
+    pairs: _Pairs,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Chunks as ranges of row-major elements: first, number, and whether they are ranges."""
+    table, flat = pairs.table, pairs.table.flat[pairs.row] > 0
+    first, count = np.zeros(len(flat), np.int64), np.zeros(len(flat), np.int64)
+    is_range = np.ones(len(flat), bool)
+    at = table.first_dim[pairs.row[flat]]
+    first[flat], count[flat] = table.begin[at], table.extent[at]
+    if not flat.all():
+        boxes = pairs.of(~flat)
+        begin, extent = table.boxes(boxes.row)
+        first[~flat], is_range[~flat] = _place(begin, extent, boxes.by_region("shape"))
+        count[~flat] = extent.prod(axis=1)
+    return first, count, is_range
+
+
+def _joined(one: Overlap, other: Overlap) -> Overlap:
+    return Overlap(
+        np.concatenate([one.runs, other.runs], axis=1),
+        one.grids + other.grids,
+        one.problems | other.problems,
+    )
+
+
+def _require_once(found: Overlap, regions: Sequence[Region]) -> None:
+    """Note the regions of which some bytes come from no chunk, or from two.
+
+    What no chunk covers would stay as it was, silently. Where no two meet, the right number of
+    bytes is all of them.
+    """
+    order = np.lexsort((found.runs[3], found.runs[0]))
+    region, _, _, target, nbytes = found.runs[:, order]
+    meet = (region[:-1] == region[1:]) & ((target + nbytes)[:-1] > target[1:])
+    found.problems.update(dict.fromkeys(region[:-1][meet].tolist(), TWICE))
+    got = np.bincount(region, nbytes, len(regions)).astype(np.int64)
+    for number, _, grid in found.grids:
+        got[number] += grid.nbytes
+    wanted = np.array([math.prod(one.extent) * one.itemsize for one in regions], np.int64)
+    for number in np.flatnonzero(got != wanted).tolist():
+        lacking = int(wanted[number] - got[number]) // regions[number].itemsize
+        text = f"lacks {lacking:,} of the elements that are wanted: no chunk has them"
+        found.problems.setdefault(number, text if lacking > 0 else TWICE)
+
+
+def _place(
+    at: NDArray[np.int64], count: NDArray[np.int64], size: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Boxes within larger ones, by row: their first element's number, and whether they are runs.
+
+    A box is a run if all dimensions behind the first cut one are whole, and those before are of 1.
+    """
+    first, stride = np.zeros(len(at), np.int64), np.ones(len(at), np.int64)
+    run, whole = np.ones(len(at), bool), np.ones(len(at), bool)
+    for dimension in reversed(range(at.shape[1])):
+        run &= whole | (count[:, dimension] == 1)
+        first += at[:, dimension] * stride
+        whole &= count[:, dimension] == size[:, dimension]
+        stride *= size[:, dimension]
+    return first, run
+
+
+def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
+    """Whether any two of these boxes share something."""
+    if len(low) < 2 or not low.shape[1]:  # noqa: PLR2004 - a pair
+        return len(low) > 1
+    cells = np.zeros(len(low), np.int64)
+    each_one_cell = True
+    for begin, end in zip(low.T, high.T, strict=True):
+        edges = np.unique(np.concatenate([begin, end]))
+        cell = np.searchsorted(edges, begin)
+        each_one_cell = each_one_cell and bool((np.searchsorted(edges, end) == cell + 1).all())
+        cells = cells * len(edges) + cell
+    if each_one_cell:  # parts of one grid, as all usual shardings are
+        return len(np.unique(cells)) < len(cells)
+    return any(
+        bool((np.maximum(low[i], low[:i]) < np.minimum(high[i], high[:i])).all(axis=1).any())
+        for i in range(1, len(low))
+    )

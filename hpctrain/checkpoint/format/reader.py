@@ -1,0 +1,369 @@
+"""Read what this rank needs of a checkpoint, whoever wrote it, and prove every byte that is used.
+
+Bytes go straight from the file to where they are wanted, and each block is digested while it is
+still in the cache. Only what is wanted in part, or does not lie together, takes a detour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint.format import table as tables
+from hpctrain.checkpoint.format.digest import block_digest
+from hpctrain.checkpoint.format.geometry import Region, overlap
+from hpctrain.checkpoint.format.patience import Patience
+from hpctrain.checkpoint.format.ranged import Files, damage, in_threads, window_blocks
+from hpctrain.checkpoint.format.shard import DTYPES
+from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hpctrain.checkpoint.format.geometry import Overlap
+    from hpctrain.checkpoint.format.grid import Grid
+    from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
+    from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.format.table import ChunkTable
+
+SHOWN = 3
+MAX_PARTS = 256
+"""Chunks in one call; each takes three buffers at most, and the kernel takes 1,024."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a part of a tensor is to go.
+
+    Attributes:
+        piece: Which part; its cuts need not be those of the chunks.
+        buffer: Writable memory of exactly these elements, row-major.
+    """
+
+    piece: Piece
+    buffer: Any
+
+
+class Run(NamedTuple):
+    """Blocks of one chunk, all or part of which go to one destination as they are."""
+
+    row: int
+    first: int
+    """Its first block."""
+    last: int
+    """One past its last block."""
+    low: int
+    """The first byte of the chunk that is wanted."""
+    high: int
+    shift: int
+    """From a position in the chunk to one in the destination."""
+    memory: memoryview
+
+
+class Scattered(NamedTuple):
+    """Blocks of one chunk, the bytes of which go to many places."""
+
+    row: int
+    first: int
+    last: int
+    grids: list[tuple[Grid, memoryview]]
+
+
+class Window(NamedTuple):
+    """What one call reads."""
+
+    file: int
+    position: int
+    content: list[Run] | Scattered
+
+
+class Source:
+    """A checkpoint to read from."""
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        table: ChunkTable,
+        patience: Patience | None = None,
+    ) -> None:
+        self._patience = patience or Patience()
+        self.path = path
+        self.manifest = manifest
+        self.table = table
+
+    @classmethod
+    def open(cls, path: Path, manifest: Manifest, patience: Patience | None = None) -> Source:
+        """A checkpoint whose manifest is known already; its chunk table is read.
+
+        Args:
+            path: Its directory.
+            manifest: Its manifest.
+            patience: For what the file system refuses; none by default.
+
+        Raises:
+            TornCheckpoint: the table is missing or damaged.
+            FileSystemFault: it cannot be read.
+        """
+        patience = patience or Patience()
+        return cls(path, manifest, patience(lambda: tables.load(path, manifest)), patience)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        return [entry.name for entry in self.manifest.tensors]
+
+    def entry(self, name: str) -> TensorEntry:
+        """Dtype and shape of a tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self._numbers:
+            raise CheckpointError(f"{name} is not in the checkpoint {self.path.name}")
+        return self.manifest.tensors[self._numbers[name]]
+
+    def read(
+        self,
+        targets: Sequence[Target],
+        *,
+        threads: int = 1,
+        on_bytes: Callable[[int], object] | None = None,
+    ) -> int:
+        """Fill all targets; returns how many bytes were read from files.
+
+        Whether everything fits is known before the first byte is read. After an error the targets
+        hold anything.
+
+        Args:
+            targets: What to fill.
+            threads: How many read at a time.
+            on_bytes: Told how many bytes were read, from those threads.
+
+        Raises:
+            CheckpointError: a target is not in the checkpoint as it is: name, dtype, shape, region.
+            TornCheckpoint: bytes are missing, or are not what was written.
+            FileSystemFault: they cannot be read.
+        """
+        windows = self._plan(targets)
+
+        def work(mine: Iterator[Window]) -> int:
+            with Files(self.path, self.manifest, self._patience) as files:
+                return sum(self._read(files, window, on_bytes) for window in mine)
+
+        total = in_threads(windows, min(threads, len(windows)), work)
+        points.reach("read.done", path=self.path, step=self.manifest.step, bytes=total)
+        return total
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {entry.name: number for number, entry in enumerate(self.manifest.tensors)}
+
+    def _plan(self, targets: Sequence[Target]) -> list[Window]:
+        """All windows to read, in the order of the files."""
+        problems: list[str] = []
+        wanted: list[tuple[Target, memoryview]] = []
+        for target in targets:
+            try:
+                memory = self._memory(target)
+            except CheckpointError as error:
+                problems.append(f"{target.piece.name} {error}")
+                continue
+            if len(memory):
+                wanted.append((target, memory))
+        found = self._overlap([target for target, _ in wanted])
+        problems += [
+            f"{wanted[number][0].piece.name} {why}" for number, why in found.problems.items()
+        ]
+        if problems:
+            more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+            shown = "; ".join(problems[:SHOWN])
+            raise CheckpointError(f"{self.path.name} cannot be loaded here: {shown}{more}")
+        memories = [memory for _, memory in wanted]
+        windows = [*self._run_windows(found, memories), *self._grid_windows(found, memories)]
+        return sorted(windows, key=lambda window: window[:2])
+
+    def _memory(self, target: Target) -> memoryview:
+        """The target's memory as bytes, if the target is what the checkpoint has."""
+        piece = target.piece
+        number = self._numbers.get(piece.name)
+        if number is None:
+            raise CheckpointError("is not in the checkpoint")
+        entry = self.manifest.tensors[number]
+        if (entry.dtype, entry.shape) != (piece.dtype, tuple(piece.shape)):
+            wanted = f"{piece.dtype}[{','.join(map(str, piece.shape))}]"
+            raise CheckpointError(f"is {entry.text} in the checkpoint, {wanted} is wanted")
+        sizes = (math.prod(piece.shape),) if piece.flat else piece.shape
+        if not len(piece.begin) == len(piece.extent) == len(sizes) or not all(
+            0 <= begin <= begin + count <= size
+            for begin, count, size in zip(piece.begin, piece.extent, sizes, strict=True)
+        ):
+            raise CheckpointError(
+                f"is {entry.text}, and {list(piece.extent)} from {list(piece.begin)} is not in it"
+            )
+        nbytes = piece.nbytes
+        whole = memoryview(target.buffer)
+        if whole.nbytes != nbytes or whole.readonly or not whole.c_contiguous:
+            raise CheckpointError(
+                f"has memory of {whole.nbytes:,} bytes, {nbytes:,} writable ones in a row are "
+                "wanted"
+            )
+        # Not memoryview.cast, which knows neither complex numbers nor empty arrays.
+        return np.frombuffer(whole, np.uint8).data if nbytes else memoryview(b"")
+
+    def _overlap(self, targets: Sequence[Target]) -> Overlap:
+        regions = [
+            Region(one.shape, one.begin, one.extent, one.flat, DTYPES[one.dtype])
+            for one in (target.piece for target in targets)
+        ]
+        numbers = [self._numbers[one.piece.name] for one in targets]
+        return overlap(self.table, regions, np.array(numbers, np.int64))
+
+    def _run_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[Window]:
+        """Runs of blocks, those put together that are neighbours in their file."""
+        block, most = self.table.block_bytes, window_blocks(self.table.block_bytes)
+        window: list[Run] = []
+        file = start = end = room = 0
+        for number, position, nbytes, run in self._runs(found, memories):
+            for first in range(run.first, run.last, most):
+                last = min(first + most, run.last)
+                low = position + first * block
+                high = position + min(last * block, nbytes)
+                joins = (number, low) == (file, end) and high - low <= room
+                if not window or not joins or len(window) == MAX_PARTS:
+                    if window:
+                        yield Window(file, start, window)
+                    window, room, file, start = [], most * block, number, low
+                whole = (first, last) == (run.first, run.last)
+                window.append(run if whole else run._replace(first=first, last=last))
+                room, end = room - (high - low), high
+        if window:
+            yield Window(file, start, window)
+
+    def _runs(
+        self, found: Overlap, memories: Sequence[memoryview]
+    ) -> Iterator[tuple[int, int, int, Run]]:
+        """All runs in the order of the files, each with its chunk's file, offset and bytes."""
+        table, block = self.table, self.table.block_bytes
+        region, rows, source, target, nbytes = found.runs
+        columns: list[NDArray[np.int64]] = [
+            table.file[rows], table.offset[rows], table.nbytes[rows], region,
+            rows, source // block, -(-(source + nbytes) // block),
+            source, source + nbytes, target - source,
+        ]  # fmt: skip
+        order = np.lexsort((source, rows))
+        for at, offset, size, index, row, first, last, low, high, shift in zip(
+            *(column[order].tolist() for column in columns), strict=True
+        ):
+            yield at, offset, size, Run(row, first, last, low, high, shift, memories[index])
+
+    def _grid_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[Window]:
+        """Blocks that some grid needs, those of a chunk put together that are neighbours."""
+        table, block, most = (
+            self.table,
+            self.table.block_bytes,
+            window_blocks(self.table.block_bytes),
+        )
+        by_row: dict[int, list[tuple[Grid, memoryview]]] = {}
+        for region, row, grid in found.grids:
+            by_row.setdefault(row, []).append((grid, memories[region]))
+        for row, grids in by_row.items():
+            edges = np.arange(-(-int(table.nbytes[row]) // block) + 1) * block
+            needed = np.zeros(len(edges) - 1, bool)
+            for grid, _ in grids:
+                needed |= np.diff(grid.before(edges)) > 0
+            for first, last in _stretches(needed, most):
+                position = int(table.offset[row]) + first * block
+                yield Window(int(table.file[row]), position, Scattered(row, first, last, grids))
+
+    def _read(self, files: Files, window: Window, on_bytes: Callable[[int], object] | None) -> int:
+        if isinstance(window.content, Scattered):
+            count = self._read_scattered(files, window, window.content)
+        else:
+            count = self._read_runs(files, window, window.content)
+        if on_bytes is not None:
+            on_bytes(count)
+        return count
+
+    def _read_runs(self, files: Files, window: Window, runs: list[Run]) -> int:
+        """Whole blocks straight to their place; those wanted in part go through the scratch."""
+        buffers: list[memoryview] = []
+        blocks: list[tuple[int, int, memoryview]] = []
+        copies: list[tuple[memoryview, memoryview]] = []
+        used, size = 0, self.table.block_bytes
+        for run in runs:
+            for first, last, begin, end in _spans(run, size, int(self.table.nbytes[run.row])):
+                if run.low <= begin and end <= run.high:
+                    content = run.memory[begin + run.shift : end + run.shift]
+                else:
+                    content, used = files.scratch[used : used + end - begin], used + end - begin
+                    low, high = max(begin, run.low), min(end, run.high)
+                    place = run.memory[low + run.shift : high + run.shift]
+                    copies.append((place, content[low - begin : high - begin]))
+                buffers.append(content)
+                for block in range(first, last):
+                    at = (block - first) * size
+                    blocks.append((run.row, block, content[at : at + size]))
+        count = files.read(window.file, buffers, window.position)
+        for row, block, content in blocks:
+            self._prove(row, block, content)
+        for place, content in copies:
+            place[:] = content
+        return count
+
+    def _read_scattered(self, files: Files, window: Window, part: Scattered) -> int:
+        size = self.table.block_bytes
+        begin = part.first * size
+        end = min(part.last * size, int(self.table.nbytes[part.row]))
+        content = files.scratch[: end - begin]
+        count = files.read(window.file, [content], window.position)
+        for block in range(part.first, part.last):
+            low = block * size - begin
+            self._prove(part.row, block, content[low : low + size])
+        for grid, memory in part.grids:
+            low, high = grid.before(np.array([begin, end])).tolist()
+            for one in grid.part(low, high):
+                _copy(one, content, begin, memory)
+        return count
+
+    def _prove(self, row: int, block: int, content: memoryview) -> None:
+        digest = block_digest(content)
+        if digest != self.table.digests[self.table.first_block[row] + block]:
+            raise TornCheckpoint(damage(self.manifest, self.table, row, block, digest))
+
+
+def _spans(run: Run, size: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """A run's blocks, those at its ends apart if they are wanted in part: blocks, and bytes."""
+    first = run.first + (run.first * size < run.low)
+    last = max(first, run.last - (run.high < min(run.last * size, nbytes)))
+    for low, high in pairwise((run.first, first, last, run.last)):
+        if low < high:
+            yield low, high, low * size, min(high * size, nbytes)
+
+
+def _stretches(needed: NDArray[np.bool_], most: int) -> Iterator[tuple[int, int]]:
+    """Runs of what is needed, cut where they are longer than `most`: first, one past the last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], needed, [False]]).astype(np.int8)))
+    for low, high in edges.reshape(-1, 2).tolist():
+        for first in range(low, high, most):
+            yield first, min(first + most, high)
+
+
+def _copy(grid: Grid, content: memoryview, begin: int, memory: memoryview) -> None:
+    """Copy a grid's bytes out of a part of its chunk that starts at byte `begin`."""
+    source = grid.source - begin
+    # In the widest numbers that the innermost loop is a multiple of: fewer steps than by bytes.
+    unit = math.gcd(8, grid.counts[-1])
+    dtype = np.dtype(f"u{unit}")
+    shape = (*grid.counts[:-1], grid.counts[-1] // unit)
+    into = np.ndarray(shape, dtype, memory, grid.target, (*grid.target_strides[:-1], unit))
+    into[...] = np.ndarray(shape, dtype, content, source, (*grid.source_strides[:-1], unit))

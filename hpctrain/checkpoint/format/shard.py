@@ -1,0 +1,269 @@
+"""One rank's file of a checkpoint: a valid safetensors file, its blocks' digests taken on the way.
+
+The header carries what torch's own reader of safetensors needs to put shards together
+(DCP_SHARDING_INFO), so that neither safetensors nor torch needs hpctrain to read a checkpoint. No
+torch here: the writer process does not import it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+
+from hpctrain.checkpoint.format.digest import BLOCK_BYTES, BLOCKS_PREFIX, block_digest
+from hpctrain.errors import CheckpointError
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+DTYPES: dict[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Dtypes in safetensors' words, and the bytes of one element."""
+WRITE_BYTES = 4 << 20
+MAX_PARTS = 512
+"""Buffers in one call of writev; the kernel takes 1,024."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that is stored together: a box of it, or a range of its elements.
+
+    Attributes:
+        name: The tensor's full name.
+        dtype: One of DTYPES.
+        shape: Of the whole tensor.
+        begin: Where the box starts in each dimension; of a flat piece, its first element.
+        extent: The box's size in each dimension; of a flat piece, its number of elements.
+        flat: A range of the row-major elements instead of a box.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    extent: tuple[int, ...]
+    flat: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.extent) * DTYPES[self.dtype]
+
+
+class Sources(Protocol):
+    """The bytes of each piece; a sequence, or something that makes each when it is asked for."""
+
+    def __getitem__(self, index: int, /) -> memoryview:
+        """All bytes of one piece."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What has been written.
+
+    Attributes:
+        name: The file's name.
+        size: Its bytes.
+        digest: See `blocks_digest`.
+        offsets: Where each piece starts in the file.
+        digests: Of all blocks, piece after piece.
+    """
+
+    name: str
+    size: int
+    digest: str
+    offsets: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's shard, e.g. ``shard-00003.safetensors``."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def blocks_of(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """How many blocks a chunk of so many bytes has."""
+    return -(-nbytes // block_bytes)
+
+
+def blocks_digest(header: bytes, digests: NDArray[np.uint64]) -> str:
+    """The digest of a shard: that of its header's digest and its blocks' digests, in file order.
+
+    So the digest of a file of many gigabytes is known when its blocks' are, and two files are the
+    same if their digests are.
+    """
+    numbers = np.concatenate([np.array([block_digest(header)], np.uint64), digests])
+    return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(numbers.astype("<u8").tobytes())
+
+
+def header(pieces: Sequence[Piece]) -> bytes:
+    """The safetensors header of a file that holds these pieces one behind the other."""
+    entries: dict[str, object] = {}
+    boxes: dict[str, dict[str, list[int]]] = {}
+    position = 0
+    for piece in pieces:
+        key = _key(piece, entries)
+        # Torch reads no file of which a key is not listed; one with its own key is by itself.
+        begin = piece.begin if key == piece.name else [0] * len(piece.extent)
+        boxes[key] = {"saved_offsets": list(begin)}
+        end = position + piece.nbytes
+        entries[key] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.extent),
+            "data_offsets": [position, end],
+        }
+        position = end
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
+    return encode_header({"__metadata__": about, **entries})
+
+
+def encode_header(entries: dict[str, object]) -> bytes:
+    """Length and JSON of a safetensors header, padded with spaces to a multiple of 8."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _key(piece: Piece, taken: dict[str, object]) -> str:
+    """The piece's key in the header: torch puts boxes together that stand under the name itself."""
+    if not piece.flat and piece.name not in taken:
+        return piece.name
+    return f"{piece.name}@{'flat-' if piece.flat else ''}{'-'.join(map(str, piece.begin))}"
+
+
+def write(
+    path: Path,
+    pieces: Sequence[Piece],
+    sources: Sources,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    write_bytes: int = WRITE_BYTES,
+    threads: int = 1,
+    step: int | None = None,
+) -> Report:
+    """Write a shard and flush it to disk.
+
+    Args:
+        path: Where nothing is yet.
+        pieces: What goes into it, in this order.
+        sources: The bytes of each piece; asked for one after the other where `threads` is 1, so a
+            sequence that makes each one when it is asked keeps memory small.
+        block_bytes: Bytes that get a digest of their own.
+        write_bytes: Bytes given to the file system at a time.
+        threads: How many write at a time.
+        step: For the fault points only.
+
+    Raises:
+        OSError: the file system refused; a part of the file may lie there.
+    """
+    head = header(pieces)
+    sizes = [piece.nbytes for piece in pieces]
+    offsets = len(head) + np.cumsum([0, *sizes], dtype=np.int64)
+    blocks = np.cumsum([0, *(blocks_of(size, block_bytes) for size in sizes)], dtype=np.int64)
+    points.reach("shard.open", path=path, step=step)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _put(file, [memoryview(head)], 0)
+        digests = np.zeros(blocks[-1], np.uint64)
+        job = _Job(path, file, pieces, sources, offsets, blocks, digests, block_bytes, step)
+        windows = _windows(sizes, max(block_bytes, write_bytes // block_bytes * block_bytes))
+        if threads > 1:
+            with ThreadPoolExecutor(max_workers=threads) as pool:
+                list(pool.map(job.write, windows))  # a list, so that an error is raised here
+        else:
+            for window in windows:
+                job.write(window)
+        points.reach("shard.flush", path=path, fd=file, step=step)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    points.reach("shard.done", path=path, step=step)
+    size = int(offsets[-1])
+    return Report(path.name, size, blocks_digest(head, digests), offsets[:-1], digests)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A shard that is being written; windows may be written by several threads."""
+
+    path: Path
+    file: int
+    pieces: Sequence[Piece]
+    sources: Sources
+    offsets: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+    block_bytes: int
+    step: int | None
+
+    def write(self, window: list[tuple[int, int, int]]) -> None:
+        """Digest and write one window: each block is still in the cache when it is written."""
+        parts: list[memoryview] = []
+        for index, low, high in window:
+            source = self._source(index)
+            block = int(self.blocks[index]) + low // self.block_bytes
+            for start in range(low, high, self.block_bytes):
+                part = source[start : min(start + self.block_bytes, high)]
+                self.digests[block] = block_digest(part)
+                parts.append(part)
+                block += 1
+        size = sum(map(len, parts))
+        points.reach("shard.write", path=self.path, fd=self.file, step=self.step, bytes=size)
+        _put(self.file, parts, int(self.offsets[window[0][0]]) + window[0][1])
+
+    def _source(self, index: int) -> memoryview:
+        source, piece = memoryview(self.sources[index]).cast("B"), self.pieces[index]
+        if len(source) != piece.nbytes:
+            raise CheckpointError(
+                f"{piece.name} has {len(source):,} bytes to write, its box takes {piece.nbytes:,}"
+            )
+        return source
+
+
+def _windows(sizes: Sequence[int], window_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Runs of bytes that are written in one call: (piece, from, to), next to each other.
+
+    `window_bytes` is a multiple of the block, and no window cuts a block in two.
+    """
+    window: list[tuple[int, int, int]] = []
+    room = window_bytes
+    for index, nbytes in enumerate(sizes):
+        if window and nbytes > room:
+            yield window
+            window, room = [], window_bytes
+        for low in range(0, nbytes, window_bytes):
+            high = min(low + window_bytes, nbytes)
+            window.append((index, low, high))
+            room -= high - low
+            if room <= 0:
+                yield window
+                window, room = [], window_bytes
+    if window:
+        yield window
+
+
+def _put(file: int, parts: list[memoryview], position: int) -> None:
+    """Write all of it: a call may take less than it was given, and takes 1,024 buffers at most."""
+    first = 0
+    while first < len(parts):
+        count = os.pwritev(file, parts[first : first + MAX_PARTS], position)
+        position += count
+        while first < len(parts) and count >= len(parts[first]):
+            count -= len(parts[first])
+            first += 1
+        if count:
+            parts[first] = parts[first][count:]

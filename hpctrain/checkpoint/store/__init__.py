@@ -1,0 +1,1 @@
+"""Checkpoints of a run: committed, chosen, verified, kept or removed."""

@@ -1,0 +1,230 @@
+"""From staged to committed in one rename: a checkpoint is there whole, or not there.
+
+Rank 0 alone calls this. Order is the protocol: the ranks write and flush their shards into a staged
+directory; every file is checked against the manifest; the manifest is written and flushed last; the
+directory is flushed; under the run's lock, and only by the newest attempt, it is renamed; its
+parent is flushed. Whatever dies in between leaves a staged directory, which nobody loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from hpctrain.checkpoint.format import manifest as manifests
+from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.store import find
+from hpctrain.errors import CheckpointError, NotWritten
+from hpctrain.run.fence import publishing
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from hpctrain.checkpoint.format.assemble import RankPart
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+
+
+REMOVE_TRIES = 100
+"""Of a directory from which others remove files at the same time."""
+
+
+def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
+    """An empty directory for the shards of a step, which this attempt may later publish.
+
+    A torn directory in the way is set aside with its reason; what this attempt left of an earlier
+    try at the same step is removed.
+
+    Raises:
+        CheckpointError: the step is committed already, or the directory cannot be made.
+        Fenced: a newer attempt has taken the run over.
+    """
+    staged = run.checkpoints / names.staged_name(step, attempt.number)
+    with _errors_named(f"step {step} of {run.name} cannot be staged"):
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
+        with publishing(run, attempt):
+            _clear_way(run, step)
+            left = rename_away(staged, step, names.deleting_name) if staged.exists() else None
+            staged.mkdir()
+        points.reach("stage.made", path=staged, step=step)
+        if left is not None:
+            remove_tree(left)
+    return staged
+
+
+def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> None:
+    """Put all ranks' parts together: the chunk table on disk, files and tensors in the manifest.
+
+    Raises:
+        CheckpointError: the parts do not make up the tensors, or the disk refused.
+    """
+    # Not above: pinning and deleting go through this module too, and need no numpy.
+    from hpctrain.checkpoint.format import table
+    from hpctrain.checkpoint.format.assemble import assemble
+
+    files, manifest.tensors, whole = assemble(parts, manifest.block_bytes)
+    content = whole.dump()
+    manifest.files = [*files, table.entry_of(content)]
+    path = staged / manifests.TABLE_NAME
+    with _errors_named(f"step {manifest.step} cannot be committed"):
+        points.reach("table.write", path=path, step=manifest.step, bytes=len(content))
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> Path:
+    """Make a staged checkpoint the committed one of its step; returns where it lies then.
+
+    The ranks have flushed their shards; the manifest is written here, with this attempt's number
+    and token in it. On an error nothing is there that could be loaded, except that the checkpoint
+    may be committed already if only the last flush failed.
+
+    Raises:
+        CheckpointError: a file is missing, of another size, or not in the manifest; the step is
+            committed already; or the disk refused.
+        Fenced: a newer attempt has taken the run over.
+    """
+    step = manifest.step
+    if staged.name != names.staged_name(step, attempt.number):
+        raise CheckpointError(
+            f"{staged.name} is not what attempt {attempt.number} staged for step {step}; "
+            f"nothing was published"
+        )
+    stamped = dataclasses.replace(
+        manifest, attempt=attempt.number, attempt_token=attempt.token, self_digest=""
+    )
+    target = find.step_path(run, step)
+    with _errors_named(f"step {step} of {run.name} cannot be published"):
+        _require_complete(staged, manifest)
+        manifests.dump(stamped, staged / manifests.MANIFEST_NAME)
+        flush_directory(staged)
+        with publishing(run, attempt):
+            # rename() itself would replace an empty directory without a word
+            if os.path.lexists(target):
+                raise _committed(step, target)
+            points.reach("publish.rename", path=staged, step=step)
+            try:
+                staged.rename(target)
+            except OSError as error:
+                if error.errno in {errno.EEXIST, errno.ENOTEMPTY}:
+                    raise _committed(step, target) from error
+                raise
+            points.reach("publish.flush", path=target, step=step)
+            flush_directory(run.checkpoints)
+    return target
+
+
+def discard(staged: Path) -> None:
+    """Remove what was staged; nothing happens if it is gone, or was published.
+
+    Raises:
+        ValueError: the name is not that of a staged checkpoint.
+    """
+    if names.parse_staged(staged.name) is None:
+        raise ValueError(f"{staged} is not a staged checkpoint")
+    remove_tree(staged)
+
+
+def rename_away(path: Path, step: int, name: Callable[[int, int], str]) -> Path:
+    """Give a directory the first free name of its new kind, durably; the caller has the lock.
+
+    Args:
+        path: The directory.
+        step: Its step.
+        name: `names.set_aside_name` or `names.deleting_name`.
+    """
+    number = 1
+    while os.path.lexists(target := path.with_name(name(step, number))):
+        number += 1
+    path.rename(target)
+    flush_directory(path.parent)
+    return target
+
+
+def set_aside_locked(path: Path, step: int, reason: str) -> Path:
+    """Move a damaged checkpoint away, the reason in it; the caller has the run's lock.
+
+    The move comes first: dying after it leaves nothing that could be chosen, only the note is
+    missing.
+    """
+    aside = rename_away(path, step, names.set_aside_name)
+    if aside.is_dir():
+        with (aside / find.REASON_NAME).open("w") as file:
+            file.write(reason + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return aside
+
+
+def remove_tree(path: Path) -> None:
+    """Remove what has no committed checkpoint's name; others may be removing it as well.
+
+    A file that somebody on another NFS client holds open cannot go yet; the next sweep takes it.
+    """
+    for _ in range(REMOVE_TRIES):
+        if not os.path.lexists(path):
+            return
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except FileNotFoundError:  # another one was faster with some file: go on with the rest
+            continue
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}:
+                return
+            raise
+
+
+def flush_directory(path: Path) -> None:
+    """Make names in a directory survive a power loss."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clear_way(run: RunDir, step: int) -> None:
+    target = find.step_path(run, step)
+    if not os.path.lexists(target):
+        return
+    found = find.look(run, step)
+    if found.problem is None:
+        raise _committed(step, target)
+    set_aside_locked(target, step, found.problem)
+
+
+def _require_complete(staged: Path, manifest: Manifest) -> None:
+    problem = manifests.files_problem(manifest.files)
+    problems = [problem] if problem else find.size_problems(staged, manifest.files)
+    known = {entry.name for entry in manifest.files}
+    extra = sorted(name for name in find.file_sizes(staged) if name not in known)
+    problems += [f"{name} is not in the manifest" for name in extra]
+    if problems:
+        raise CheckpointError(
+            f"{staged.name} is not complete, nothing was published: {problems[0]}"
+        )
+
+
+def _committed(step: int, target: Path) -> CheckpointError:
+    return CheckpointError(f"step {step} is already committed: {target} was left as it is")
+
+
+@contextlib.contextmanager
+def _errors_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(f"{what}: {error}") from error

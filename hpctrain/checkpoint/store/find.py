@@ -1,0 +1,271 @@
+"""Which checkpoint can be loaded? Cheap checks, newest first by step.
+
+Nothing is trusted but what a manifest proves: no `latest` file, no modification time, no highest
+number. The bytes themselves are read by `verify.py`. Not collective: rank 0 asks and broadcasts the
+answer, since ranks can see a shared file system at different moments.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpctrain.base.files import read_plain
+from hpctrain.base.records import Skipped
+from hpctrain.checkpoint.format import manifest as manifests
+from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.format.patience import proves_absence
+from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+    from hpctrain.run.layout import RunDir
+
+REASON_NAME = "SET-ASIDE.txt"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory that has a committed checkpoint's name.
+
+    Attributes:
+        step: From its name.
+        path: The directory.
+        manifest: None if it could not be read.
+        problem: Why it must not be loaded; None if the cheap checks found nothing.
+        doubt: "unreadable" or "newer format" where nobody could judge it; only from `glance`.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+    doubt: str | None = None
+
+    @property
+    def state(self) -> str:
+        """In a word: ok, torn, unreadable, or newer format."""
+        return self.doubt or ("torn" if self.problem else "ok")
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to load, and what was passed over for it: damaged or unfinished ones that are newer."""
+
+    found: Found | None
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint that was begun and, as yet, not committed."""
+
+    step: int
+    attempt: int
+    path: Path
+
+    @property
+    def reason(self) -> str:
+        """Why it is not loaded."""
+        return f"staged by attempt {self.attempt}, never committed"
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged checkpoint that was moved away."""
+
+    step: int
+    path: Path
+    reason: str
+
+
+def step_path(run: RunDir, step: int) -> Path:
+    """Where the committed checkpoint of a step lies, or would lie."""
+    return run.checkpoints / names.step_name(step)
+
+
+def candidates(run: RunDir) -> list[Found]:
+    """Every directory with a committed checkpoint's name, newest first by step; to be shown."""
+    return [glance(run, step) for step in steps(run)]
+
+
+def steps(run: RunDir) -> list[int]:
+    """The steps that have a committed checkpoint's name, whole or torn, newest first."""
+    found = [step for name in _listing(run) if (step := names.parse_step(name)) is not None]
+    return sorted(found, reverse=True)
+
+
+def staged(run: RunDir) -> list[Staged]:
+    """What is being written, or was when its writer died, newest first by step."""
+    found = [
+        Staged(*parsed, run.checkpoints / name)
+        for name in _listing(run)
+        if (parsed := names.parse_staged(name)) is not None
+    ]
+    return sorted(found, key=lambda one: (one.step, one.attempt), reverse=True)
+
+
+def set_aside(run: RunDir) -> list[SetAside]:
+    """What was moved away as damaged, each with its reason, newest first by step."""
+    found = [
+        SetAside(parsed[0], run.checkpoints / name, _reason(run.checkpoints / name))
+        for name in _listing(run)
+        if (parsed := names.parse_set_aside(name)) is not None
+    ]
+    return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
+
+
+def look(run: RunDir, step: int) -> Found:
+    """The cheap checks: the manifest proves itself, every file is there with its size.
+
+    Raises:
+        FileSystemFault: the file system gave an error; nobody knows whether it is whole.
+        NewerFormat: a newer hpctrain has written it.
+    """
+    path = step_path(run, step)
+    try:
+        manifest = manifests.load(path / manifests.MANIFEST_NAME)
+    except TornCheckpoint as error:
+        return Found(step, path, None, str(error))
+    if manifest.step != step:
+        return Found(step, path, manifest, f"manifest is of step {manifest.step}, not {step}")
+    problems = size_problems(path, manifest.files)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Found(step, path, manifest, problems[0] + more if problems else None)
+
+
+def glance(run: RunDir, step: int) -> Found:
+    """The same to be shown, not to act upon: what nobody can judge has a `doubt`."""
+    try:
+        return look(run, step)
+    except FileSystemFault as error:
+        return Found(step, step_path(run, step), None, str(error), "unreadable")
+    except NewerFormat as error:
+        return Found(step, step_path(run, step), None, str(error), "newer format")
+
+
+def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) -> Choice:
+    """The newest checkpoint that the cheap checks find whole; its bytes are still to be verified.
+
+    Args:
+        run: Whose checkpoints.
+        at_step: Only this one will do; 0 is the beginning, where no checkpoint has that step.
+        to_show: Nothing is loaded; what nobody can judge is passed over like a damaged one.
+
+    Raises:
+        NoCheckpoint: `at_step` was asked for and cannot be had. Without it, no checkpoint is no
+            error.
+        FileSystemFault: the file system gave an error, at one that would be loaded or passed over.
+        NewerFormat: the same, of one that a newer hpctrain has written.
+    """
+    if at_step is not None:
+        _refuse_newer_formats(run, at_step)
+        return Choice(_exactly(run, at_step) if at_step or 0 in steps(run) else None)
+    see = glance if to_show else look
+    taken: Found | None = None
+    skipped: list[Skipped] = []
+    for step in steps(run):
+        found = see(run, step)
+        if found.problem is None:
+            taken = found
+            break
+        skipped.append(Skipped(found.step, found.name, found.problem))
+    newer_than = -1 if taken is None else taken.step
+    skipped += [
+        Skipped(one.step, one.path.name, one.reason) for one in staged(run) if one.step > newer_than
+    ]
+    return Choice(taken, sorted(skipped, key=lambda one: -one.step))
+
+
+def size_problems(path: Path, files: list[FileEntry]) -> list[str]:
+    """Which files of a directory are missing or of another size; none is read."""
+    sizes = file_sizes(path)
+    problems = []
+    for entry in files:
+        size = sizes.get(entry.name)
+        if size is None:
+            problems.append(f"shard {entry.name} is missing")
+        elif size != entry.size:
+            problems.append(f"shard {entry.name} is {size:,} bytes, manifest says {entry.size:,}")
+    return problems
+
+
+def file_sizes(path: Path) -> dict[str, int | None]:
+    """Name to bytes of everything in a directory; None for what is not a regular file.
+
+    A directory that is not there has nothing in it.
+
+    Raises:
+        FileSystemFault: it cannot be listed, or a file in it not be asked.
+    """
+    sizes: dict[str, int | None] = {}
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                sizes[entry.name] = _size(entry)
+    except OSError as error:
+        if proves_absence(error):
+            return {}
+        raise FileSystemFault(f"{path.name} cannot be listed: {error}") from error
+    return sizes
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    try:
+        status = entry.stat()
+    except OSError as error:
+        if proves_absence(error):  # a dangling link, or deleted while we look
+            return None
+        raise
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _exactly(run: RunDir, step: int) -> Found:
+    found = look(run, step) if step in steps(run) else None
+    if found is not None and found.problem is None:
+        return found
+    whole = [str(one.step) for one in candidates(run) if one.problem is None]
+    there = f"whole ones: {', '.join(whole)}" if whole else "there is no whole one"
+    why = f"is torn: {found.problem}" if found is not None else "is not there"
+    raise NoCheckpoint(f"checkpoint of step {step} of {run.name} {why}; {there}")
+
+
+def _refuse_newer_formats(run: RunDir, at_step: int) -> None:
+    """Going back sets newer ones aside; an older hpctrain must not do that to a newer one's."""
+    for step in steps(run):
+        if step > at_step:
+            doubt = glance(run, step)
+            if doubt.doubt == "newer format":
+                raise NewerFormat(
+                    f"{doubt.problem}; to go back without it, delete it with `hpctrain "
+                    f"checkpoints rm {run.name} {step} --force`"
+                )
+
+
+def _listing(run: RunDir) -> list[str]:
+    try:
+        points.reach("choose.list", path=run.checkpoints)
+        return [path.name for path in run.checkpoints.iterdir()]
+    except FileNotFoundError:  # nothing was saved yet
+        return []
+    except OSError as error:
+        raise FileSystemFault(f"checkpoints of {run.name} cannot be listed: {error}") from error
+
+
+def _reason(path: Path) -> str:
+    try:
+        return read_plain(path / REASON_NAME).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):  # died between the move and the note
+        return "no reason was left"
+    except OSError as error:
+        return f"the reason cannot be read: {error.strerror}"

@@ -1,0 +1,434 @@
+"""Which checkpoints may go: never the last valid one, never a pinned one, never one being loaded.
+
+The newest, every so many steps, the best by a metric and the pinned stay. `why_kept` decides and is
+pure; `prune` and `remove` act, under the run's lock. Each directory is renamed before its first
+byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
+taken for a checkpoint, and the next sweep takes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.store import find, pins
+from hpctrain.checkpoint.store.commit import remove_tree, rename_away
+from hpctrain.checkpoint.store.usage import in_use
+from hpctrain.errors import CheckpointError, ChecksFailed, RunAlive
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import publishing, run_lock
+from hpctrain.run.fresh import look_anew
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from hpctrain.history.run_state import Standing
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+
+WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
+
+
+class Why(StrEnum):
+    """Why a checkpoint stays: a closed set."""
+
+    NEWEST = "newest"
+    LAST_VALID = "last valid"
+    TOO_FEW = "fewer valid than keep_last"
+    NEWER = "newer than the oldest of the newest"
+    """A torn one that a person may want to look at."""
+    EVERY = "every"
+    BEST = "best"
+    PINNED = "pinned"
+    IN_USE = "in use"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What retention knows of one checkpoint."""
+
+    step: int
+    valid: bool
+    pinned: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is to be kept, as in the settings [checkpoint].
+
+    Raises:
+        ValueError: by these rules the last valid one could go, or they make no sense.
+    """
+
+    keep_last: int
+    """How many of the newest valid ones stay; at least 1."""
+    keep_every: int = 0
+    """Multiples of this stay as well; 0 for none."""
+    keep_best: int = 0
+    """So many of the valid ones with the best metric stay as well; 0 for none."""
+    best_metric: str = ""
+    best_is: str = "lowest"
+    """Or "highest"."""
+
+    def __post_init__(self) -> None:
+        least = {"keep_last": 1, "keep_every": 0, "keep_best": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} {getattr(self, name)} is below {lowest}")
+        if self.best_is not in {"lowest", "highest"}:
+            raise ValueError(f"best_is {self.best_is!r} is neither lowest nor highest")
+        if self.keep_best and not self.best_metric:
+            raise ValueError(f"keep_best {self.keep_best} needs a best_metric")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint and why it stays; it may go where `why` is empty."""
+
+    row: Row
+    why: tuple[Why, ...]
+    size_bytes: int
+
+
+def to_delete(
+    rows: Iterable[Row],
+    *,
+    keep_last: int,
+    keep_every: int = 0,
+    keep_best: int = 0,
+    best_metric: str = "",
+    best_is: str = "lowest",
+    protect: Collection[int] = (),
+) -> list[int]:
+    """The steps that need not be kept, oldest first; see `Rules` and `why_kept`.
+
+    Raises:
+        ValueError: see `Rules`.
+    """
+    rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
+    return sorted(step for step, why in why_kept(rows, rules, protect).items() if not why)
+
+
+def why_kept(
+    rows: Iterable[Row], rules: Rules, protect: Collection[int] = ()
+) -> dict[int, tuple[Why, ...]]:
+    """Step to all reasons for which it stays.
+
+    Everything from the `keep_last`-th newest valid one upwards stays, torn ones too, so that a
+    person can look at them; they never count. While there are fewer valid ones than that, nothing
+    goes. Without `keep_best`, whether an older one is valid makes no difference.
+
+    Args:
+        rows: All checkpoints.
+        rules: What is to be kept.
+        protect: Steps that stay whatever else holds, such as the one being loaded.
+    """
+    known = {row.step: row for row in rows}
+    valid = sorted((step for step, row in known.items() if row.valid), reverse=True)
+    newest = valid[: rules.keep_last]
+    best = best_of(known.values(), rules)
+    enough = len(newest) == rules.keep_last
+    return {
+        step: tuple(
+            why
+            for why, holds in (
+                (Why.LAST_VALID, valid == [step]),
+                (Why.NEWEST, step in newest),
+                (Why.NEWER, enough and step > newest[-1] and step not in newest),
+                (Why.EVERY, rules.keep_every > 0 and step % rules.keep_every == 0),
+                (Why.BEST, step in best),
+                (Why.PINNED, row.pinned),
+                (Why.IN_USE, step in protect),
+                (Why.TOO_FEW, not enough),
+            )
+            if holds
+        )
+        for step, row in known.items()
+    }
+
+
+def best_of(rows: Iterable[Row], rules: Rules) -> list[int]:
+    """The steps that stay for their metric, the best first; of equal ones the newer.
+
+    A value that is no finite number is never best: a loss that became NaN compares with nothing.
+    """
+    sign = 1 if rules.best_is == "lowest" else -1
+    ranked = sorted(
+        (sign * value, -row.step)
+        for row in rows
+        if row.valid
+        and (value := row.metrics.get(rules.best_metric)) is not None
+        and math.isfinite(value)
+    )
+    return [-step for _, step in ranked[: rules.keep_best]]
+
+
+def prune(
+    run: RunDir,
+    *,
+    keep_last: int,
+    keep_every: int = 0,
+    keep_best: int = 0,
+    best_metric: str = "",
+    best_is: str = "lowest",
+    protect: Collection[int] = (),
+    attempt: Attempt | None = None,
+    idle: Standing | None = None,
+    known: dict[int, Row] | None = None,
+) -> list[int]:
+    """Delete what need not be kept, and return its steps.
+
+    Rank 0 calls it after a commit, when every rank has long loaded; then nothing is in use. For a
+    person, what a live attempt may be using is protected: see `usage.in_use`.
+
+    Args:
+        run: Whose checkpoints.
+        keep_last: See `Rules`, as the four that follow.
+        keep_every: Of those steps.
+        keep_best: Of those by metric.
+        best_metric: Its name.
+        best_is: Which of its values.
+        protect: See `why_kept`.
+        attempt: Who does it; None for a person at the login node.
+        idle: See `usage.in_use`.
+        known: What this process has found valid before, and need not look at again; what it finds
+            now is put into it. Looking costs as many calls as there are ranks.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over; nothing was deleted.
+        CheckpointError: the disk refused.
+    """
+    rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
+    known = {} if known is None else known
+    enough = None if keep_best else keep_last
+    try:
+        _looked_at(run, enough, known)  # before the lock: saves wait for that
+        with run_lock(run) if attempt is None else publishing(run, attempt):
+            used = set() if attempt is not None else used_steps(run, idle)
+            rows = _looked_at(run, enough, known)
+            kept = why_kept(rows, rules, used | set(protect))
+            going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
+            renamed = dict(zip(going, _renamed(run, going), strict=True))
+            going = _given_back(run, renamed)
+        _remove(renamed[step] for step in going)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
+    for step in going:
+        known.pop(step, None)
+    return going
+
+
+def plan(run: RunDir, rules: Rules, *, idle: Standing | None = None) -> list[Verdict]:
+    """What `prune` would do for a person, newest first; nothing is changed.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    try:
+        rows = _looked_at(run, None, {})
+        kept = why_kept(rows, rules, used_steps(run, idle))
+        return [Verdict(row, kept[row.step], size_of(run, row.step)) for row in rows]
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
+
+
+def remove(
+    run: RunDir, steps: Collection[int], *, force: bool = False, idle: Standing | None = None
+) -> list[int]:
+    """Delete these checkpoints, for a person: all of them or, where one is refused, none.
+
+    Args:
+        run: Whose checkpoints.
+        steps: Which; torn ones too.
+        force: Also pinned ones and the last valid one.
+        idle: See `usage.in_use`.
+
+    Raises:
+        NotFound: one is not there.
+        RunAlive: a live attempt may be using one.
+        ChecksFailed: one is pinned, or none would be left that could be loaded.
+        CheckpointError: the disk refused.
+    """
+    going = sorted(set(steps))
+    try:
+        with run_lock(run):
+            refuse(run, going, force=force, idle=idle)
+            # Before the rename: dying in between must not leave a pin on what no sweep may take.
+            for step in going:
+                pins.take_away(find.step_path(run, step))
+            renamed = _renamed(run, going)
+        _remove(renamed)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be deleted: {error}") from error
+    return going
+
+
+def refuse(
+    run: RunDir, steps: Collection[int], *, force: bool, idle: Standing | None = None
+) -> None:
+    """The checks of `remove`, which deletes nothing where one does not hold.
+
+    Raises:
+        HpctrainError: see `remove`.
+    """
+    pins.require_known(run, sorted(steps))
+    look_anew(*(find.step_path(run, step) for step in steps))
+    usage = in_use(ledger.read(run), idle)
+    for step in sorted(steps):
+        if usage is not None and usage.holds(step):
+            raise RunAlive(f"step {step} of {run.name} was not deleted: {usage.reason}; {WAIT}")
+        if not force and pins.carries(find.step_path(run, step)):
+            reason = pins.pinned(run)[step]
+            why = f" ({reason})" if reason else ""
+            raise ChecksFailed(
+                f"step {step} of {run.name} is pinned{why} and was not deleted; unpin it with "
+                f"`hpctrain checkpoints pin {run.name} {step} --remove`, or add --force"
+            )
+    if force:
+        return
+    valid = {row.step for row in _looked_at(run, None, {}) if row.valid}
+    if valid and valid <= set(steps):
+        raise ChecksFailed(
+            f"step {max(valid)} is the last valid checkpoint of {run.name}: nothing was deleted, "
+            f"since the run could only begin anew, by `hpctrain resume {run.name} --from 0`; add "
+            "--force if it may"
+        )
+
+
+def used_steps(run: RunDir, idle: Standing | None = None) -> set[int]:
+    """The steps that a live attempt may be using; see `usage.in_use`."""
+    usage = in_use(ledger.read(run), idle)
+    return {step for step in find.steps(run) if usage is not None and usage.holds(step)}
+
+
+def size_of(run: RunDir, step: int) -> int:
+    """Bytes of all files of a checkpoint, named by its manifest or not."""
+    sizes = find.file_sizes(find.step_path(run, step))
+    return sum(size or 0 for size in sizes.values())
+
+
+def bar(run: RunDir, attempt: Attempt) -> list[str]:
+    """Take away what older attempts have staged: none of them can commit any more.
+
+    Called before a checkpoint is chosen. An older attempt that found itself the newest, and was
+    held up before its rename, has then either committed already, or its rename fails: also where
+    locks do not hold between nodes. What it stages from now on it cannot commit, since the fence
+    was there before. Returns the names that went; a sweep deletes their bytes.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over; nothing was taken away.
+        CheckpointError: the disk refused.
+    """
+    try:
+        with publishing(run, attempt):
+            return _barred(run, attempt)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
+
+
+def sweep(run: RunDir, attempt: Attempt) -> list[str]:
+    """Remove what older attempts left staged and what is half deleted; returns the names that went.
+
+    Directories that this attempt or a newer one has staged stay, and what carries a pin.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over; nothing was removed.
+        CheckpointError: the disk refused.
+    """
+    try:
+        with publishing(run, attempt):
+            half_deleted = [path.name for path in _half_deleted(run)]
+            barred = _barred(run, attempt)
+            going = _half_deleted(run)
+        _remove(going)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
+    return half_deleted + barred
+
+
+def _barred(run: RunDir, attempt: Attempt) -> list[str]:
+    left = [
+        one
+        for one in find.staged(run)
+        if one.attempt < attempt.number and not pins.carries(one.path)
+    ]
+    for one in left:
+        # None may be gone meanwhile: its writer has committed it, or taken it back.
+        with contextlib.suppress(FileNotFoundError):
+            rename_away(one.path, one.step, names.deleting_name)
+    return [one.path.name for one in left]
+
+
+def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[Row]:
+    """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
+
+    What is known to be valid is not looked at again, and what is found valid is put there.
+    """
+    rows: list[Row] = []
+    valid = 0
+    for step in find.steps(run):
+        pinned = pins.carries(find.step_path(run, step))
+        if step not in known and (enough is None or valid < enough):
+            found = find.look(run, step)
+            if found.problem is None and found.manifest is not None:
+                known[step] = Row(step, valid=True, metrics=found.manifest.metrics)
+        row = replace(known.get(step, Row(step, valid=False)), pinned=pinned)
+        rows.append(row)
+        valid += row.valid
+    return rows
+
+
+def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:
+    """Without those that somebody on another node has pinned within the last minute."""
+    paths = {step: find.step_path(run, step) for step in steps}
+    look_anew(*paths.values())
+    return [step for step, path in paths.items() if not pins.carries(path)]
+
+
+def _given_back(run: RunDir, renamed: Mapping[int, Path]) -> list[int]:
+    """The steps that stay renamed; those that were pinned until then get their names back.
+
+    Where locks do not hold between nodes a pin may come between the look and the rename. After the
+    rename none can: it would be written below a name that is gone.
+    """
+    look_anew(*renamed.values())
+    pinned = [step for step, path in renamed.items() if pins.carries(path)]
+    for step in pinned:
+        renamed[step].rename(find.step_path(run, step))
+    return [step for step in renamed if step not in pinned]
+
+
+def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:
+    renamed = []
+    for step in steps:
+        path = find.step_path(run, step)
+        points.reach("prune.rename", path=path, step=step)
+        renamed.append(rename_away(path, step, names.deleting_name))
+    return renamed
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Delete what was renamed, the manifest first: no half checkpoint then has what proves one."""
+    for path in paths:
+        points.reach("prune.delete", path=path)
+        if path.is_dir() and not path.is_symlink():
+            (path / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(path)
+
+
+def _half_deleted(run: RunDir) -> list[Path]:
+    if not run.checkpoints.is_dir():
+        return []
+    return [
+        path
+        for path in run.checkpoints.iterdir()
+        if names.parse_deleting(path.name) is not None and not pins.carries(path)
+    ]

@@ -1,0 +1,274 @@
+"""Are the bytes what the manifest says? And out of the way with a checkpoint where they are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint.format import table as tables
+from hpctrain.checkpoint.format.assemble import require_cover
+from hpctrain.checkpoint.format.digest import BLOCKS_PREFIX, block_digest, file_digest
+from hpctrain.checkpoint.format.manifest import TABLE_NAME
+from hpctrain.checkpoint.format.ranged import Files, damage, in_threads, window_blocks
+from hpctrain.checkpoint.format.shard import blocks_digest
+from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store.commit import set_aside_locked
+from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
+from hpctrain.run.fence import publishing, run_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.table import ChunkTable
+    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+
+SHOWN = 3
+
+
+def verify(
+    found: Found,
+    files: Sequence[str] | None = None,
+    *,
+    threads: int = 1,
+    on_bytes: Callable[[int], object] | None = None,
+    deep: bool = True,
+    unreadable: list[str] | None = None,
+) -> list[str]:
+    """What is wrong with a checkpoint: one line for each damage, with file, tensor and place.
+
+    Args:
+        found: The checkpoint.
+        files: Names of the files to look at; None for all. The chunk table is always read.
+        threads: How many read at a time; a large file is read by all of them.
+        on_bytes: Told how many bytes of `files` were read, from those threads, for a progress bar.
+        deep: Read every byte. Otherwise only what is small: the manifest proves itself and the
+            chunk table, the table covers every tensor, all files are there with their sizes.
+        unreadable: Takes a line for each place that the file system refused, which is no damage.
+
+    Raises:
+        FileSystemFault: such a place, where no list takes it.
+    """
+    refused: list[str] = []
+    try:
+        problems, table = _small(found, files, deep=deep)
+    except FileSystemFault as error:
+        problems, table = [], None
+        refused.append(str(error))
+    if deep and table is not None and found.manifest is not None:
+        known = [entry.name for entry in found.manifest.files]
+        numbers = [
+            number
+            for number, name in enumerate(known)
+            if (files is None or name in files) and not _names(problems, name)
+        ]
+        scrub = _Scrub(found.path, found.manifest, table, on_bytes, {}, {})
+        in_threads(scrub.tasks(numbers), threads, scrub.work)
+        problems += scrub.lines()
+        refused += [line for _, line in sorted(scrub.refused.items())]
+    if unreadable is not None:
+        unreadable += refused
+    elif refused:
+        raise FileSystemFault(f"{found.name}: {refused[0]}")
+    return problems
+
+
+def _small(
+    found: Found, files: Sequence[str] | None, *, deep: bool
+) -> tuple[list[str], ChunkTable | None]:
+    """What is wrong with all that is small; and the chunk table, if it is right.
+
+    Raises:
+        FileSystemFault: something of it cannot be read.
+    """
+    if found.doubt is not None:
+        raise FileSystemFault(found.problem)
+    manifest = found.manifest
+    if manifest is None:
+        return [found.problem or "manifest is missing"], None
+    known = [entry.name for entry in manifest.files]
+    wanted = set(known) if files is None else set(files)
+    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(known))]
+    sizes = find.size_problems(
+        found.path, [entry for entry in manifest.files if entry.name in wanted]
+    )
+    problems += sizes
+    if files is None and found.problem is not None and not sizes:
+        problems.append(found.problem)  # e.g. it lies under another step's name
+    try:
+        table = tables.load(found.path, manifest)
+        require_cover(manifest.tensors, table)
+    except FileSystemFault:
+        raise
+    except CheckpointError as error:  # where the blocks lie is not known then
+        left = "; no shard was read" if deep else ""
+        return problems + ([] if _names(sizes, TABLE_NAME) else [f"{error}{left}"]), None
+    return problems, table
+
+
+def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -> Path:
+    """Move a damaged checkpoint away, with the reason inside; returns where it lies then.
+
+    Args:
+        run: Whose checkpoint.
+        found: Which one.
+        reason: One line, kept in its `SET-ASIDE.txt`.
+        attempt: Who does it; None for a person at the login node.
+
+    Raises:
+        Fenced: a newer attempt has taken the run over.
+        CheckpointError: it is gone, or cannot be renamed.
+    """
+    try:
+        with run_lock(run) if attempt is None else publishing(run, attempt):
+            return set_aside_locked(found.path, found.step, reason)
+    except OSError as error:
+        raise CheckpointError(f"{found.path} cannot be set aside: {error}") from error
+
+
+class _Task(NamedTuple):
+    """Neighbouring blocks of a file; none of them for what is before the first."""
+
+    file: int
+    edges: NDArray[np.int64]
+    """Where each block begins, and where the last one ends."""
+    rows: NDArray[np.int64]
+    """Of each block, its chunk."""
+    blocks: NDArray[np.int64]
+    """Of each block, its number in its chunk."""
+
+
+@dataclass(frozen=True)
+class _Scrub:
+    """Every byte of a checkpoint read and compared; several threads do it."""
+
+    path: Path
+    manifest: Manifest
+    table: ChunkTable
+    on_bytes: Callable[[int], object] | None
+    found: dict[tuple[int, int], str]
+    """File and place in it: what is wrong there."""
+    refused: dict[int, str]
+    """File: why the file system does not give it."""
+
+    def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
+        """What is to be done, each about a window's bytes, in the order of the files."""
+        none = np.zeros(0, np.int64)
+        for number in numbers:
+            yield _Task(number, none, none, none)
+            yield from self._block_tasks(number, *self.table.rows_in(number))
+
+    def work(self, tasks: Iterator[_Task]) -> int:
+        """Do tasks as long as there are any; returns how many bytes were read."""
+        total = 0
+        with Files(self.path, self.manifest) as files:
+            for task in tasks:
+                if task.file in self.refused:
+                    continue
+                try:
+                    count = self._check(files, task)
+                except FileSystemFault as error:
+                    self.refused[task.file] = str(error)
+                    continue
+                except TornCheckpoint as error:
+                    place = int(task.edges[0]) if len(task.edges) else 0
+                    self.found[task.file, place] = str(error)
+                    continue
+                total += count
+                if self.on_bytes is not None:
+                    self.on_bytes(count)
+        return total
+
+    def _check(self, files: Files, task: _Task) -> int:
+        if len(task.rows):
+            return self._blocks(files, task)
+        if self.manifest.files[task.file].digest.startswith(BLOCKS_PREFIX):
+            return self._header(files, task.file)
+        return self._whole(task.file)
+
+    def lines(self) -> list[str]:
+        """What was found, in the order of the files; a file with much damage is cut short."""
+        counts = Counter(file for file, _ in self.found)
+        shown: Counter[int] = Counter()
+        lines = []
+        for file, place in sorted(self.found):
+            shown[file] += 1
+            if shown[file] <= SHOWN:
+                lines.append(self.found[file, place])
+            elif shown[file] == counts[file]:
+                name = self.manifest.files[file].name
+                lines.append(f"{name}: and {counts[file] - SHOWN:,} more damaged places")
+        return lines
+
+    def _block_tasks(self, number: int, low: int, high: int) -> Iterator[_Task]:
+        if low == high:
+            return
+        size = self.table.block_bytes
+        firsts = self.table.first_block[low : high + 1]
+        rows = np.repeat(np.arange(low, high), np.diff(firsts))
+        blocks = np.arange(firsts[0], firsts[-1]) - self.table.first_block[rows]
+        end = self.table.offset[high - 1] + self.table.nbytes[high - 1]
+        edges = np.append(self.table.offset[rows] + blocks * size, end)
+        window, at = window_blocks(size) * size, 0
+        while at < len(rows):
+            to = int(np.searchsorted(edges, edges[at] + window, "right")) - 1
+            yield _Task(number, edges[at : to + 1], rows[at:to], blocks[at:to])
+            at = to
+
+    def _header(self, files: Files, number: int) -> int:
+        """What stands before the first chunk, proved by the file's digest of it and all blocks."""
+        entry = self.manifest.files[number]
+        low, high = self.table.rows_in(number)
+        end = int(self.table.offset[low]) if low < high else entry.size
+        head = bytearray(end)
+        files.read(number, [memoryview(head)], 0)
+        first, last = self.table.first_block[[low, high]]
+        digest = blocks_digest(bytes(head), self.table.digests[first:last])
+        if digest != entry.digest:
+            raise TornCheckpoint(
+                f"{entry.name}: header [0:{end}]: digest of the file {digest}, "
+                f"manifest says {entry.digest} (damaged bytes)"
+            )
+        return end
+
+    def _whole(self, number: int) -> int:
+        """A file that is no shard."""
+        entry = self.manifest.files[number]
+        try:
+            digest = file_digest(self.path / entry.name)
+        except OSError as error:
+            raise FileSystemFault(f"shard {entry.name} cannot be read: {error}") from error
+        if digest != entry.digest:
+            raise TornCheckpoint(
+                f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"
+            )
+        return entry.size
+
+    def _blocks(self, files: Files, task: _Task) -> int:
+        begin = int(task.edges[0])
+        content = files.scratch[: int(task.edges[-1]) - begin]
+        count = files.read(task.file, [content], begin)
+        for low, high, row, block in zip(
+            (task.edges[:-1] - begin).tolist(),
+            (task.edges[1:] - begin).tolist(),
+            task.rows.tolist(),
+            task.blocks.tolist(),
+            strict=True,
+        ):
+            digest = block_digest(content[low:high])
+            if digest != self.table.digests[self.table.first_block[row] + block]:
+                place = (task.file, begin + low)
+                self.found[place] = damage(self.manifest, self.table, row, block, digest)
+        return count
+
+
+def _names(problems: list[str], name: str) -> bool:
+    return any(problem.startswith(f"shard {name} ") for problem in problems)

@@ -1,0 +1,210 @@
+"""A program's tensors as boxes: what this rank holds of each, and the part of it that it writes.
+
+Works for plain tensors and for whatever speaks torch DCP's protocol for sharded ones (DTensor's
+``__create_chunk_list__``). Not collective.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.spread import my_part
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hpctrain.world import World
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+"""Torch's dtypes in safetensors' words."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A range of a tensor's row-major elements: what a ZeRO rank holds of a parameter.
+
+    Attributes:
+        local: The elements, of one dimension; the program's own memory.
+        first: Number of the first one in the whole tensor.
+        shape: Of the whole tensor.
+    """
+
+    local: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds, by full names.
+
+    Attributes:
+        shared: Plain tensors that several ranks hold alike, DTensors, or flat ranges.
+        own: Plain tensors that only this rank has, under names that no other rank has.
+        copies: Where not every rank holds a shared tensor, or more do than its own mesh knows of:
+            which of the copies this rank has, and how many there are. Without an entry a plain
+            tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
+        known: Names of the program's that other ranks hold and this one does not.
+    """
+
+    shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one tensor: one box of it.
+
+    Attributes:
+        piece: The box.
+        local: Its elements; shares memory with the program's tensor.
+        replica: Which of those that hold the same box this rank is.
+        replicas: How many hold it.
+    """
+
+    piece: Piece
+    local: torch.Tensor
+    replica: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box that this rank reads or writes, contiguous in memory."""
+
+    piece: Piece
+    view: torch.Tensor
+
+
+def held(state: State, world: World) -> list[Held]:
+    """Every box that this rank holds, in the state's order.
+
+    Raises:
+        CheckpointError: a tensor is of a kind that cannot be stored.
+    """
+    everywhere = (world.rank, world.world_size)
+    shared = [
+        _held(name, tensor, state.copies.get(name), everywhere)
+        for name, tensor in state.shared.items()
+    ]
+    return shared + [_whole(name, tensor, 0, 1) for name, tensor in state.own.items()]
+
+
+def _held(
+    name: str,
+    tensor: torch.Tensor | Flat,
+    copies: tuple[int, int] | None,
+    everywhere: tuple[int, int],
+) -> Held:
+    if isinstance(tensor, Flat):
+        return _flat(name, tensor, *(copies or (0, 1)))
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return _whole(name, tensor, *(copies or everywhere))
+    box = _sharded(name, tensor)
+    if copies is None:
+        return box
+    copy, count = copies
+    return replace(box, replica=copy * box.replicas + box.replica, replicas=count * box.replicas)
+
+
+def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
+    """This rank's part of all boxes: what several ranks hold is spread over them, once each.
+
+    The largest elements come first, so that each tensor starts where its element size asks for.
+    """
+    groups: dict[tuple[int, int], list[Held]] = {}
+    for box in boxes:
+        if box.piece.nbytes or not math.prod(box.piece.shape):
+            groups.setdefault((box.replica, box.replicas), []).append(box)
+    parts = [
+        Part(piece, cut(group[number], piece))
+        for (replica, replicas), group in groups.items()
+        for number, piece in my_part([box.piece for box in group], replica, replicas)
+    ]
+    return sorted(parts, key=lambda part: -part.view.element_size())
+
+
+def cut(box: Held, piece: Piece) -> torch.Tensor:
+    """The elements of a piece of a box; contiguous, and a copy only where the box is not."""
+    local = box.local
+    for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
+        if extent != box.piece.extent[dimension]:
+            local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
+    return local.contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writable, not a copy."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held:
+    shape = tuple(tensor.shape)
+    piece = Piece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
+    return Held(piece, tensor.detach(), replica, replicas)
+
+
+def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
+    extent = (tensor.local.numel(),)
+    piece = Piece(
+        name, _dtype(name, tensor.local), tensor.shape, (tensor.first,), extent, flat=True
+    )
+    return Held(piece, tensor.local.detach(), replica, replicas)
+
+
+def _sharded(name: str, tensor: Any) -> Held:
+    if not isinstance(tensor, DTensor):
+        raise CheckpointError(f"{name} is a {type(tensor).__name__}, known are tensors and DTensor")
+    key = (name, tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements)
+    if key not in _PLACES:
+        begin, extent, replica, replicas = _place(name, tensor)
+        piece = Piece(name, _dtype(name, tensor), tuple(tensor.shape), begin, extent)
+        _PLACES[key] = (piece, replica, replicas)
+    piece, replica, replicas = _PLACES[key]
+    local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
+    return Held(piece, local.detach(), replica, replicas)
+
+
+_PLACES: dict[tuple[Any, ...], tuple[Piece, int, int]] = {}
+"""Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
+
+
+def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """Begin and extent of this rank's box, its number among those that hold it, and how many do."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(f"{name} is a sum that is still to be added up over ranks")
+    boxes = tensor.__create_chunk_list__()
+    if len(boxes) != 1:
+        raise CheckpointError(f"{name} is held as {len(boxes)} boxes on one rank, known is one")
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate() or [0] * mesh.ndim
+    replica, replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh.size(axis) + at[axis]
+            replicas *= mesh.size(axis)
+    return tuple(boxes[0].offsets), tuple(boxes[0].sizes), replica, replicas
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such form"
+        )
+    return DTYPES[tensor.dtype]

@@ -1,0 +1,444 @@
+"""The newest checkpoint that is whole, into this program's tensors, at whatever world size.
+
+Collective: every rank calls `restore`. Rank 0 looks and the choice is broadcast, since ranks can
+see a shared file system at different moments. Each rank reads just the boxes that it holds, and
+proves each block while it reads it; what all ranks hold alike is read once and broadcast. On damage
+all agree, rank 0 sets the checkpoint aside, and the next older one is tried.
+
+Nothing of value is touched before all ranks have agreed that all is whole: weights are read into
+host memory first, and straight into place only what holds nothing yet (a new optimizer's moments).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.base.meter import Meter
+from hpctrain.checkpoint.format.patience import Patience
+from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.spread import my_part
+from hpctrain.checkpoint.store import find, retention, verify
+from hpctrain.checkpoint.store.beginning import asked_step, refuse_to_forget
+from hpctrain.checkpoint.tensors.boxes import bytes_of, held
+from hpctrain.errors import (
+    CheckpointError,
+    Fenced,
+    FileSystemFault,
+    HpctrainError,
+    IncompleteCheckpoint,
+    TornCheckpoint,
+)
+from hpctrain.run import events as ledger
+from hpctrain.world import gather, on_rank_0, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.checkpoint.tensors.arena import Arena
+    from hpctrain.checkpoint.tensors.boxes import Held, State
+    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+    from hpctrain.world import World
+
+BATCH_BYTES = 256 << 20
+"""Host memory for what cannot be read straight into place, such as a device's memory."""
+SMALL_BYTES = 1 << 20
+"""Tensors below this are broadcast together."""
+WEIGHTS = "model."
+"""How the names of a model's tensors begin; see docs/checkpoint-format.md."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a program wants back from a checkpoint.
+
+    Attributes:
+        state: The tensors to fill.
+        fresh: Names in it that hold nothing of value: read straight into place.
+    """
+
+    state: State
+    fresh: frozenset[str] = frozenset()
+
+
+@dataclass
+class Restored:
+    """What has been loaded; without a path nothing was.
+
+    Attributes:
+        step: Updates in it.
+        path: Its directory.
+        manifest: Its manifest.
+        skipped: Newer ones that were passed over: step, name, reason.
+        bytes_read: By this rank, from files.
+        seconds: For the reading.
+    """
+
+    step: int = 0
+    path: Path | None = None
+    manifest: Manifest | None = None
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a checkpoint is read: see `checkpoint.read_once`, `restore`, `checkpoint.patience_s`."""
+
+    once: bool
+    arena: Arena | None
+    patience: Patience
+
+
+def restore(
+    place: Place,
+    world: World,
+    wanted: Callable[[Manifest], Wanted],
+    *,
+    arena: Arena | None = None,
+) -> Restored:
+    """Load the newest checkpoint whose every byte is as its manifest says. Collective.
+
+    Args:
+        place: Whose checkpoints, and the right to set damaged ones aside.
+        world: The ranks.
+        wanted: What to fill, given the manifest of the checkpoint that is tried.
+        arena: Host memory to read into before anything is touched; new memory where None.
+
+    Raises:
+        CheckpointError: the checkpoint is whole but does not fit the program, or the step that
+            `resume --from` asked for is damaged; on every rank.
+        FileSystemFault: the file system refused for longer than `checkpoint.patience_s`, on one
+            rank or all; nothing was set aside. On every rank.
+        NewerFormat: a newer hpctrain has written the newest checkpoint; on every rank.
+        NoCheckpoint: the run has saved, and nothing of it can be loaded; on every rank.
+        Fenced: a newer attempt has taken the run over; on every rank.
+    """
+    run, attempt = place.run, place.attempt
+    patience = Patience(place.settings.patience_s)
+    asked, skipped = on_rank_0(
+        world, lambda: patience(lambda: (asked_step(ledger.read(run)), _staged_leftovers(run)))
+    )
+    on_rank_0(world, lambda: _bar(run, attempt))
+    while True:
+        choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
+        newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
+        found = choice.found
+        if found is None or found.manifest is None:
+            skipped = _unique(skipped + newer)
+            on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
+            return Restored(skipped=skipped)
+        started = time.monotonic()
+        reading = _Reading(place.settings.read_once, arena, patience)
+        bytes_read, damage = _try(found, world, wanted, reading)
+        if not damage:
+            if asked is not None:
+                on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
+            seconds = time.monotonic() - started
+            skipped = _unique(skipped + newer)
+            return Restored(
+                step=found.step,
+                path=found.path,
+                manifest=found.manifest,
+                skipped=skipped,
+                bytes_read=bytes_read,
+                seconds=seconds,
+            )
+        if asked is not None:
+            raise CheckpointError(
+                f"step {asked}, which `resume --from` asked for, is damaged: {damage}; "
+                "resume from another step"
+            )
+        damaged = {"step": found.step, "name": found.path.name, "reason": damage}
+        skipped = [*skipped, damaged]
+        on_rank_0(world, functools.partial(_give_up, run, attempt, found, damaged))
+
+
+def _try(
+    found: Found,
+    world: World,
+    wanted: Callable[[Manifest], Wanted],
+    reading: _Reading,
+) -> tuple[int, str]:
+    """Read one checkpoint. Collective.
+
+    Returns:
+        Bytes that this rank read, and the first damage that any rank found, or "".
+
+    Raises:
+        CheckpointError: it is whole but does not fit, on every rank.
+        FileSystemFault: some rank could not read it, on every rank.
+    """
+    filling, torn, misfit, fault, count = None, "", "", "", 0
+    try:
+        filling, count = _read(found, world, wanted, reading)
+    except FileSystemFault as error:
+        fault = f"rank {world.rank}: {error}"
+    except IncompleteCheckpoint as error:
+        # Rank 0 has just seen all files with their sizes: two nodes see different things.
+        fault = f"rank {world.rank}: {error}; rank 0 saw it whole"
+    except TornCheckpoint as error:
+        torn = f"rank {world.rank}: {error}"
+    except HpctrainError as error:
+        misfit = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
+        misfit = f"rank {world.rank}: {one_line(error)}"
+    answers = gather(world, (torn, misfit, fault))
+    torn, misfit, fault = (next(filter(None, texts), "") for texts in zip(*answers, strict=True))
+    if fault:
+        raise FileSystemFault(f"{found.path} cannot be read now, and stays: {fault}")
+    if misfit and not torn:
+        raise CheckpointError(f"{found.path} is whole but does not fit this program: {misfit}")
+    if filling is not None and not torn:
+        filling.finish()
+    return count, torn
+
+
+def _read(
+    found: Found,
+    world: World,
+    wanted: Callable[[Manifest], Wanted],
+    reading: _Reading,
+) -> tuple[_Filling, int]:
+    if found.manifest is None:
+        raise TornCheckpoint("manifest is missing")
+    # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
+    want = wanted(found.manifest)
+    source = Source.open(found.path, found.manifest, reading.patience)
+    _require_all_weights(source, want.state)
+    filling = _Filling(world, want, once=reading.once, arena=reading.arena)
+    return filling, filling.read(source)
+
+
+def _require_all_weights(source: Source, state: State) -> None:
+    """A weight that nobody asks for belongs to another model, and would be lost with the next save.
+
+    Generators of other ranks, and moments of what is no longer trained, may be left out.
+    """
+    known = state.shared.keys() | state.known
+    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in known]
+    if left:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise CheckpointError(f"{left[0]}{more} is in the checkpoint and not in the model")
+
+
+class _Filling:
+    """Reads boxes from a checkpoint into a program's tensors, in two steps.
+
+    `read` proves everything that this rank reads and touches nothing of value; `finish`, once all
+    ranks have proved theirs, puts it into place and hands out what was read once. `finish` is
+    collective.
+    """
+
+    def __init__(self, world: World, wanted: Wanted, *, once: bool, arena: Arena | None) -> None:
+        self._world = world
+        self._fresh = wanted.fresh
+        self._arena = arena
+        self._used = 0
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        boxes = [box for box in held(wanted.state, world) if box.piece.nbytes]
+        everywhere = once and world.is_distributed and world.world_size > 1
+        self._common = [
+            box
+            for box in boxes
+            if everywhere and box.replicas == world.world_size and _is_plain(box)
+        ]
+        common = {id(box) for box in self._common}
+        self._alone = [box for box in boxes if id(box) not in common]
+
+    def read(self, source: Source) -> int:
+        """Read and prove this rank's boxes; returns the bytes read.
+
+        Raises:
+            TornCheckpoint: some bytes are not what the manifest says.
+            CheckpointError: the checkpoint does not fit.
+        """
+        jobs = [(box, box.piece) for box in self._alone] + self._parts_of(self._world.rank)
+        straight, later, through = [], [], []
+        for box, piece in jobs:
+            view = _view(box, piece)
+            if box.piece.name not in self._fresh:
+                later.append((view, piece))
+            elif view.device.type == "cpu" and view.is_contiguous():
+                straight.append(Target(piece, bytes_of(view)))
+            else:
+                through.append((view, piece))
+        targets = [self._stage(view, piece) for view, piece in later]
+        total = sum(piece.nbytes for _, piece in jobs)
+        on_bytes = None if self._world.rank else _teller(source.path.name, total)
+        count = source.read(straight + targets, on_bytes=on_bytes)
+        for batch in _batches(through):
+            count += _read_through(source, batch, on_bytes)
+        return count
+
+    def finish(self) -> None:
+        """Put into place what was read, and hand out what was read once. Collective."""
+        for live, host in self._staged:
+            live.copy_(host)
+        self._staged.clear()
+        for rank in range(self._world.world_size if self._common else 0):
+            views = [_view(box, piece) for box, piece in self._parts_of(rank)]
+            _broadcast_views(views, rank, self._world)
+
+    def _parts_of(self, rank: int) -> list[tuple[Held, Piece]]:
+        """What a rank reads of that which all ranks hold."""
+        pieces = [box.piece for box in self._common]
+        parts = my_part(pieces, rank, self._world.world_size)
+        return [(self._common[number], piece) for number, piece in parts]
+
+    def _stage(self, view: torch.Tensor, piece: Piece) -> Target:
+        host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
+        self._staged.append((view, host))
+        return Target(piece, bytes_of(host))
+
+    def _host(self, nbytes: int) -> torch.Tensor:
+        """Host memory: of the arena while it lasts, whose pages are warm, else new."""
+        if self._arena is not None and self._used + nbytes <= self._arena.size:
+            memory = self._arena.view(self._used, nbytes)
+            self._used += -(-nbytes // 64) * 64
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _teller(name: str, total: int) -> Callable[[int], None]:
+    """Says in the log how far a long reading is; one rank stands for all, whose parts are alike."""
+    meter = Meter(f"restoring {name}: this rank has read", total, time.monotonic())
+
+    def tell(count: int) -> None:
+        meter.done += count
+        now = time.monotonic()
+        if meter.due(now):
+            print(f"hpctrain: {meter.text(now)}", flush=True)
+
+    return tell
+
+
+def _is_plain(box: Held) -> bool:
+    """Whether the box is the tensor itself, on every rank in the same order."""
+    return box.piece.extent == box.piece.shape
+
+
+def _view(box: Held, piece: Piece) -> torch.Tensor:
+    """The elements of a piece in the program's own memory, contiguous or not."""
+    local = box.local
+    for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
+        if extent != box.piece.extent[dimension]:
+            local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
+    return local
+
+
+def _batches(
+    through: Sequence[tuple[torch.Tensor, Piece]],
+) -> Iterator[list[tuple[torch.Tensor, Piece]]]:
+    batch: list[tuple[torch.Tensor, Piece]] = []
+    for view, piece in through:
+        if batch and sum(one.nbytes for _, one in batch) + piece.nbytes > BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append((view, piece))
+    if batch:
+        yield batch
+
+
+def _read_through(
+    source: Source,
+    batch: Sequence[tuple[torch.Tensor, Piece]],
+    on_bytes: Callable[[int], None] | None,
+) -> int:
+    """Read into host memory first: a device's memory cannot be read into."""
+    hosts = [torch.empty(view.shape, dtype=view.dtype) for view, _ in batch]
+    pieces = [piece for _, piece in batch]
+    targets = [Target(piece, bytes_of(host)) for piece, host in zip(pieces, hosts, strict=True)]
+    count = source.read(targets, on_bytes=on_bytes)
+    for (view, _), host in zip(batch, hosts, strict=True):
+        view.copy_(host)
+    return count
+
+
+def _broadcast_views(views: Sequence[torch.Tensor], rank: int, world: World) -> None:
+    """From one rank to all; small ones travel together. Collective."""
+    small = [view for view in views if view.nbytes < SMALL_BYTES and view.device.type == "cpu"]
+    for view in views:
+        if view.nbytes >= SMALL_BYTES or view.device.type != "cpu":
+            whole = view.contiguous()
+            _broadcast(whole, rank, world)
+            if whole is not view:
+                view.copy_(whole)
+    if not small:
+        return
+    together = torch.cat([view.contiguous().reshape(-1).view(torch.uint8) for view in small])
+    _broadcast(together, rank, world)
+    parts = torch.split(together, [view.nbytes for view in small])
+    for view, part in zip(small, parts, strict=True):
+        view.copy_(part.clone().view(view.dtype).view(view.shape))
+
+
+def _broadcast(tensor: torch.Tensor, rank: int, world: World) -> None:
+    group = world.control if tensor.device.type == "cpu" else None
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=rank, group=group)
+
+
+def _begin_anew(
+    run: RunDir, attempt: Attempt, asked: int | None, skipped: list[dict[str, Any]]
+) -> None:
+    if asked is None:
+        refuse_to_forget(run, skipped)
+    else:
+        _set_newer_aside(run, attempt, asked)
+
+
+def _bar(run: RunDir, attempt: Attempt) -> None:
+    """Keep older attempts from committing what would not be chosen any more."""
+    try:
+        retention.bar(run, attempt)
+    except Fenced:
+        raise
+    except CheckpointError as error:
+        print(
+            f"hpctrain: {error}; older attempts are kept out by the run's lock alone",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
+    return [
+        {"step": left.step, "name": left.path.name, "reason": left.reason}
+        for left in find.staged(run)
+    ]
+
+
+def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each directory once; the first word on it stands."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by_name.setdefault(str(row["name"]), row)
+    return list(by_name.values())
+
+
+def _give_up(run: RunDir, attempt: Attempt, found: Found, damaged: dict[str, Any]) -> None:
+    verify.set_aside(run, found, damaged["reason"], attempt)
+    ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged)
+
+
+def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
+    """So that their steps can be saved anew; nothing is deleted."""
+    for newer in find.steps(run):
+        if newer > step:
+            path = find.step_path(run, newer)
+            row = {"step": newer, "name": path.name}
+            row["reason"] = f"newer than `resume --from {step}`"
+            _give_up(run, attempt, find.Found(newer, path, None, None), row)

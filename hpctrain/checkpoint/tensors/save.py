@@ -1,0 +1,217 @@
+"""One checkpoint from all ranks' tensors: write, gather, commit. All ranks succeed, or none does.
+
+`save` does it while training waits; `saver.py` does the same behind training. Collective: every
+rank calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.assemble import RankPart, part_of
+from hpctrain.checkpoint.format.names import step_name
+from hpctrain.checkpoint.store import commit, space
+from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
+from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
+from hpctrain.testing import points
+from hpctrain.world import gather_on_0, on_rank_0, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.tensors.boxes import Part, State
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.world import World
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint.
+
+    Attributes:
+        step: Optimizer updates in it.
+        path: Its directory's name.
+        bytes: Of all its files.
+        seconds: From the copy or the first byte to the commit.
+        stall_s: How long training waited for it.
+        state_digest: Of all tensors but the random generators: equal only if the state is.
+    """
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    stall_s: float
+    state_digest: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a save goes, and by which right: an older attempt's save is refused."""
+
+    run: RunDir
+    attempt: Attempt
+    settings: CheckpointSettings
+
+
+def save(place: Place, world: World, state: State, manifest: Manifest) -> Saved:
+    """Write and commit one checkpoint while training waits. Collective.
+
+    Either it is committed on return, or an error is raised on every rank and nothing is left that
+    could be loaded. Tensors in host memory are written from where they lie.
+
+    Args:
+        place: Where, and by which right.
+        world: The ranks.
+        state: This rank's tensors.
+        manifest: Everything but files and tensors, which are filled in here.
+
+    Raises:
+        CheckpointError: some rank could not write; the message is the first one's. It is
+            NotWritten where a file system refused, which it may not do the next time.
+        Fenced: a newer attempt has taken the run over.
+    """
+    started = time.monotonic()
+    parts = parts_to_write(held(state, world))
+    pieces = [part.piece for part in parts]
+    options = write_options(place.settings, manifest)
+
+    def write(path: Path) -> Report:
+        return shard.write(path, pieces, _Sources(parts), step=manifest.step, **options)
+
+    return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
+
+
+def write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str, int]:
+    """How shards are written, by the site's settings and by the manifest."""
+    return {
+        "block_bytes": manifest.block_bytes,
+        "write_bytes": settings.write_mib << 20,
+        "threads": settings.write_threads,
+    }
+
+
+def commit_together(
+    place: Place,
+    world: World,
+    manifest: Manifest,
+    *,
+    pieces: Sequence[Piece],
+    write: Callable[[Path], Report],
+    started: float,
+) -> Saved:
+    """Stage, write on every rank, gather, publish. Collective on `world.control`.
+
+    Args:
+        place: Where, and by which right.
+        world: The ranks, with the group to speak on.
+        manifest: See `save`.
+        pieces: What this rank writes.
+        write: Writes them to a path.
+        started: `time.monotonic()` when the save began.
+
+    Raises:
+        CheckpointError: see `save`.
+        Fenced: see `save`.
+    """
+    need = sum(piece.nbytes for piece in pieces)
+    needs = gather_on_0(world, need)
+    staged = on_rank_0(
+        world, lambda: _stage(place, manifest.step, sum(needs), sum(map(bool, needs)) + 3)
+    )
+    answers = gather_on_0(world, _write(staged, world, manifest.step, pieces, write))
+    size, digest = on_rank_0(world, lambda: _publish(place, staged, manifest, answers))
+    seconds = time.monotonic() - started
+    return Saved(manifest.step, step_name(manifest.step), size, seconds, seconds, digest)
+
+
+def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
+    try:
+        place.run.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = space.describe(error, place.run.checkpoints)
+        raise NotWritten(f"step {step} was not saved: {why}") from error
+    problem = space.forecast(place.run.checkpoints, need, need_files)
+    if problem:
+        raise NotWritten(f"step {step} was not saved: {problem}")
+    return commit.stage(place.run, step, place.attempt)
+
+
+def _write(
+    staged: Path,
+    world: World,
+    step: int,
+    pieces: Sequence[Piece],
+    write: Callable[[Path], Report],
+) -> tuple[RankPart, str, bool]:
+    """This rank's part; an error is returned, not raised, so that all ranks abort together.
+
+    The last says whether it is the file system's.
+    """
+    path = staged / shard.file_name(world.rank)
+    try:
+        part = part_of(pieces, write(path) if pieces else None)
+        points.reach("report.gather", path=path, step=step, rank=world.rank)
+    except OSError as error:
+        return part_of([], None), f"rank {world.rank}: {space.describe(error, path)}", True
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
+        text = str(error) if isinstance(error, HpctrainError) else one_line(error)
+        return part_of([], None), f"rank {world.rank}: {text}", False
+    return part, "", False
+
+
+def _publish(
+    place: Place, staged: Path, manifest: Manifest, answers: Sequence[tuple[RankPart, str, bool]]
+) -> tuple[int, str]:
+    """Rank 0: commit if every rank has written, else free what was staged."""
+    try:
+        problems = [(problem, of_disk) for _, problem, of_disk in answers if problem]
+        if problems:
+            error = NotWritten if all(of_disk for _, of_disk in problems) else CheckpointError
+            raise error(f"step {manifest.step} was not committed: {problems[0][0]}")
+        parts = [part for part, _, _ in answers]
+        commit.write_table(staged, manifest, parts)
+        commit.publish(place.run, staged, manifest, place.attempt)
+    except HpctrainError:
+        commit.discard(staged)
+        raise
+    return manifest.size, _state_digest(parts, manifest.block_bytes)
+
+
+def _state_digest(parts: Sequence[RankPart], block_bytes: int) -> str:
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part.state_digests(block_bytes).tobytes())
+    return hasher.hexdigest()
+
+
+class _Sources:
+    """The bytes of each part, made when asked for: what lies on a device is copied then."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> memoryview:
+        view = self._parts[index].view
+        if view.device.type == "cpu":
+            return bytes_of(view)
+        last = self._last  # once: several threads ask where a shard is written by several
+        if last is None or last[0] != index:
+            self._last = last = (index, view.cpu())
+        return bytes_of(last[1])

@@ -1,0 +1,286 @@
+"""Saves behind training: training waits for a copy into host memory, and for nothing else.
+
+    training:   copy | step | step | step | ...
+    thread:          | stage, wait for the writer, gather, commit, prune |
+    process:              | digest, write, flush |
+
+The thread only waits (for the writer process, or in a collective on a group of its own), so it
+holds Python's lock for moments. At most one save is in flight; the arena belongs to it until it is
+over. What became of a save is the same on every rank, and is taken note of only where all ranks
+come together anyway: before the next save, and at a stop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.checkpoint.tensors.arena import Arena, aligned
+from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
+from hpctrain.checkpoint.tensors.save import commit_together, write_options
+from hpctrain.checkpoint.tensors.writer import Request, Writer
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.testing import points
+from hpctrain.world import apart, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.tensors.boxes import Part, State
+    from hpctrain.checkpoint.tensors.save import Place, Saved
+    from hpctrain.world import World
+
+GRACE_S = 120.0
+"""Beyond `checkpoint.timeout_s`, by which every rank's writer has answered or is given up."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save behind training ended; the same on every rank."""
+
+    step: int
+    saved: Saved | None
+    error: HpctrainError | None = None
+
+
+class _Flight:
+    """One save on its way; its thread fills in the outcome."""
+
+    def __init__(self, step: int, began: float) -> None:
+        self.step = step
+        self.began = began
+        self.stall_s = 0.0
+        self.landed = threading.Event()
+        self.outcome: Outcome | None = None
+
+
+class Saver:
+    """Saves of one rank behind training.
+
+    The constructor, `begin` and `land` are collective: every rank calls them, in the same order.
+    """
+
+    def __init__(
+        self, place: Place, world: World, *, after: Callable[[Saved], None] | None = None
+    ) -> None:
+        """Start the writer process and make a group for the saves' own exchanges.
+
+        Args:
+            place: Where checkpoints go, and by which right.
+            world: The ranks.
+            after: Rank 0, in the thread, when a save has been committed: to prune.
+        """
+        self._place = place
+        self._world = apart(world, place.settings.timeout_s + GRACE_S)
+        self._after = after
+        self._arena = Arena()
+        self._writer = Writer()
+        self._flight: _Flight | None = None
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def arena(self) -> Arena | None:
+        """Host memory that is free for other use; None while a save is in flight."""
+        return self._arena if self._flight is None else None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun and its end has not been taken note of, or is not there yet."""
+        return self._flight is not None and not self._flight.landed.is_set()
+
+    @property
+    def flying_s(self) -> float:
+        """How long the save in flight has taken so far; 0 without one."""
+        return time.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
+
+    @property
+    def step(self) -> int | None:
+        """The step of the save whose end has not been taken note of."""
+        return self._flight.step if self._flight is not None else None
+
+    def prepare(self, state: State) -> str:
+        """Take the host memory for copies of this state; why it cannot be had, or "".
+
+        Not collective.
+        """
+        if self._preparing is not None:
+            self._preparing.join()
+        return self._take(_layout(parts_to_write(held(state, self._world)))[1])
+
+    def prepare_behind(self, state: State) -> None:
+        """The same, without waiting for it: the pages are touched behind training."""
+        size = _layout(parts_to_write(held(state, self._world)))[1]
+        self._preparing = threading.Thread(
+            target=self._take, args=(size,), name="hpctrain-arena", daemon=True
+        )
+        self._preparing.start()
+
+    def _take(self, size: int) -> str:
+        try:
+            self._arena.ensure(size)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
+        """Copy the state and save it behind training; returns how long training waited.
+
+        Collective. The save before must have been landed. What goes wrong on one rank alone, such
+        as too little memory for the copy, fails the save on all of them: see `land`.
+
+        Args:
+            state: This rank's tensors; they may change when this returns.
+            manifest: Everything but files and tensors, which are filled in later.
+            started: `time.monotonic()` when training began to wait, if that was earlier.
+
+        Raises:
+            RuntimeError: the save before has not been landed.
+        """
+        if self._flight is not None:
+            raise RuntimeError(f"step {self._flight.step} has not been landed")
+        flight = _Flight(manifest.step, time.monotonic() if started is None else started)
+        parts = parts_to_write(held(state, self._world))
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            self._writer.ready()
+            offsets = self._copy(parts, manifest.step)
+            write = self._writing(parts, offsets, manifest)
+        except (CheckpointError, OSError) as error:
+            write = _failing(error)
+        flight.stall_s = time.monotonic() - flight.began
+        pieces = [part.piece for part in parts]
+        threading.Thread(
+            target=self._behind,
+            args=(flight, manifest, pieces, write),
+            name="hpctrain-save",
+            daemon=True,
+        ).start()
+        self._flight = flight
+        return flight.stall_s
+
+    def _writing(
+        self, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
+    ) -> Callable[[Path], Report]:
+        """What has the writer process write the arena's copy of these parts."""
+
+        def write(path: Path) -> Report:
+            request = Request(
+                path=path,
+                pieces=[part.piece for part in parts],
+                offsets=offsets,
+                step=manifest.step,
+                rank=self._world.rank,
+                **write_options(self._place.settings, manifest),
+            )
+            self._writer.begin(request, self._arena)
+            return self._writer.wait(self._place.settings.timeout_s)
+
+        return write
+
+    def _behind(
+        self,
+        flight: _Flight,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        write: Callable[[Path], Report],
+    ) -> None:
+        """The thread: everything after the copy."""
+        step = flight.step
+        try:
+            saved = commit_together(
+                self._place,
+                self._world,
+                manifest,
+                pieces=pieces,
+                write=write,
+                started=flight.began,
+            )
+            flight.outcome = Outcome(step, replace(saved, stall_s=flight.stall_s))
+        except HpctrainError as error:
+            flight.outcome = Outcome(step, None, error)
+        except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
+            text = f"step {step} was not committed: {one_line(error)}"
+            flight.outcome = Outcome(step, None, CheckpointError(text))
+        self._end(flight)
+
+    def _end(self, flight: _Flight) -> None:
+        saved = flight.outcome.saved if flight.outcome else None
+        flight.landed.set()
+        if saved is not None and self._after is not None and self._world.rank == 0:
+            self._after(saved)
+
+    def _copy(self, parts: list[Part], step: int) -> tuple[int, ...]:
+        offsets, size = _layout(parts)
+        self._arena.ensure(size)
+        points.reach("arena.copy", step=step, rank=self._world.rank)
+        if not size:
+            return offsets
+        whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
+        sources, targets = [], []
+        for part, offset in zip(parts, offsets, strict=True):
+            if part.piece.nbytes:
+                target = whole[offset : offset + part.piece.nbytes]
+                targets.append(target.view(part.view.dtype))
+                sources.append(part.view.reshape(-1))
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)  # one call for all
+        return offsets
+
+    def peek(self) -> Outcome | None:
+        """How the save in flight ended, if it has; it stays to be landed. Not collective."""
+        return self._flight.outcome if self._flight and self._flight.landed.is_set() else None
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Let the save in flight end; returns whether it has, in this time. Not collective."""
+        if self._flight is None:
+            return True
+        return self._flight.landed.wait(
+            self._place.settings.timeout_s if timeout_s is None else timeout_s
+        )
+
+    def land(self) -> Outcome | None:
+        """Wait for the save in flight and say how it ended; None if there was none. Collective."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.landed.wait()
+        if flight.outcome is None:
+            raise CheckpointError(f"step {flight.step}: its save ended without an outcome")
+        return flight.outcome
+
+    def abandon(self) -> Outcome | None:
+        """Give the save in flight up at once; what it staged is swept later. Collective."""
+        if self.in_flight:
+            self._writer.abandon()
+        return self.land()
+
+    def close(self) -> None:
+        """End the writer process; a save in flight is lost. Not collective."""
+        self._writer.close()
+        self._arena.close()
+
+
+def _failing(error: Exception) -> Callable[[Path], Report]:
+    """A write that fails: the other ranks must hear of what went wrong before it."""
+
+    def write(_: Path) -> Report:
+        raise error
+
+    return write
+
+
+def _layout(parts: list[Part]) -> tuple[tuple[int, ...], int]:
+    """Where each part lies in the arena, and the arena's size."""
+    offsets, position = [], 0
+    for part in parts:
+        offsets.append(position)
+        position += aligned(part.piece.nbytes)
+    return tuple(offsets), position

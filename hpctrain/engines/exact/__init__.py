@@ -1,0 +1,1 @@
+"""The engine whose bits do not depend on how many ranks there are."""

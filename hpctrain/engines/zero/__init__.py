@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO below our engine's seam."""

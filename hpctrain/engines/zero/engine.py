@@ -1,0 +1,282 @@
+"""DeepSpeed's engine, ZeRO stages 0 to 3, behind the same protocol as all others.
+
+What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
+masters of them) is set right around it, and what it does wrong is refused.
+Only here is it imported. tests/engines/test_zero.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.engines.blocks import every_block
+from hpctrain.engines.compiled import compile_blocks
+from hpctrain.engines.engine import Engine
+from hpctrain.engines.norm import clip_factor, global_norm, scale_
+from hpctrain.engines.precision import DTYPES
+from hpctrain.engines.recompute import recompute_blocks
+from hpctrain.engines.zero.nvme import Operator
+from hpctrain.engines.zero.state import Holdings
+from hpctrain.engines.zero.zero_room import require_room, take_folder
+from hpctrain.engines.zero.zero_scale import DeepSpeedScale
+from hpctrain.errors import UsageError
+from hpctrain.plan.deepspeed import refuse_unsupported
+from hpctrain.plan.ds_config import engine_config, read_user_config, stage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import ModuleType
+
+    from torch.optim import Optimizer
+
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.engines.engine import Parts
+    from hpctrain.settings.schema import EngineSettings
+
+
+class Zero(Engine):
+    """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+        """Hand a model over to DeepSpeed. Collective.
+
+        Args:
+            model: Of one process, on the CPU, not wrapped.
+            optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
+                optimizer's groups, and reads rates from there.
+            parts: See there; all axes of the mesh are data-parallel.
+
+        Raises:
+            UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
+        """
+        settings, world = parts.settings, parts.world
+        super().__init__(settings.kind, model, optimizer, parts)
+        self._stage = stage_of(settings.kind)
+        self._known = parts.known
+        config = _config(settings, self._stage, self.precision, self.data_ranks)
+        deepspeed = _import_deepspeed()
+        if settings.offload == "nvme":
+            _take_disk(config, optimizer, parts, self.data_ranks)
+        if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UsageError(
+                f"engine.precision fp16: DeepSpeed does not run it on this {world.device.type}; "
+                "use engine.precision bf16, or engine.kind fsdp2"
+            )
+        _drop_untrained(optimizer)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        buffers = _persistent_buffers(model)
+        rounds = self.precision is not torch.float32
+        before = {id(p): p.detach() for p in named.values()} if rounds else {}
+        _prepare(model, settings, world.device)
+        self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
+        if self._stage and self._zero.optimizer is not optimizer:
+            raise UsageError(
+                f"DeepSpeed puts an optimizer of its own in the place of {type(optimizer).__name__}"
+                ", so that rates set by the program would count for nothing; use AdamW, or "
+                "engine.kind fsdp2"
+            )
+        self._holdings = Holdings(
+            named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
+        )
+        fp16 = self.precision is torch.float16
+        self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if fp16 else None
+        if rounds:
+            model.register_forward_pre_hook(self._cast_inputs)
+
+    # ---- a step
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See `Engine`. From stage 2 on gradients travel in each microbatch."""
+        self.model.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine`."""
+        share = loss * self.data_ranks  # DeepSpeed averages over ranks
+        self.model.backward(share, scale_wrt_gas=False)  # type: ignore[operator]
+
+    def step(self) -> float:
+        """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
+        if self._stage == 0:
+            return self._step_of_copies()
+        self._holdings.complete_gradients()
+        self.model.step()  # type: ignore[operator]
+        norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
+        self._holdings.forget_gradients()
+        return norm if norm >= 0 else math.nan  # it says -1 for what is no number
+
+    def _step_of_copies(self) -> float:
+        """Stage 0: DeepSpeed adds gradients up and updates; it tells no norm."""
+        gradients = [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        norm = global_norm(gradients, self.mesh, self.world)
+        scale_(gradients, clip_factor(norm, self.clip_norm))
+        self.model.step()  # type: ignore[operator]
+        return norm
+
+    def _cast_inputs(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give a model of 16 bits its floating-point inputs in 16 bits, as FSDP2 does."""
+        return tuple(
+            value.to(self.precision)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for value in inputs
+        )
+
+    # ---- state
+
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """See `Engine`."""
+        return self._holdings.collect(with_optimizer=with_optimizer, known=self._known)
+
+    def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
+        """See `Engine`.
+
+        Raises:
+            CheckpointError: see `Holdings.apply_counts`.
+        """
+        if with_optimizer:
+            self._holdings.apply_counts(tensors)
+        self._holdings.push()
+
+
+def _config(
+    settings: EngineSettings, stage: int, precision: torch.dtype, data_ranks: int
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Raises:
+        UsageError: it would train wrongly, or could not be saved.
+    """
+    if stage == 0 and precision is not torch.float32:
+        raise UsageError(
+            f"engine.precision {settings.precision} with engine.kind zero0: DeepSpeed begins Adam "
+            "at step 1 there, and training goes wrong from the first update on; use engine.kind "
+            "zero1 or ddp, or engine.precision fp32"
+        )
+    word = next(name for name, dtype in DTYPES.items() if dtype is precision)
+    config = engine_config(settings, precision=word, data_ranks=data_ranks)
+    if settings.ds_config:  # asked at submit too, which a program without one has not seen
+        where = "engine.ds_config"
+        refuse_unsupported(read_user_config(settings.ds_config, where), where)
+    if stage == 0:
+        config["gradient_clipping"] = 0.0  # done in `_step_of_copies`, which has the norm
+    return config
+
+
+def _take_disk(config: dict[str, Any], optimizer: Optimizer, parts: Parts, data_ranks: int) -> None:
+    """A folder for this rank's state on the node's disk, written into DeepSpeed's configuration.
+
+    Raises:
+        UsageError: the engine, the machine or the disk cannot do it.
+    """
+    settings = parts.settings
+    if settings.kind != "zero3" or not settings.nvme_path:
+        raise UsageError(
+            f"engine.offload nvme needs engine.kind zero3 and engine.nvme_path; they are "
+            f'{settings.kind} and "{settings.nvme_path}"'
+        )
+    folder = take_folder(settings.nvme_path)
+    away = config["zero_optimization"]["offload_optimizer"]
+    away["nvme_path"] = str(folder)
+    # A master, its gradient and its moments are in memory at once; Adam has 2, with amsgrad 3.
+    kinds = 4 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
+    away["buffer_count"] = max(kinds, away.get("buffer_count", 0))
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    elements = sum(math.ceil(p.numel() / data_ranks) for p in trained)
+    require_room(folder, elements, parts.world.ranks_per_node)
+    swapper = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
+    swapper.AsyncIOBuilder = Operator  # type: ignore[attr-defined]
+
+
+def _import_deepspeed() -> ModuleType:
+    """DeepSpeed, without the log lines that nobody could act on.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise UsageError(
+            f"engine.kind zero0 to zero3 needs DeepSpeed: {error}; run "
+            "pip install 'hpctrain[deepspeed]'"
+        ) from None
+    # Else each rank would compile an operator that training never uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Torch's new names for collectives that DeepSpeed calls by the old ones, at every call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def _initialize(
+    deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    """DeepSpeed's engine and its optimizer. Collective."""
+    engine, zero, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return engine, zero
+
+
+def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
+    """Recomputation and compilation, in place; DeepSpeed moves the model to its device.
+
+    Raises:
+        UsageError: see `compile_blocks`.
+    """
+    if settings.activation_checkpointing != "no":
+        recompute_blocks(model, settings.activation_checkpointing)
+    if settings.compile == "no":
+        return
+    blocks = every_block(model)
+    spread = settings.kind == "zero3"
+    if spread and blocks:
+        from deepspeed.utils import set_z3_leaf_modules  # type: ignore[import-untyped]
+
+        # Fetched by hooks of every submodule, parameters would cut a block's graph each time.
+        set_z3_leaf_modules(model, list({type(block) for block in blocks}))
+    compile_blocks(blocks, settings.compile, device, inside_hooks=spread)
+
+
+def _drop_untrained(optimizer: Optimizer) -> None:
+    """Take parameters that are not trained out of the optimizer's groups.
+
+    Raises:
+        UsageError: a group has no others; DeepSpeed would drop it, and the program's next rate
+            would go to another group.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+        if not group["params"]:
+            raise UsageError(
+                f"group {number} of the optimizer's param_groups has no parameter that is trained; "
+                "leave it out with engine.kind zero0 to zero3"
+            )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Buffers that belong to the state, by their full names: who holds each, and as what.
+
+    Not the tensors: moving a model to its device makes new ones.
+    """
+    return {
+        f"{prefix}.{key}".removeprefix("."): (module, key)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key, buffer in module._buffers.items()  # noqa: SLF001 - as torch's state_dict does
+        if buffer is not None and key not in module._non_persistent_buffers_set  # noqa: SLF001
+    }

@@ -1,0 +1,441 @@
+"""What a rank holds of each parameter under DeepSpeed: flat ranges of DeepSpeed's own buffers.
+
+Nothing is gathered or copied to save. DeepSpeed keeps its fp32 masters and moments in flat tensors,
+in which parameters lie one after the other; a rank has a range of each such row (stages 1 and 2) or
+of each parameter (stage 3). Rows that lie in files are mapped (`zero_nvme.py`). Weights that are
+not trained have no master there; where the model works in 16 bits each rank keeps its range of them
+as they were, in host memory.
+tests/engines/test_zero.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.checkpoint.tensors.boxes import Flat, State
+from hpctrain.engines.state import MODEL, OPTIM
+from hpctrain.engines.zero.zero_nvme import Disk
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+SPREADS_PARAMETERS = 3
+"""The stage at which each rank holds but a part of the weights."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A tensor that the optimizer updates: a parameter, or a row of several parameters' ranges.
+
+    Attributes:
+        tensor: In fp32.
+        group: Number of the optimizer's parameter group that it is updated by.
+    """
+
+    tensor: torch.Tensor
+    group: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """This rank's range of one parameter.
+
+    Attributes:
+        owner: Where the master lies.
+        offset: First element in the owner.
+        first: First element in the parameter.
+        count: Elements; 0 where the rank has none of the parameter.
+        shape: Of the whole parameter.
+        whole: The owner is the parameter itself, on every rank.
+    """
+
+    owner: Owner
+    offset: int
+    first: int
+    count: int
+    shape: tuple[int, ...]
+    whole: bool = False
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor | Flat:
+        """The same range of a tensor that lies as the owner does; memory is shared."""
+        if self.whole:
+            return tensor.detach()
+        return Flat(tensor.detach().narrow(0, self.offset, self.count), self.first, self.shape)
+
+
+def fragments_of(
+    parameters: Iterable[nn.Parameter], optimizer: Optimizer, zero: Any, stage: int
+) -> dict[int, Fragment]:
+    """Where this rank's range of each trained parameter lies, by the parameter's identity.
+
+    Args:
+        parameters: Of the whole model.
+        optimizer: The program's, which updates the owners.
+        zero: DeepSpeed's optimizer around it.
+        stage: ZeRO's.
+    """
+    if stage == 0:
+        return _copied(optimizer)
+    if stage == SPREADS_PARAMETERS:
+        return _each_spread(parameters, zero)
+    return _rows_spread(zero)
+
+
+def _copied(optimizer: Optimizer) -> dict[int, Fragment]:
+    return {
+        id(parameter): Fragment(
+            Owner(parameter, number), 0, 0, parameter.numel(), tuple(parameter.shape), whole=True
+        )
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+
+def _rows_spread(zero: Any) -> dict[int, Fragment]:
+    """Stages 1 and 2: each rank has a range of the row of all parameters of a group."""
+    found = {}
+    for number, parameters in enumerate(zero.bit16_groups):
+        owner = Owner(zero.single_partition_of_fp32_groups[number], number)
+        for parameter in parameters:
+            held = parameter._hp_mapping  # noqa: SLF001 - what DeepSpeed's own safe_get_* read
+            here = (held.hp_fragment_address.start, held.lp_fragment_address.start) if held else ()
+            count = held.lp_fragment_address.numel if held else 0
+            offset, first = here or (0, 0)
+            shape = tuple(parameter.shape)
+            found[id(parameter)] = Fragment(owner, offset, first, count, shape)
+    return found
+
+
+def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
+    """Stage 3: each rank has a range of each parameter; a row is of some parameters' ranges."""
+    found = {}
+    owners = [
+        Owner(flat, zero.sub_group_to_group_id[number])
+        for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
+    ]
+    of_owner = {id(p): n for n, group in enumerate(zero.fp16_groups) for p in group}
+    for parameter in parameters:
+        number = of_owner.get(id(parameter))
+        if number is None:
+            continue
+        _, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+        first, count = _range_of(parameter)
+        shape = tuple(parameter.ds_shape)
+        found[id(parameter)] = Fragment(owners[number], offset, first, count, shape)
+    return found
+
+
+def _range_of(parameter: Any) -> tuple[int, int]:
+    """A rank's range of a parameter at stage 3, without the padding that makes ranges equal."""
+    size = parameter.ds_tensor.ds_numel
+    first = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
+    return first, min(size, parameter.ds_numel - first)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """This rank's range of a parameter that is not trained, as it was before it became 16 bits.
+
+    Attributes:
+        parameter: The working copy.
+        local: The range, in host memory.
+        first: Its first element in the whole.
+        shape: Of the whole.
+    """
+
+    parameter: nn.Parameter
+    local: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
+
+
+class Holdings:
+    """All that a rank holds of a model and its optimizer under DeepSpeed, by full names."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, tuple[nn.Module, str]],
+        optimizer: Optimizer,
+        *,
+        zero: Any,
+        stage: int,
+        before: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Look where DeepSpeed has put everything. Collective where `before` is not empty.
+
+        Args:
+            named: Every name of the original model's parameters; one parameter can have several.
+            buffers: Persistent buffers: the module that holds each, and its name there.
+            optimizer: The program's, in DeepSpeed's hands already.
+            zero: DeepSpeed's optimizer; at stage 0 not needed.
+            stage: ZeRO's.
+            before: Where the model works in 16 bits: its parameters as they were, by identity.
+                Masters begin with these values.
+        """
+        self._named, self._buffers, self._optimizer = dict(named), dict(buffers), optimizer
+        # As torch does it: weights are told under all their names, moments under the first one.
+        self._first_names = _first_names(named)
+        self._zero, self._stage = zero, stage
+        self._disk = Disk(zero) if getattr(zero, "swap_optimizer", False) else None
+        self._fragments = fragments_of(named.values(), optimizer, zero, stage)
+        owners = {id(f.owner.tensor): f.owner for f in self._fragments.values()}
+        self._owners = list(owners.values())
+        self._kept = {
+            key: _keep(parameter, before[key])
+            for key, parameter in {id(p): p for p in named.values()}.items()
+            if key in before and key not in self._fragments and before[key].dtype != parameter.dtype
+        }
+        if before:
+            self._begin_with(before)
+
+    @torch.no_grad()
+    def _begin_with(self, before: Mapping[int, torch.Tensor]) -> None:
+        """DeepSpeed rounds weights to 16 bits before it makes masters of them; undo that."""
+        rows = {id(owner.tensor): self._lying(owner.tensor, owner) for owner in self._owners}
+        for key, fragment in self._fragments.items():
+            row = rows[id(fragment.owner.tensor)]
+            master = row.narrow(0, fragment.offset, fragment.count)
+            values = before[key].reshape(-1).narrow(0, fragment.first, fragment.count)
+            master.copy_(values)
+        self.push()
+
+    # ---- state
+
+    def collect(self, *, with_optimizer: bool, known: Iterable[str]) -> State:
+        """Every tensor that this rank holds; memory is shared, but for the optimizer's counts.
+
+        Args:
+            with_optimizer: With the moments; state of step 0 is made where there is none yet.
+            known: Names of the model's parameters and buffers.
+        """
+        shared: dict[str, torch.Tensor | Flat] = {}
+        names = {MODEL + name for name in known}
+        if with_optimizer:
+            self.make_state()
+        rows = {
+            id(owner.tensor): self._row(owner, with_optimizer=with_optimizer)
+            for owner in self._owners
+        }
+        for name, parameter in self._named.items():
+            fragment = self._fragments.get(id(parameter))
+            if fragment is None:
+                shared.update(self._untrained(MODEL + name, parameter))
+                continue
+            masters, values = rows[id(fragment.owner.tensor)]
+            if fragment.count or fragment.whole:
+                shared[MODEL + name] = fragment.view(masters)
+            for key, value in values.items() if name in self._first_names else ():
+                told = f"{OPTIM}{name}.{key}"
+                names.add(told)
+                if not _is_moment(value, masters):
+                    shared[told] = torch.as_tensor(value).detach().clone()
+                elif fragment.count or fragment.whole:
+                    shared[told] = fragment.view(value)
+        for name, (module, key) in self._buffers.items():
+            shared[MODEL + name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
+        return State(shared, known=frozenset(names - shared.keys()))
+
+    def _untrained(self, name: str, parameter: Any) -> dict[str, torch.Tensor | Flat]:
+        kept = self._kept.get(id(parameter))
+        if kept is not None:
+            return {name: Flat(kept.local, kept.first, kept.shape)} if kept.local.numel() else {}
+        if self._stage != SPREADS_PARAMETERS:
+            return {name: parameter.detach()}
+        first, count = _range_of(parameter)
+        part = parameter.ds_tensor.data.narrow(0, 0, count)
+        return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
+
+    def _row(
+        self, owner: Owner, *, with_optimizer: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """An owner's masters and the optimizer's state of them, where they can be read now."""
+        values = dict(self._values(owner)) if with_optimizer else {}
+        lying = {
+            key: self._lying(value, owner) if _is_moment(value, owner.tensor) else value
+            for key, value in values.items()
+        }
+        return self._lying(owner.tensor, owner), lying
+
+    def _lying(self, value: torch.Tensor, owner: Owner) -> torch.Tensor:
+        """Masters or a moment where they can be read and written."""
+        if self._disk is None or not self._disk.holds(owner.tensor):
+            return value
+        return self._disk.mapped(owner.tensor, value)
+
+    def _here(self, row: torch.Tensor, *, changes: bool) -> AbstractContextManager[None]:
+        """Around work that DeepSpeed or the optimizer does on masters and moments."""
+        if self._disk is None or not self._disk.holds(row):
+            return contextlib.nullcontext()
+        return self._disk.here(row, changes=changes)
+
+    def _values(self, owner: Owner) -> Iterator[tuple[str, Any]]:
+        for key, value in self._optimizer.state.get(owner.tensor, {}).items():
+            if value is not None:
+                yield key, value
+
+    def make_state(self) -> None:
+        """Have the optimizer make what it has no state of yet, as at step 0; nothing is updated.
+
+        Each owner makes one step of rate 0 with gradients of zero, after which it is forgotten
+        that there was a step.
+        """
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        missing = [owner for owner in self._owners if not optimizer.state.get(owner.tensor)]
+        try:
+            for owner in missing:
+                rate = groups[owner.group]["lr"]
+                still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+                alone = {**groups[owner.group], "params": [owner.tensor], "lr": still}
+                optimizer.param_groups = [alone]
+                with self._here(owner.tensor, changes=True):
+                    gradient, owner.tensor.grad = owner.tensor.grad, torch.zeros_like(owner.tensor)
+                    optimizer.step()
+                    owner.tensor.grad = gradient
+                _set(optimizer.state[owner.tensor], "step", 0.0)
+        finally:
+            optimizer.param_groups = groups
+        if missing:
+            self._link()
+
+    def _link(self) -> None:
+        """Tell DeepSpeed's own `safe_get_*` of new state."""
+        if self._links:
+            self._zero._hp_optimizer_states_linked = False  # noqa: SLF001
+            self._zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+
+    @property
+    def _links(self) -> bool:
+        return 0 < self._stage < SPREADS_PARAMETERS
+
+    def apply_counts(self, tensors: Mapping[str, Any]) -> None:
+        """Give the optimizer the counts that were filled in; moments it has already.
+
+        Raises:
+            CheckpointError: parameters that DeepSpeed updates together have different counts; on
+                every rank.
+        """
+        found: dict[tuple[int, str], tuple[str, float]] = {}
+        for name, parameter in self._named.items():
+            fragment = self._fragments.get(id(parameter))
+            if fragment is None:
+                continue
+            for key, value in self._values(fragment.owner):
+                told = f"{OPTIM}{name}.{key}"
+                if _is_moment(value, fragment.owner.tensor) or told not in tensors:
+                    continue
+                place, count = (id(fragment.owner.tensor), key), float(tensors[told])
+                other, known = found.setdefault(place, (told, count))
+                if known != count:
+                    raise CheckpointError(
+                        f"{told} is {count:g} and {other} is {known:g}, but DeepSpeed counts both "
+                        "together; resume with fsdp2 or ddp"
+                    )
+        for owner in self._owners:
+            for key, _ in list(self._values(owner)):
+                place = (id(owner.tensor), key)
+                if place in found:
+                    _set(self._optimizer.state[owner.tensor], key, found[place][1])
+
+    # ---- gradients
+
+    def complete_gradients(self) -> None:
+        """Before a step: what got no gradient gets zeros, where DeepSpeed would take leftovers."""
+        if self._disk is not None:
+            self._disk.fill_gradients()
+
+    def forget_gradients(self) -> None:
+        """After a step: DeepSpeed overwrites gradients parameter by parameter, where it keeps them.
+
+        One that gets none in the next step would be given this step's once more.
+        """
+        for owner in self._owners:
+            if owner.tensor.grad is not None:
+                owner.tensor.grad.zero_()
+        if self._stage == SPREADS_PARAMETERS:
+            self._zero.grad_partitions_flat_buffer.zero_()
+        if self._disk is not None:
+            self._disk.forget_gradients()
+
+    # ---- working copies
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Make the working copies of all ranks what the masters say. Collective."""
+        if self._stage == 0:
+            return
+        if self._stage == SPREADS_PARAMETERS:
+            self._push_each()
+            return
+        self._zero.update_lp_params()
+        for kept in self._kept.values():
+            _gather_kept(kept)
+
+    def _push_each(self) -> None:
+        """As DeepSpeed's own step does it: small parameters stay whole, and would be stale."""
+        zero = self._zero
+        zero._partition_all_parameters()  # noqa: SLF001 - no public way; the step's own
+        for kept in self._kept.values():
+            part: Any = kept.parameter
+            part.ds_tensor.data.narrow(0, 0, kept.local.numel()).copy_(kept.local)
+        for number, row in enumerate(zero.fp32_partitioned_groups_flat):
+            with self._here(row, changes=False):
+                zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+
+def _first_names(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """One name of each parameter."""
+    first: dict[int, str] = {}
+    for name, parameter in named.items():
+        first.setdefault(id(parameter), name)
+    return frozenset(first.values())
+
+
+def _is_moment(value: Any, row: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == row.shape
+
+
+def _set(values: dict[str, Any], key: str, number: float) -> None:
+    """Set a count, which some optimizers keep as a tensor and some as a number."""
+    held = values.get(key)
+    if isinstance(held, torch.Tensor):
+        held.fill_(number)
+    elif held is not None:
+        values[key] = type(held)(number)
+
+
+def _keep(parameter: Any, before: torch.Tensor) -> Kept:
+    """This rank's range of a parameter, as it was."""
+    if hasattr(parameter, "ds_tensor"):
+        first, count = _range_of(parameter)
+    else:
+        size = math.ceil(before.numel() / dist.get_world_size())
+        first = min(dist.get_rank() * size, before.numel())
+        count = min(size, before.numel() - first)
+    local = before.reshape(-1).narrow(0, first, count).cpu().clone()
+    return Kept(parameter, local, first, tuple(before.shape))
+
+
+def _gather_kept(kept: Kept) -> None:
+    """Fill a working copy from all ranks' ranges. Collective; of one parameter at a time."""
+    working = kept.parameter.data
+    size = math.ceil(working.numel() / dist.get_world_size())
+    mine = torch.zeros(size, dtype=working.dtype, device=working.device)
+    mine[: kept.local.numel()].copy_(kept.local)
+    whole = mine.new_empty(size * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, mine)
+    working.copy_(whole[: working.numel()].view_as(working))

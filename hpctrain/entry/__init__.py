@@ -1,0 +1,1 @@
+"""The programs that a job starts on its nodes, before anything heavy is imported."""

@@ -1,0 +1,238 @@
+"""Plays SLURM for one local job: starts nodes, signals, enforces limits, restarts when asked.
+
+It keeps to what SLURM was seen to do (shared design `slurm-facts.md`), so that the agents meet the
+same order of events here as there. Run as ``python -m hpctrain.entry.local_controller JOB_ID``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.base.ports import free_port
+from hpctrain.base.process import own_program
+from hpctrain.errors import HpctrainError
+from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import job_spec
+from hpctrain.scheduler.local import jobs
+from hpctrain.scheduler.local.control import LocalControl
+
+TICK_S = 0.05
+KILL_WAIT_S = 15.0
+
+
+class Controller:
+    """One local job."""
+
+    def __init__(self, job_id: str) -> None:
+        record = jobs.read(job_id)
+        if record is None:
+            raise SystemExit(f"there is no local job {job_id}")
+        self.record = record
+        self.run = RunDir(Path(record.run_dir))
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._requeue = False
+        self._kill_at: float | None = None
+        self._warned = False
+        self._available = record.max_nodes
+        self._own_restarts = 0
+
+    def serve(self) -> int:
+        """Start the job again and again until nobody asks for more. Returns the last exit code."""
+        self.record.controller_pid = os.getpid()
+        self.record.controller_started = jobs.process_start(os.getpid())
+        while True:
+            self._start()
+            code = self._supervise()
+            self._let_go()
+            if self.record.state == "COMPLETING" and self.record.reason == "cancelled":
+                return self._over("CANCELLED", code)
+            code = self._conclude(code)
+            self._take_requests()
+            if not self._requeue:
+                return self._over("COMPLETED" if code == 0 else "FAILED", code)
+
+    def give_up(self, code: int) -> int:
+        """The job cannot go on; returns its exit code."""
+        self._signal(signal.SIGKILL)
+        return self._over("FAILED", code)
+
+    def _let_go(self) -> None:
+        """The nodes are free: what follows is the scheduler's own time."""
+        index, start, _, nodes = self.record.starts[-1]
+        self.record.starts[-1] = index, start, self.record.previous_stop, nodes
+
+    def _conclude(self, code: int) -> int:
+        """What the batch script does under SLURM; returns the job's exit code."""
+        start = Start(
+            job_id=self.record.job_id,
+            restarts=self._own_restarts,
+            token=self.record.token,
+            nodes=list(self.record.nodes),
+            rc=code,
+            term=self.record.state == "COMPLETING",
+        )
+        return BatchSide(self.run, start, LocalControl(self.record.job_id)).finish()
+
+    def _start(self) -> None:
+        record = self.record
+        count = max(record.min_nodes, min(record.max_nodes, self._available))
+        record.nodes = [f"local{i}" for i in range(count)]
+        record.state, record.reason = "RUNNING", None
+        record.start_time = time.time()
+        record.end_time = record.start_time + record.time_s
+        record.preempt_time = None
+        self._own_restarts = record.restarts
+        record.starts.append((record.restarts, record.start_time, None, count))
+        self._requeue, self._kill_at, self._warned = False, None, False
+        jobs.write(record)
+        # Other folders have jobs of the same number, and a port counts as free until it is used.
+        port = free_port(f"{jobs.root()}/{record.job_id}", record.restarts)
+        python = job_spec(self.run).python
+        self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
+
+    def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+        record = self.record
+        context = {
+            "job_id": record.job_id,
+            "restarts": record.restarts,
+            "node_rank": rank,
+            "nodes": record.nodes,
+            "master_addr": "127.0.0.1",
+            "port": port,
+            "token": record.token,
+            "end_time": record.end_time,
+            "kill_wait_s": KILL_WAIT_S,
+        }
+        environment = {**os.environ, "HPCTRAIN_LOCAL_CONTEXT": json.dumps(context)}
+        command = own_program(
+            "hpctrain.entry.local_node", str(self.run.root), python=python, unbuffered=True
+        )
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def _supervise(self) -> int:
+        """Until every node's agent has left; the worst of their exit codes."""
+        while None in (codes := [_code(node) for node in self._nodes]):
+            self._take_requests()
+            self._enforce_limits()
+            if any(codes):
+                self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
+            time.sleep(TICK_S)
+        self._signal(signal.SIGKILL)  # what a dead agent left behind
+        for node in self._nodes:
+            node.wait()
+        self.record.previous_stop = time.time()  # for the start that may follow
+        return max((code for code in codes if code is not None), default=0)
+
+    def _take_requests(self) -> None:
+        for request in jobs.take_requests(self.record.job_id):
+            getattr(self, f"_on_{request.pop('operation')}")(**request)
+            jobs.write(self.record)
+
+    def _on_cancel(self) -> None:
+        self._end(reason="cancelled")
+
+    def _on_requeue(self) -> None:
+        if self._requeue:
+            return
+        self._requeue = True
+        self.record.restarts += 1
+        self._end(reason=None)
+
+    def _on_preempt(self, leave: int, grace_s: float) -> None:
+        """A more important job takes nodes: `leave` of them are left for the next start."""
+        self._available = leave
+        self.record.previous_end = "preempted"
+        if grace_s <= 0:
+            self._on_requeue()
+            return
+        self.record.preempt_time = time.time()
+        self.record.end_time = time.time() + grace_s
+        jobs.write(self.record)
+        self._signal(signal.SIGTERM)
+
+    def _on_free(self) -> None:
+        """The nodes are free again."""
+        self._available = self.record.max_nodes
+
+    def _on_fail_node(self, node: int) -> None:
+        """A node dies; SLURM would requeue by itself."""
+        self._available = max(self.record.min_nodes, len(self._nodes) - 1)
+        self.record.previous_end = "node_failed"
+        _kill_group(self._nodes[node], signal.SIGKILL)
+        if not self._requeue:
+            self._requeue = True
+            self.record.restarts += 1
+        self._signal(signal.SIGKILL)
+
+    def _enforce_limits(self) -> None:
+        now = time.time()
+        end = self.record.end_time or float("inf")
+        if not self._warned and now >= end - self.record.signal_lead_s:
+            self._warned = True
+            if self.record.preempt_time is None:
+                self._signal(signal.SIGUSR2)
+        if now >= end and self._kill_at is None:
+            if self.record.preempt_time is not None and not self._requeue:
+                self._requeue = True
+                self.record.restarts += 1
+            self._end(reason="TimeLimit" if self.record.preempt_time is None else None)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def _end(self, *, reason: str | None) -> None:
+        self.record.state, self.record.reason = "COMPLETING", reason
+        jobs.write(self.record)  # before the signal: whoever gets it asks at once
+        self._kill_at = time.time() + KILL_WAIT_S
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for node in self._nodes:
+            _kill_group(node, signum)
+
+    def _over(self, state: str, code: int) -> int:
+        self.record.state, self.record.reason = state, None
+        jobs.write(self.record)
+        return code
+
+
+def _code(node: subprocess.Popen[bytes]) -> int | None:
+    """How a node's agent ended, 0 for well; None while it lives.
+
+    It is not reaped: until it is, its number, which its group has too, is nobody else's.
+    """
+    if node.returncode is not None:
+        return abs(int(node.returncode))
+    found = os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if found is None else int(found.si_status)
+
+
+def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Signal every process of a node; the agent leads the group, its ranks are in it."""
+    if node.returncode is not None:
+        return  # reaped: the number may be another's by now
+    try:
+        os.killpg(node.pid, signum)
+    except ProcessLookupError:
+        return  # all gone already
+
+
+def main(arguments: list[str]) -> Any:
+    """Serve one job."""
+    controller = Controller(arguments[0])
+    try:
+        return controller.serve()
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        return controller.give_up(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""One node of a local job: ``python -m hpctrain.entry.local_node RUN_DIR``, started by the controller."""
+
+from __future__ import annotations
+
+from hpctrain.agent import signals
+
+signals.install()  # before anything heavy is imported
+
+import json  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from hpctrain.agent.main import run_agent  # noqa: E402
+from hpctrain.base.records import JobContext  # noqa: E402
+from hpctrain.errors import HpctrainError  # noqa: E402
+from hpctrain.run.layout import RunDir  # noqa: E402
+from hpctrain.scheduler.local.control import LocalControl  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Run this node's agent; returns its exit code."""
+    context = JobContext(**json.loads(os.environ["HPCTRAIN_LOCAL_CONTEXT"]))
+    try:
+        return run_agent(RunDir(Path(argv[0])), context, LocalControl(context.job_id))
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

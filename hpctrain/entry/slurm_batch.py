@@ -1,0 +1,193 @@
+"""The batch side: what the job's script asks before and after its one srun line.
+
+    python -m hpctrain.entry.slurm_batch before RUN TOKEN      prints exports for the shell
+    python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1
+    python -m hpctrain.entry.slurm_batch body                  prints where body.sh lies
+
+`before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
+without. `after` is the second line of defence: it requeues where no agent could, and its exit code
+is the job's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.base.ports import free_port
+from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
+from hpctrain.scheduler.slurm.command import run as run_command
+from hpctrain.scheduler.slurm.environment import own_job_id, own_restarts, resolves
+from hpctrain.scheduler.slurm.parse import (
+    parse_config_seconds,
+    parse_jobs,
+    parse_records,
+    read_nodes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ASK_TIMEOUT_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of the three; the exit code is the batch script's."""
+    try:
+        match list(argv):
+            case ["before", root, _]:
+                if many := one_of_many(os.environ):
+                    raise UsageError(many)
+                for name, value in exports(os.environ, _meeting_point(root)).items():
+                    print(f"export {name}={shlex.quote(value)}")
+                return 0
+            case ["after", root, token, "--rc", rc, "--term", term]:
+                from hpctrain.entry.slurm_after import after
+
+                if one_of_many(os.environ):  # `before` has said so
+                    return UsageError.exit_code
+                return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
+            case ["body"]:
+                from hpctrain.scheduler.slurm.script import body_path
+
+                print(body_path())
+                return 0
+            case _:
+                raise UsageError(
+                    f"hpctrain.entry.slurm_batch: {' '.join(argv)!r}: see its docstring"
+                )
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def one_of_many(env: Mapping[str, str]) -> str:
+    """Why this job cannot be a run's, or "": of several jobs each would fence the others out."""
+    what = ""
+    if env.get("SLURM_ARRAY_TASK_ID"):
+        what = f"a task of the array {env.get('SLURM_ARRAY_JOB_ID')}"
+    elif env.get("SLURM_HET_SIZE", "1") != "1":
+        what = "a part of a heterogeneous job"
+    if not what:
+        return ""
+    return (
+        f"job {env['SLURM_JOB_ID']} is {what}, and a run is one plain job: submit the script by "
+        "itself for each run, without --array, `#SBATCH hetjob` and ':'"
+    )
+
+
+class MeetingPoint(NamedTuple):
+    """Under which name or address the site's nodes reach the first one."""
+
+    template: str = ""
+    """{host} stands for the node's name; "" for the name itself."""
+    resolve: str = "name"
+    """What is handed on: the "name", or its "ipv4" or "ipv6" address."""
+
+
+def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict[str, str]:
+    """What every agent of this start of the job is to know, as environment variables.
+
+    Args:
+        env: Of the batch script.
+        meeting: The site's, where its preset says one.
+
+    Raises:
+        ClusterError: no port is free on this node.
+    """
+    job_id, restarts = own_job_id(env), own_restarts(env)
+    nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    found = {
+        "HPCTRAIN_PORT": str(free_port(job_id, restarts)),
+        "HPCTRAIN_RESTARTS": str(restarts),
+        "HPCTRAIN_NODES": ",".join(nodes),
+    }
+    found |= _asked(job_id, nodes)
+    address = _met_at(nodes[0], meeting) if nodes and meeting else ""
+    return found | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
+
+
+def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
+    """What only slurmctld knows: the job's times, its KillWait, where the first node is.
+
+    A site may show users no nodes (PrivateData), so each question stands for itself; a slurmctld
+    that is silent is asked no second one.
+    """
+    found: dict[str, str] = {}
+    for ask in (partial(_times, job_id), _kill_wait, partial(_first_node, nodes)):
+        try:
+            found |= ask()
+        except ClusterUnreachable as error:
+            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+            break
+        except (ClusterError, ValueError) as error:
+            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+    return found
+
+
+def _times(job_id: str) -> dict[str, str]:
+    records = parse_jobs(_scontrol("show", "job", job_id))
+    job = records[0] if records else {}
+    times = {"HPCTRAIN_JOB_END": "EndTime", "HPCTRAIN_JOB_START": "StartTime"}
+    return {name: job[key] for name, key in times.items() if job.get(key, "").isdigit()}
+
+
+def _kill_wait() -> dict[str, str]:
+    seconds = parse_config_seconds(_scontrol("show", "config"), "KillWait")
+    return {} if seconds is None else {"HPCTRAIN_KILL_WAIT_S": f"{seconds:g}"}
+
+
+def _first_node(nodes: Sequence[str]) -> dict[str, str]:
+    return {"HPCTRAIN_MASTER_ADDR": _address(nodes[0])} if nodes else {}
+
+
+def _meeting_point(root: str) -> MeetingPoint | None:
+    """The one of the run's preset, read from spec.json as it is: this process has no time."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or no preset in it
+        network = json.loads((Path(root) / "spec.json").read_text())["preset"]["network"]
+        found = MeetingPoint(network["rendezvous_host"], network["resolve"])
+        return None if found == MeetingPoint() else found
+    return None
+
+
+def _met_at(node: str, meeting: MeetingPoint) -> str:
+    """Where the site's preset lets the ranks meet; "" where that means nothing on this node."""
+    name = meeting.template.replace("{host}", node) or node
+    family = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}.get(meeting.resolve)
+    try:
+        found = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
+    except (OSError, UnicodeError) as error:
+        print(
+            f"hpctrain: {name} has no {meeting.resolve if family else 'address'} here ({error}), "
+            "though the site's [network] says so; ranks meet at its own address instead",
+            file=sys.stderr,
+        )
+        return ""
+    return str(found[0][4][0]) if family else name
+
+
+def _address(node: str) -> str:
+    """The node's name where it is a host's name, else the address under which slurmctld reaches it.
+
+    Several nodes on one host, as in a test cluster, have names that mean nothing outside SLURM.
+    """
+    records = parse_records(_scontrol("show", "node", node))
+    record = records[0] if records else {}
+    if record.get("NodeHostName", node) == node and resolves(node):
+        return node
+    return record.get("NodeAddr", node)
+
+
+def _scontrol(*args: str) -> str:
+    return run_command(["scontrol", *args], timeout_s=ASK_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

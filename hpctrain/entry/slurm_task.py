@@ -1,0 +1,47 @@
+"""The task that srun starts on every node: `python -m hpctrain.entry.slurm_task FOLDER`.
+
+FOLDER is the run's directory; in scripts of older versions ``jobs/<token>`` below it. The signal
+handlers stand before anything that takes time is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+from hpctrain.agent import signals
+
+OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
+"""What a full or failing file system says: no bug of ours, whose traceback would tell something."""
+
+
+def main(argv: list[str]) -> int:
+    """Run this node's part of the run; returns the exit code of the task."""
+    signals.install()
+    from pathlib import Path
+
+    from hpctrain.errors import HpctrainError, UsageError
+
+    folder = Path(argv[0])
+    try:
+        from hpctrain.scheduler.slurm.executor import AgentTask
+
+        for root in (folder, folder.parent.parent):
+            if (root / "spec.json").exists():
+                return AgentTask(root)()
+        raise UsageError(
+            f"{folder} holds no spec.json: HPCTRAIN_RUN_DIR must be a run's directory, seen under "
+            "the same path on every node"
+        )
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        print(f"hpctrain: error: {folder}: {error}", file=sys.stderr, flush=True)
+        return HpctrainError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""Checkpoints to and from other programs' formats, and beside each other. Never pickled."""

@@ -1,0 +1,131 @@
+"""Which samples made the final weights: the proof that each was used exactly once.
+
+Attempt by attempt, with what a restore went back behind cut away. tests/unit/test_lineage.py holds
+the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from hpctrain.history.run_state import live
+from hpctrain.run.values import whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from hpctrain.run.events import Event
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps of one attempt that are in the final weights.
+
+    Attributes:
+        attempt: Which.
+        first: First step.
+        last: Last step, inclusive.
+        sample_first: Global position of the first sample; None where the program does not tell.
+        sample_last: Position after the last sample.
+    """
+
+    attempt: int | None
+    first: int
+    last: int
+    sample_first: int | None
+    sample_last: int | None
+
+
+@dataclass
+class Lineage:
+    """What the final weights are made of, and what is wrong with it."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Gaps and overlaps, a line each; none means that every sample was used exactly once."""
+
+
+def lineage(events: Iterable[Event]) -> Lineage:
+    """The steps that made the final weights: what a restore went back behind is cut away."""
+    pieces: list[Piece] = []
+    problems: list[str] = []
+    for event in live(events):
+        if event.kind == "restored":
+            problems += _go_back(pieces, whole(event.data.get("step")) or 0, event.attempt)
+        elif event.kind == "steps" and (piece := _piece(event)) is not None:
+            pieces.append(piece)
+    problems += [text for pair in _pairs(pieces) for text in _joint(*pair)]
+    return Lineage(pieces, problems)
+
+
+def coverage(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Ranges [first, last) of sample positions that made the final weights, in training order.
+
+    Ranges that join are one: a run that used every sample exactly once has exactly one, from 0 on.
+    """
+    ranges: list[tuple[int, int]] = []
+    for piece in lineage(events).pieces:
+        if piece.sample_first is None or piece.sample_last is None:
+            continue
+        if ranges and ranges[-1][1] == piece.sample_first:
+            ranges[-1] = (ranges[-1][0], piece.sample_last)
+        else:
+            ranges.append((piece.sample_first, piece.sample_last))
+    return ranges
+
+
+def _piece(event: Event) -> Piece | None:
+    data = event.data
+    first, last = whole(data.get("first")), whole(data.get("last"))
+    if first is None or last is None or last < first:
+        return None
+    samples = whole(data.get("sample_first")), whole(data.get("sample_last"))
+    return Piece(event.attempt, first, last, *samples)
+
+
+def _go_back(pieces: list[Piece], step: int, attempt: int | None) -> list[str]:
+    """Take away the steps after `step`, which a restore has undone; says what is not known."""
+    while pieces and pieces[-1].first > step:
+        pieces.pop()
+    if pieces and pieces[-1].last > step:
+        pieces[-1], exact = _cut(pieces[-1], step)
+        lies = f"attempt {attempt} restored step {step}, which lies inside a step mark"
+        return [] if exact else [f"{lies}: its sample position is not exact"]
+    known = pieces[-1].last if pieces else 0
+    if known == step:
+        return []
+    missing = f"steps {known + 1} to {step} are not in the ledger"
+    return [f"attempt {attempt} restored step {step}, but {missing}"]
+
+
+def _cut(piece: Piece, step: int) -> tuple[Piece, bool]:
+    """The part of a piece up to a step, and whether its sample position is exact."""
+    if piece.sample_first is None or piece.sample_last is None:
+        return replace(piece, last=step), True
+    samples = (piece.sample_last - piece.sample_first) * (step - piece.first + 1)
+    middle, rest = divmod(samples, piece.last - piece.first + 1)
+    return replace(piece, last=step, sample_last=piece.sample_first + middle), rest == 0
+
+
+def _pairs(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
+    before = Piece(None, 0, 0, 0, 0)
+    for piece in pieces:
+        yield before, piece
+        before = piece
+
+
+def _joint(before: Piece, after: Piece) -> list[str]:
+    """What is wrong where two pieces meet."""
+    problems = _compare("step", before.last + 1, after.first, after.attempt)
+    if before.sample_last is not None and after.sample_first is not None:
+        problems += _compare("sample", before.sample_last, after.sample_first, after.attempt)
+    return problems
+
+
+def _compare(what: str, wanted: int, found: int, attempt: int | None) -> list[str]:
+    if found == wanted:
+        return []
+    if found > wanted:
+        return [f"gap: {what}s {wanted} to {found - 1} are missing before attempt {attempt}'s"]
+    return [f"overlap: {what}s {found} to {wanted - 1} were used again by attempt {attempt}"]

@@ -1,0 +1,304 @@
+"""What each attempt went through and when, and what was submitted: read from the ledger in one go.
+
+Pure. Times are as their writers' clocks had them; who uses them puts them in order
+(`allocations`, `cut`). tests/unit/test_goodput.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.base.records import EndReason, Next
+from hpctrain.history.run_state import live
+from hpctrain.run.values import finite, listed, member, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpctrain.run.events import Event
+
+
+class Mark(NamedTuple):
+    """Where an attempt's training was at one moment; seconds since its first step."""
+
+    t: float
+    step: int
+    data_s: float
+    save_s: float | None
+    """None in a ledger that does not tell; then the saves themselves do."""
+
+
+class Stall(NamedTuple):
+    """A save that stopped the training for a while."""
+
+    t: float
+    step: int | None
+    seconds: float
+
+
+@dataclass
+class Milestones:
+    """One attempt.
+
+    Attributes:
+        number: Counted from 1.
+        first_t: When it was first heard of.
+        last_t: The same for the last time, by any writer but its successor.
+        job_id: Whose job it ran in; where its beginning is torn, the newest that was submitted.
+        restarts: How often the scheduler had restarted that job.
+        nodes: How many there were.
+        restart: Whether it was started again inside the allocation of the one before.
+        initialised: Whether its program has called `hpctrain.init`.
+        started: When its ranks were about to start.
+        begun: When its job began, by SLURM or by the first process that could tell.
+        restoring: When its ranks began to look for a checkpoint.
+        restored: When they had it.
+        restored_step: Its step, 0 for none.
+        first_step: When the first step was done.
+        base: Seconds of data and saves that count for the time before the first step was done.
+        marks: Step marks, in order.
+        stalls: Saves, in order.
+        stopping: When its ranks agreed to stop.
+        left: When they had saved and left, or were done.
+        failed: When a failure was written down.
+        ended: When its end was written down by those who saw it.
+        ended_at: The scheduler's word on the end of its allocation.
+        heard: When its ranks were last heard of.
+        last_step: The last step that it is known to have done.
+        saved_step: The newest checkpoint that it committed.
+        reason: Why it ended; None while it runs.
+        next: What followed.
+    """
+
+    number: int
+    first_t: float
+    last_t: float
+    job_id: str = ""
+    restarts: int = 0
+    nodes: int = 1
+    restart: bool = False
+    initialised: bool = False
+    started: float | None = None
+    begun: float | None = None
+    restoring: float | None = None
+    restored: float | None = None
+    restored_step: int | None = None
+    first_step: float | None = None
+    base: tuple[float, float] = (0.0, 0.0)
+    marks: list[Mark] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    stopping: float | None = None
+    left: float | None = None
+    failed: float | None = None
+    ended: float | None = None
+    ended_at: float | None = None
+    heard: float | None = None
+    last_step: int | None = None
+    saved_step: int | None = None
+    reason: EndReason | None = None
+    next: Next | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an end is on record."""
+        return self.reason is not None
+
+    @property
+    def tells(self) -> bool:
+        """Whether its ranks told anything: a program that does not use hpctrain tells nothing."""
+        return self.initialised or self.restored is not None or self.first_step is not None
+
+    def moved(self, step: int | None) -> None:
+        """It is known to have done this step."""
+        if step is not None:
+            self.last_step = max(step, self.last_step or 0)
+
+
+@dataclass
+class Submission:
+    """A job that was asked for.
+
+    Attributes:
+        asked: When.
+        token: The submission's.
+        job_id: "" where the answer is not on record.
+        refused: Whether it was not accepted.
+        cancelled: When it was asked to be cancelled.
+    """
+
+    asked: float
+    token: str = ""
+    job_id: str = ""
+    refused: bool = False
+    cancelled: float | None = None
+
+
+@dataclass
+class Past:
+    """A run's ledger as milestones."""
+
+    attempts: list[Milestones] = field(default_factory=list)
+    """In the order in which they began."""
+    submissions: list[Submission] = field(default_factory=list)
+    gone: bool = False
+    """Whether the scheduler says that nothing of it runs: an attempt without an end ended when it
+    was last heard of."""
+
+
+def past_of(events: Iterable[Event]) -> Past:
+    """The milestones of every attempt, and every submission, in order.
+
+    Facts whose time is no number are left out; nothing that an event holds is an error.
+    """
+    found = Past()
+    by_number: dict[int, Milestones] = {}
+    for event in live(events):
+        if not math.isfinite(event.t):
+            continue
+        if event.kind in _SUBMITS:
+            _SUBMITS[event.kind](found.submissions, event)
+        if event.attempt is None:
+            continue
+        one = by_number.get(event.attempt)
+        if one is None:
+            one = by_number[event.attempt] = Milestones(event.attempt, event.t, event.t)
+            # Its beginning says better, where it is not torn.
+            one.job_id = found.submissions[-1].job_id if found.submissions else ""
+            found.attempts.append(one)
+        if event.kind != "attempt_ended" or event.data.get("by") != "successor":
+            one.last_t = event.t
+        change = _CHANGES.get(event.kind)
+        if change is not None:
+            change(one, event)
+    return found
+
+
+# What was asked for.
+
+
+def _intent(known: list[Submission], event: Event) -> None:
+    known.append(Submission(event.t, text(event.data.get("token"))))
+
+
+def _accepted(known: list[Submission], event: Event) -> None:
+    token, job_id = text(event.data.get("token")), text(event.data.get("job_id"))
+    same = [one for one in known[-1:] if one.token == token and not one.job_id]
+    if not same:
+        same = [Submission(event.t, token)]
+        known += same
+    same[0].job_id = job_id
+
+
+def _refused(known: list[Submission], event: Event) -> None:
+    del event
+    if known and not known[-1].job_id:
+        known[-1].refused = True
+
+
+def _cancelled(known: list[Submission], event: Event) -> None:
+    job_id = text(event.data.get("job_id"))
+    for one in known[::-1]:
+        if one.job_id in {"", job_id}:
+            one.cancelled = one.cancelled or event.t
+            return
+
+
+_SUBMITS: dict[str, Callable[[list[Submission], Event], None]] = {
+    "submit_intent": _intent,
+    "submitted": _accepted,
+    "submit_adopted": _accepted,
+    "submit_failed": _refused,
+    "cancel_requested": _cancelled,
+}
+
+
+# What each kind of event tells of its attempt.
+
+
+def _started(one: Milestones, event: Event) -> None:
+    data = event.data
+    one.started = event.t
+    one.job_id = text(data.get("job_id"))
+    one.restarts = whole(data.get("restarts")) or 0
+    one.nodes = max(1, len(listed(data.get("nodes"))))
+    one.restart = data.get("by") == "restart"
+    told = (finite(data.get(name)) for name in ("job_started", "batch_started", "agent_started"))
+    one.begun = next((t for t in told if t is not None), None)
+
+
+def _phase(one: Milestones, event: Event) -> None:
+    one.initialised = True
+    if event.data.get("name") == "first_step" and one.first_step is None:
+        one.first_step = event.t
+        data_s, save_s = finite(event.data.get("data_s")), finite(event.data.get("save_s"))
+        one.base = (max(0.0, data_s or 0.0), max(0.0, save_s or 0.0))
+
+
+def _restored(one: Milestones, event: Event) -> None:
+    one.restored = event.t
+    one.restoring = event.t - max(0.0, finite(event.data.get("seconds")) or 0.0)
+    one.restored_step = whole(event.data.get("step")) or 0
+    one.moved(one.restored_step)
+
+
+def _steps(one: Milestones, event: Event) -> None:
+    data = event.data
+    last = whole(data.get("last"))
+    if last is None:
+        return
+    if not one.marks and one.first_step is None:  # an older ledger, or a torn one
+        one.first_step = event.t - max(0.0, finite(data.get("seconds")) or 0.0)
+    save_s = finite(data.get("save_s"))
+    one.marks.append(Mark(event.t, last, finite(data.get("data_s")) or 0.0, save_s))
+    one.moved(last)
+
+
+def _saved(one: Milestones, event: Event) -> None:
+    step = whole(event.data.get("step"))
+    one.stalls.append(Stall(event.t, step, max(0.0, finite(event.data.get("stall_s")) or 0.0)))
+    one.saved_step = step if step is not None else one.saved_step
+    one.moved(step)
+
+
+def _stopping(one: Milestones, event: Event) -> None:
+    one.stopping = one.stopping or event.t
+
+
+def _left(one: Milestones, event: Event) -> None:
+    one.left = one.left or event.t
+    one.moved(whole(event.data.get("step")))
+
+
+def _failed(one: Milestones, event: Event) -> None:
+    one.failed = one.failed or event.t
+
+
+def _ended(one: Milestones, event: Event) -> None:
+    data = event.data
+    if data.get("by") != "successor" and one.ended is None:
+        one.ended = event.t
+    one.ended_at = _or_before(finite(data.get("ended_at")), one.ended_at)
+    one.heard = _or_before(finite(data.get("heard")), one.heard)
+    one.reason = member(EndReason, data.get("reason")) or EndReason.UNKNOWN
+    one.next = member(Next, data.get("next"))
+    one.moved(whole(data.get("step")))
+
+
+def _or_before(value: float | None, before: float | None) -> float | None:
+    return before if value is None else value
+
+
+_CHANGES: dict[str, Callable[[Milestones, Event], None]] = {
+    "attempt_started": _started,
+    "phase": _phase,
+    "restored": _restored,
+    "steps": _steps,
+    "saved": _saved,
+    "stop_requested": _stopping,
+    "stopped": _left,
+    "done": _left,
+    "failure": _failed,
+    "attempt_ended": _ended,
+}

@@ -1,0 +1,190 @@
+"""Follows a run until it is over: its logs as they grow, across attempts.
+
+It polls: inotify is blind to what other nodes write over NFS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.derive import OVER, RunState, run_state, standing
+from hpctrain.run.events import parse
+from hpctrain.run.lines import LONGEST_BYTES
+from hpctrain.run.log_files import LogFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpctrain.logs.printer import Printer
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
+    from hpctrain.status.status import Answer
+
+POLL_S = 0.5
+ASK_S = 5.0
+"""How often a scheduler is asked whether a run that has no end on record is still alive."""
+OPENS_PER_S = 200
+"""A file server must not suffer from somebody who follows a thousand ranks."""
+_WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
+
+
+class Turns:
+    """A ledger without its step marks, which are most of it, read as it grows."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
+
+    def new(self) -> list[Event]:
+        """The events since the last call."""
+        lines = (line for line in self._file.lines() if b'"kind": "steps"' not in line[:64])
+        return [event for line in lines if (event := parse(line))]
+
+
+@dataclass
+class EndWatch:
+    """Knows when a run, or one attempt of it, is over, so that following it can end.
+
+    Args:
+        run: The run.
+        only: The attempt that is followed; None for the run.
+        tell: Told once that the scheduler gives no answer, and why.
+
+    Attributes:
+        waiting: What it waits for in the queue, in words; "" while it does not.
+    """
+
+    run: RunDir
+    only: int | None
+    tell: Callable[[str], None]
+    events: list[Event] = field(default_factory=list)
+    waiting: str = ""
+    _cluster: str | None = None
+    _asked: float = -1e9
+    _answer: Answer | None = None
+    _lost: int = 0
+    _why: str | None = None
+
+    def add(self, events: Iterable[Event]) -> None:
+        """New facts; the many that say only how far the run is are not kept."""
+        self.events += [event for event in events if event.kind not in {"steps", "phase"}]
+
+    def is_over(self, *, heard: bool = False) -> bool:
+        """Whether nobody will write any more; without an end on record, asks the scheduler.
+
+        Args:
+            heard: Somebody wrote just now: no scheduler is to be asked whether the job lives.
+        """
+        now, only = standing(self.events), self.only
+        if self._has_ended(only or now.attempt) and (only or now.phase in OVER):
+            return True
+        if only is not None and now.attempt is not None and now.attempt > only:
+            return True
+        if time.monotonic() - self._asked < ASK_S or (heard and now.phase is RunState.RUNNING):
+            return False
+        answer = self._ask()
+        if now.phase in OVER:  # done, and its last words are still to come
+            return answer.job is None or not answer.job.alive
+        state = run_state(self.events, answer.job, asked=answer.asked)
+        self._note_waiting(state, answer)
+        self._lost = self._lost + 1 if state is RunState.LOST else 0
+        # Between two starts of a job a scheduler may not know it for a moment: lost is asked twice.
+        return state in OVER or state is RunState.CREATED or self._lost > 1
+
+    @property
+    def state(self) -> RunState:
+        """Where the run stands, as far as was asked."""
+        answer = self._answer
+        job, asked = (answer.job, answer.asked) if answer else (None, False)
+        return run_state(self.events, job, asked=asked)
+
+    def _has_ended(self, attempt: int | None) -> bool:
+        if attempt is None:
+            return True
+        return any(e.kind == "attempt_ended" and e.attempt == attempt for e in self.events)
+
+    def _ask(self) -> Answer:
+        from hpctrain.errors import HpctrainError
+        from hpctrain.settings.spec import load_spec
+        from hpctrain.status.job import ask
+
+        if self._cluster is None:
+            self._cluster = ""
+            with contextlib.suppress(HpctrainError):  # then the ledger alone must do
+                self._cluster = load_spec(self.run.spec).cluster
+        before, self._answer = self._answer, ask(self.run, self._cluster, self.events)
+        self._asked = time.monotonic()
+        if self._answer.problem and (before is None or before.problem != self._answer.problem):
+            self.tell(f"no answer from the cluster: {self._answer.problem}")
+        return self._answer
+
+    def _note_waiting(self, state: RunState, answer: Answer) -> None:
+        """New words for each new reason: an expected start that moves is no news."""
+        from hpctrain.base.text import clock
+
+        job = answer.job
+        if state not in _WAITING or job is None:
+            self.waiting, self._why = "", None
+            return
+        if self._why == (job.reason or ""):
+            return
+        self._why = job.reason or ""
+        reason = f" ({job.reason})" if job.reason else ""
+        now, start = time.time(), job.start_time
+        expected = f", expected start {clock(start, now)}" if start and start > now else ""
+        self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}"
+
+
+@dataclass
+class Follower:
+    """Prints a run's logs until it is over."""
+
+    printer: Printer
+    ledger: Turns
+    watch: EndWatch
+    _told: str = ""
+
+    def follow(self) -> None:
+        """Return when the run, or the one attempt that is wanted, is over."""
+        seen = self.printer.lines
+        while not self.watch.is_over(heard=self.printer.lines > seen):
+            seen = self.printer.lines
+            self._show_and_wait()
+        self._show_and_wait()
+        self.printer.show(self.watch.events, over=True)
+        if self.watch.only is None:
+            self.printer.note(f"{self.watch.run.name}: {self.watch.state.value}")
+        self.printer.out.flush()
+
+    def _show_and_wait(self) -> None:
+        self.printer.show(self.watch.events, over=False)
+        self._tell_what_is_waited_for()
+        time.sleep(pause(self.printer.open_logs))
+        self.watch.add(self.ledger.new())
+
+    def _tell_what_is_waited_for(self) -> None:
+        """Below the end of the attempt before, not above it."""
+        waiting = self.watch.waiting
+        if waiting and not self.printer.is_between:
+            return
+        if waiting and waiting != self._told:
+            self.printer.note(waiting)
+            self.printer.out.flush()
+        self._told = waiting
+
+
+def pause(logs: int) -> float:
+    """Seconds between two looks at so many files."""
+    return max(POLL_S, logs / OPENS_PER_S)
+
+
+def told_by(printer: Printer) -> Callable[[str], None]:
+    """What an `EndWatch` tells, as a marker in the stream, at once."""
+
+    def tell(text: str) -> None:
+        printer.note(text)
+        printer.out.flush()
+
+    return tell

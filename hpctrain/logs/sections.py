@@ -1,0 +1,260 @@
+"""Which log files a run has, in the order of its attempts or of its jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import EndReason, Next
+from hpctrain.base.text import count, duration, fold_nodes, step_time
+from hpctrain.run.values import number, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
+
+BATCH = "batch"
+ALL = "all"
+TROUBLE = "trouble"
+"""All ranks, and what the batch side printed."""
+_RANK_LOG = re.compile(r"rank-(\d+)\.log")
+_DOT = " \N{MIDDLE DOT} "
+_ARROW = "\N{RIGHTWARDS ARROW}"
+_LONGEST_WHY = 100
+
+
+@dataclass(frozen=True)
+class Source:
+    """One log file.
+
+    Attributes:
+        label: What stands before its lines where several are shown.
+        path: The file.
+        rank: Whose it is; None for what the batch side printed.
+        node: Where that ran, "" where unknown.
+    """
+
+    label: str
+    path: Path
+    rank: int | None = None
+    node: str = ""
+
+
+@dataclass
+class Section:
+    """The logs of one attempt, or of one submission's batch script.
+
+    Attributes:
+        key: Attempt number or submission token.
+        title: Line that stands above it.
+        news: Line that stands in it as soon as it is known: what was restored.
+        end: Line that stands below it, once it is over.
+        begun: When it began, seconds since the epoch.
+        ended: When it ended; None while it goes on or where that is not known.
+        followed: Another section of its sort has begun.
+        timed: The agents tell when its lines were written.
+        attempts: Numbers of the attempts that it belongs to.
+        files: Looks for its log files.
+    """
+
+    key: int | str
+    title: str
+    news: str
+    end: str
+    begun: float
+    ended: float | None
+    followed: bool
+    timed: bool
+    attempts: frozenset[int]
+    files: Callable[[], list[Source]]
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt's number; None for a batch script."""
+        return self.key if isinstance(self.key, int) else None
+
+
+def sections(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str) -> list[Section]:
+    """What there is to print, in order.
+
+    Args:
+        run: The run.
+        events: Its ledger; step marks may be missing.
+        wanted: Ranks, or ALL, BATCH, TROUBLE.
+    """
+    found: list[Section] = []
+    if wanted != BATCH:
+        found += _attempts(run, events, ALL if wanted == TROUBLE else wanted)
+    if wanted in {BATCH, TROUBLE}:
+        found += _batch(run, events, told_apart=wanted == TROUBLE)
+    return found
+
+
+# ---- attempts
+
+
+def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str) -> list[Section]:
+    from hpctrain.ledger.derive import attempts
+
+    restored = {event.attempt: event.data for event in events if event.kind == "restored"}
+    ends: dict[int | None, float] = {}
+    for event in events:
+        if event.kind == "attempt_ended":
+            ends.setdefault(event.attempt, event.t)
+    views = attempts(events)
+    found = []
+    for position, view in enumerate(views):
+
+        def files(view: AttemptView = view) -> list[Source]:
+            return _rank_logs(run, view, wanted)
+
+        found.append(
+            Section(
+                view.number,
+                _title(view),
+                _restored(view.number, restored.get(view.number, {})),
+                _end(view),
+                view.started,
+                ends.get(view.number),
+                followed=position + 1 < len(views),
+                timed=True,
+                attempts=frozenset({view.number}),
+                files=files,
+            )
+        )
+    return found
+
+
+def _title(view: AttemptView) -> str:
+    where = f" on {fold_nodes(view.nodes)}" if view.nodes else ""
+    return f"attempt {view.number}{where}{_DOT}job {view.job_id or 'unknown'}"
+
+
+def _restored(attempt: int, data: Mapping[str, object]) -> str:
+    """What it went on from; nothing for the first one, which has nothing to go on from."""
+    step, seconds = whole(data.get("step")), number(data.get("seconds"))
+    if step is None or (attempt == 1 and step == 0):
+        return ""
+    if not data.get("checkpoint"):
+        return "no checkpoint, begins at step 0"
+    before, now = whole(data.get("from_world_size")), whole(data.get("world_size"))
+    facts = [f"{before}{_ARROW}{count(now, 'rank')}"] if before and now else []
+    facts += [] if seconds is None else [_took(seconds)]
+    return f"restored step {step:,}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def _took(seconds: float) -> str:
+    return step_time(seconds) if seconds < 1 else duration(seconds)
+
+
+_FOLLOWS = {
+    Next.REQUEUE: "requeued",
+    Next.LEAVE: "requeued",
+    Next.RESTART: "restarts in this allocation",
+    Next.ASK_BATCH: "the batch script decides",
+}
+
+
+def _end(view: AttemptView) -> str:
+    if view.reason is None:
+        return ""
+    cause = view.reason.value if view.cause is None else view.cause.value
+    why = f" ({_why(view)})" if _why(view) else ""
+    facts = [f"attempt {view.number} ended: {cause}{why}"]
+    if view.steps_lost is not None and view.reason is not EndReason.COMPLETED:
+        facts.append(f"{count(view.steps_lost, 'step')} lost")
+    if view.next in _FOLLOWS:
+        facts.append(_FOLLOWS[view.next])
+    return _DOT.join(facts)
+
+
+def _why(view: AttemptView) -> str:
+    """What the first rank to fail said, or one line more about the end."""
+    failure = view.failure
+    words = view.detail if view.detail != view.reason else ""
+    if failure is not None:
+        words = f"{'' if failure.rank is None else f'rank {failure.rank}: '}{failure.summary}"
+    what = " ".join(words.split())
+    return what if len(what) <= _LONGEST_WHY else f"{what[: _LONGEST_WHY - 3]}..."
+
+
+def _rank_logs(run: RunDir, view: AttemptView, wanted: frozenset[int] | str) -> list[Source]:
+    if not isinstance(wanted, str):
+        ranks = sorted(wanted)
+        return [_source(view, rank, run.rank_log(view.number, rank)) for rank in ranks]
+    with contextlib.suppress(FileNotFoundError):
+        paths = sorted(run.attempt(view.number).iterdir())
+        found = [(int(m[1]), path) for path in paths if (m := _RANK_LOG.fullmatch(path.name))]
+        return [_source(view, rank, path) for rank, path in found]
+    return []
+
+
+def _source(view: AttemptView, rank: int, path: Path) -> Source:
+    on_each = view.world_size // len(view.nodes) if view.nodes else 0
+    at = rank // on_each if on_each else len(view.nodes)
+    node = view.nodes[at] if at < len(view.nodes) else ""
+    short = node.partition(".")[0]
+    return Source(" ".join(filter(None, [f"a{view.number} r{rank}", short])), path, rank, node)
+
+
+# ---- the batch side
+
+
+def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Section]:
+    """Each submission's output: the batch script's and, beside it, that of its agents."""
+    jobs = _jobs(events)
+    found = []
+    for position, (token, (job_id, begun)) in enumerate(jobs.items()):
+        where = f"job {job_id} " if told_apart else ""
+
+        def files(token: str = token, where: str = where) -> list[Source]:
+            return _outputs(run, token, where)
+
+        title = f"job {job_id}{_DOT}{token}"
+        followed = position + 1 < len(jobs)
+        section = Section(
+            token, title, "", "", begun, None, followed=followed, timed=False,
+            attempts=_of_job(events, job_id), files=files,
+        )  # fmt: skip
+        found.append(section)
+    return found
+
+
+def _jobs(events: Sequence[Event]) -> dict[str, tuple[str, float]]:
+    """Each submission's job id, and when it was submitted."""
+    jobs: dict[str, tuple[str, float]] = {}
+    known: set[str] = set()
+    for event in events:
+        token, job_id = event.data.get("token"), text(event.data.get("job_id"))
+        if event.kind in {"submitted", "submit_adopted"} and token:
+            jobs[text(token)] = (job_id, event.t)
+        elif event.kind == "attempt_started" and job_id not in known:
+            jobs[f"job-{job_id}"] = (job_id, event.t)  # a batch script submitted by hand
+        else:
+            continue
+        known.add(job_id)
+    return jobs
+
+
+def _of_job(events: Sequence[Event], job_id: str) -> frozenset[int]:
+    started = (e for e in events if e.kind == "attempt_started" and e.attempt is not None)
+    return frozenset(e.attempt or 0 for e in started if text(e.data.get("job_id")) == job_id)
+
+
+def _outputs(run: RunDir, token: str, where: str) -> list[Source]:
+    """Output files of one submission: TOKEN.out of the script, TOKEN-0.out and so on of agents."""
+    with contextlib.suppress(FileNotFoundError):
+        paths = sorted(path for path in run.jobs.iterdir() if path.suffix == ".out")
+        own = [p for p in paths if p.stem == token or p.stem.startswith(f"{token}-")]
+        return [Source(f"{where}{_name(path.stem.removeprefix(token))}", path) for path in own]
+    return []
+
+
+def _name(suffix: str) -> str:
+    return f"agent {suffix.lstrip('-')}" if suffix else BATCH

@@ -1,0 +1,1 @@
+"""A linter for the environment of NCCL, libfabric, torch and gloo."""

@@ -1,0 +1,73 @@
+"""Rules for environment values: what their reader makes of them, before a job finds out.
+
+They parse values as NCCL, RCCL, libfabric, Gloo and torch do; the sources named in nccl_names.py
+say how. Pure: what is known of the site comes in as a Context. tests/unit/test_site_rules.py holds
+a good and a wrong value for each rule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.nccl import lists, numbers, words
+from hpctrain.nccl.pairs import RULES as PAIR_RULES
+from hpctrain.nccl.rule import DEBUG, ERROR, WARNING, Context, Problem, Rule
+from hpctrain.nccl.rules_names import check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "DEBUG",
+    "ERROR",
+    "WARNING",
+    "Context",
+    "Problem",
+    "check_environment",
+    "check_variable",
+]
+
+_RULES: dict[str, Rule] = words.RULES | {
+    "GLOO_SOCKET_IFNAME": lists.gloo_ifname,
+    "NCCL_ALGO": lists.algo,
+    "NCCL_IB_HCA": lists.ib_hca,
+    "NCCL_PROTO": lists.proto,
+    "NCCL_SOCKET_IFNAME": lists.socket_ifname,
+}
+
+
+def check_variable(name: str, value: str, context: Context) -> list[Problem]:
+    """What is to be said of one variable by itself; an empty list for nothing.
+
+    An accepted value has no problem of level error.
+    """
+    problems = list(check_name(name, value, context))
+    if any(problem.level == ERROR for problem in problems):
+        return problems
+    for rule in (_RULES.get(name), numbers.rule_for(name)):
+        problems += rule(name, value, context) if rule else ()
+    if name == "NCCL_IB_GID_INDEX":
+        problems += lists.ib_gid(name, value, context)
+    return problems
+
+
+def check_environment(env: Mapping[str, str], context: Context) -> dict[str, list[Problem]]:
+    """What is to be said of a whole environment: of each variable, and of several together.
+
+    Args:
+        env: Names and values, all that will hold at once.
+        context: What is known of the place.
+
+    Returns:
+        Name to problems, errors first; names without any are left out.
+    """
+    found = {name: check_variable(name, value, context) for name, value in env.items()}
+    for rule in PAIR_RULES:
+        for name, problem in rule(env, context):
+            found[name].append(problem)
+    order = (ERROR, WARNING, DEBUG)
+    return {
+        name: sorted(problems, key=lambda problem: order.index(problem.level))
+        for name, problems in found.items()
+        if problems
+    }

@@ -1,0 +1,95 @@
+"""Which nodes were found bad, why, and until when they are kept out.
+
+One file beside the user's state for `hpctrain preflight`, one in a run's directory for its
+attempts. tests/unit/test_preflight_bad_nodes.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.base.files import read_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hpctrain.run.layout import RunDir
+
+NAME = "bad-nodes.json"
+HOURS = 24.0
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """One entry.
+
+    Attributes:
+        reason: The failed checks.
+        time: When it was found, seconds since the epoch.
+        until: When it is given another chance.
+    """
+
+    reason: str
+    time: float
+    until: float
+
+
+def of_run(run: RunDir) -> Path:
+    """The list of a run."""
+    return run.root / NAME
+
+
+def of_user(environ: Mapping[str, str], cluster: str) -> Path:
+    """The user's list for a cluster; `cluster` is the site's name, or the scheduler's."""
+    home = Path(environ.get("HOME") or Path.home())
+    state = environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if state.startswith("/") else home / ".local" / "state"
+    return base / "hpctrain" / f"{cluster}-{NAME}"
+
+
+def read(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
+    """The nodes that are kept out; none without a list. A list that is torn counts as none."""
+    now = time.time() if now is None else now
+    try:
+        raw = json.loads(read_plain(path))
+        found = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {name: entry for name, entry in found.items() if entry.until > now}
+
+
+def note(
+    path: Path,
+    bad: Mapping[str, str],
+    *,
+    well: Iterable[str] = (),
+    hours: float = HOURS,
+    now: float | None = None,
+) -> None:
+    """Add nodes with their reasons, and take those out that were found well.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    now = time.time() if now is None else now
+    gone = set(well)
+    kept = {name: entry for name, entry in read(path, now=now).items() if name not in gone}
+    entries = kept | {name: BadNode(why, now, now + hours * 3600) for name, why in bad.items()}
+    if not entries and not path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    plain = {name: asdict(entry) for name, entry in sorted(entries.items())}
+    staged.write_text(json.dumps({"format": FORMAT, "nodes": plain}, indent=1) + "\n")
+    staged.replace(path)
+
+
+def excluded(*paths: Path, now: float | None = None) -> list[str]:
+    """The names of all nodes that these lists keep out, sorted."""
+    return sorted({name for path in paths for name in read(path, now=now)})

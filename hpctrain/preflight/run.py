@@ -1,0 +1,303 @@
+"""A preflight as one node lives it: meet, tell the time, tell the facts, look around, reduce.
+
+Every node of the job takes part once; the first one judges and gets the report.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from hpctrain.errors import ChecksFailed
+from hpctrain.preflight import checks_between as between
+from hpctrain.preflight import shared
+from hpctrain.preflight.bounded import Unanswered, bounded
+from hpctrain.preflight.checks import check_facts
+from hpctrain.preflight.crew import START_S, Crew
+from hpctrain.preflight.expect import Order
+from hpctrain.preflight.facts import NodeFacts
+from hpctrain.preflight.injected_faults import changed, seconds
+from hpctrain.preflight.probe import probe, resolves
+from hpctrain.preflight.rendezvous import Host, Member
+from hpctrain.preflight.report import UNKNOWN, Report, Result
+from hpctrain.preflight.trial import Trial
+from hpctrain.testing import node_faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from hpctrain.preflight.rendezvous import Skew
+    from hpctrain.preflight.trial import Tests
+
+    Say = Callable[[str], None]
+    Faults = dict[str, node_faults.NodeFault]
+
+FACTS_S = 60.0
+LOOK_S = 60.0
+NAMES_S = 20.0
+STORE_PORT = 1
+"""The store of the tries stands on the port beside the meeting's."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this node stands.
+
+    Attributes:
+        nodes: Names of all nodes, in rank order.
+        rank: This node's.
+        address: Of the first node, as the others reach it.
+        port: Where the nodes meet, and the next one for the store.
+        key: The secret by which the nodes know each other.
+        folder: The shared directory; written into.
+        env: What ranks will have in their environment, beside what this process has. Each node
+            finds it by itself: nothing of it comes over the network.
+    """
+
+    nodes: list[str]
+    rank: int
+    address: str
+    port: int
+    key: str
+    folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def node(self) -> str:
+        """This node's name."""
+        return self.nodes[self.rank]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a look, the same on every node.
+
+    Attributes:
+        bad: Node to why it must not take part.
+        apart: Why these nodes cannot train together at all; see `checks_between.apart`.
+    """
+
+    bad: dict[str, str] = field(default_factory=dict)
+    apart: str = ""
+
+
+def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, Verdict]:
+    """Run one preflight. Called on every node of the job, once each.
+
+    Args:
+        place: Where this node stands.
+        order: What to do; only the first node has one, and tells the others.
+        say: Told how far it is, on the first node.
+
+    Returns:
+        The report on the first node, None on the others; and on every node the verdict.
+
+    Raises:
+        Alone: on another node: the first one cannot be reached, or has gone.
+        OSError: on the first node: the port is taken.
+        UsageError: a fault that was put in is misspelt.
+        ChecksFailed: what a node said has no sense here.
+    """
+    text = os.environ.get(node_faults.VARIABLE, "")
+    faults = node_faults.of_node(text, place.node)
+    try:
+        if order is not None:
+            return _first(place, order, faults, say)
+        return None, Verdict() if "silent" in faults else _other(place, faults)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ChecksFailed(
+            "the nodes do not understand each other; is the same hpctrain installed on all of "
+            f"them? ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _first(place: Place, order: Order, faults: Faults, say: Say) -> tuple[Report, Verdict]:
+    began = time.monotonic()
+    say(f"waiting for {len(place.nodes)} nodes")
+    with Host(len(place.nodes), place.port, place.key, order.meet_s, address=place.address) as host:
+        host.agree(None, lambda _: order.to_others(), LOOK_S)
+        skews = host.skews(lambda: time.time() + seconds(faults, "skew"))
+        with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
+            say("looking at each node")
+            known = host.agree(node.facts(), judge.facts, FACTS_S)
+            say("looking at the shared directory")
+            tests = host.agree(node.look(known), judge.look, _looking_s(order))
+            while tests:
+                say(f"all-reduce of {order.ranks} x {[len(one['nodes']) for one in tests]}")
+                tests = host.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
+            report = judge.report(host.missing, time.monotonic() - began)
+            verdict = Verdict(report.bad, judge.apart)
+            host.agree(None, lambda _: asdict(verdict), LOOK_S)
+            return report, verdict
+
+
+def _other(place: Place, faults: Faults) -> Verdict:
+    """The same stations, without the judging."""
+    with Member(place.rank, place.address, place.port, place.key, LOOK_S) as member:
+        order = Order.from_plain(member.agree(None, _nobody, LOOK_S))
+        member.tell_time(lambda: time.time() + seconds(faults, "skew"))
+        with _Node(place, order, faults) as node:
+            known = member.agree(node.facts(), _nobody, FACTS_S)
+            tests = member.agree(node.look(known), _nobody, _looking_s(order))
+            while tests:
+                tests = member.agree(node.reduce(tests), _nobody, _reducing_s(order))
+            return Verdict(**member.agree(None, _nobody, LOOK_S))
+
+
+def _nobody(values: dict[int, Any]) -> Any:
+    """Only the first node decides."""
+    raise AssertionError(values)
+
+
+def _looking_s(order: Order) -> float:
+    return LOOK_S + (START_S if order.bandwidth else 0.0)
+
+
+def _reducing_s(order: Order) -> float:
+    return LOOK_S + order.timeout_s
+
+
+class _Node:
+    """What a node does at each station."""
+
+    def __init__(self, place: Place, order: Order, faults: Faults) -> None:
+        self._place = place
+        self._order = order
+        self._faults = faults
+        self._crew = Crew(place.env) if order.bandwidth else None
+        self._folder = place.folder
+        if "no-shared" in faults:
+            self._folder = place.folder / "not-mounted"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._crew is not None:
+            self._crew.close()
+
+    def facts(self) -> dict[str, Any]:
+        """This node's facts, and what it left in the shared directory."""
+        node = self._place.node
+        facts = changed(probe(node, local=self._order.expected.local), self._faults)
+        nonce = secrets.token_hex(8)
+        error = shared.write(self._folder, node, nonce)
+        return {"facts": facts.plain(), "nonce": nonce, "error": error}
+
+    def look(self, known: dict[str, Any]) -> dict[str, Any]:
+        """What is seen from here of what the others are and have written."""
+        hosts = [str(host) for host in known["hosts"]]
+        try:
+            lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
+        except Unanswered:
+            lost = hosts
+        unseen = shared.unseen(self._folder, known["nonces"])
+        first = self._place.rank == 0
+        lock = "" if first or unseen else shared.try_lock(self._folder)
+        error = ""
+        if self._crew is not None:
+            where = self._place.address, self._place.port + STORE_PORT
+            error = self._crew.ready(host=first, address=where[0], port=where[1])
+        return {"unresolved": lost, "unseen": unseen, "lock": lock, "crew": error}
+
+    def reduce(self, tests: Tests) -> dict[str, Any]:
+        """Take part in the group that this node is in, if it is in one."""
+        place, ranks = self._place, self._order.ranks
+        mine = next((test for test in tests if place.node in test["nodes"]), None)
+        if mine is None or self._crew is None:
+            return {}
+        order = {
+            "name": mine["name"],
+            "address": "localhost" if place.rank == 0 else place.address,
+            "port": place.port + STORE_PORT,
+            "ranks": ranks,
+            "first": ranks * mine["nodes"].index(place.node),
+            "world": ranks * len(mine["nodes"]),
+            "size_mib": self._order.expected.size_mib,
+            "timeout_s": self._order.timeout_s,
+            "slow_s": seconds(self._faults, "slow"),
+            "wrong": "gemm" in self._faults,
+        }
+        return self._crew.attempt(order)
+
+
+class _Judge:
+    """What the first node makes of everybody's answers."""
+
+    def __init__(self, place: Place, order: Order, skews: dict[int, Skew]) -> None:
+        self._place = place
+        self._order = order
+        self._results = between.check_clocks(
+            place.node, {place.nodes[rank]: skew for rank, skew in skews.items()}
+        )
+        self._facts: list[NodeFacts] = []
+        self._errors: dict[str, str] = {}
+        self.apart = ""
+        self._lock: shared.HeldLock | None = None
+        self._trial: Trial | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def facts(self, values: dict[int, Any]) -> dict[str, Any]:
+        """Judge the nodes one by one; what each needs to look at the others."""
+        found = self._named(values)
+        self._facts = [NodeFacts.from_plain(value["facts"]) for value in found.values()]
+        self._results += check_facts(self._facts, self._order.expected)
+        self._errors = {node: str(value["error"]) for node, value in found.items()}
+        written = {n: str(v["nonce"]) for n, v in found.items() if not v["error"]}
+        if self._order.nonce:
+            written[between.LOGIN] = self._order.nonce
+        if len(found) > 1 and not self._errors[self._place.node]:
+            self._lock = shared.HeldLock(self._place.folder)  # before anybody tries to take it
+        return {"nonces": written, "hosts": sorted({one.host for one in self._facts})}
+
+    def look(self, values: dict[int, Any]) -> Tests:
+        """Judge what lies between the nodes; the first groups to try."""
+        found = self._named(values)
+        self._results += between.check_names({n: v["unresolved"] for n, v in found.items()})
+        unseen = {node: value["unseen"] for node, value in found.items()}
+        self._results += between.check_shared(str(self._place.folder), self._errors, unseen)
+        self.apart = between.apart(str(self._place.folder), self._errors, unseen)
+        kinds = {node: value["lock"] for node, value in found.items() if value["lock"]}
+        held = self._lock is not None and self._lock.held
+        self._results += between.check_locks(kinds, held=held)
+        return self._begin(found) if self._order.bandwidth else []
+
+    def _begin(self, found: dict[str, Any]) -> Tests:
+        """Without the first node there is no store, and no trial."""
+        for node, value in found.items():
+            if value["crew"]:
+                self._results.append(Result("bandwidth", UNKNOWN, value["crew"], [node]))
+        able = [node for node, value in found.items() if not value["crew"]]
+        if self._place.node not in able:
+            return []
+        self._trial = Trial(able, self._order.expected.limits())
+        return self._trial.begin()
+
+    def reduced(self, values: dict[int, Any]) -> Tests:
+        """Take a round's measurements; the next groups to try."""
+        return [] if self._trial is None else self._trial.go_on(self._named(values))
+
+    def report(self, missing: dict[int, str], took_s: float) -> Report:
+        """Everything, the nodes that did not answer first."""
+        nodes = self._place.nodes
+        silent = {nodes[rank]: why for rank, why in missing.items()}
+        results = [*between.check_present(nodes, silent), *self._results]
+        measured: dict[str, Any] = {"seconds": round(took_s, 2)}
+        if self._trial is not None:
+            results += self._trial.results()
+            measured |= self._trial.measured()
+        measured["facts"] = {one.node: one.plain() for one in self._facts}
+        return Report(list(nodes), results, measured)
+
+    def _named(self, values: dict[int, Any]) -> dict[str, Any]:
+        return {self._place.nodes[rank]: value for rank, value in sorted(values.items())}

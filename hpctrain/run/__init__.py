@@ -1,0 +1,1 @@
+"""A run's directory: where all of it lies, the fence, the ledger's events."""

@@ -1,0 +1,311 @@
+"""The ledger: append-only facts of a run, one JSON object a line. Standard library only.
+
+    {"t": 1763700000.123, "kind": "saved", "attempt": 2, "step": 400, ...}
+
+Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened
+with O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic
+append (each client writes where it believes the end to be), so writers hold `events.lock` for the
+moment of the write (not the ledger itself: whoever may read a file could keep its lock). Where
+there are no locks, or a dead client's is not released in time, the fact is written all the same.
+Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
+fsync'ed: a node that loses its power may take the last seconds of facts with it, never a
+checkpoint.
+
+Readers take the lines that are whole and leave out the rest: a torn last line is a fact that was
+never written. tests/unit/test_events.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hpctrain.base import locks
+from hpctrain.base.files import open_plain, plain_descriptor
+from hpctrain.run.event_fields import attempt_number, moment, typed, whole_text
+from hpctrain.run.lines import BLOCK_BYTES, Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from io import FileIO
+    from pathlib import Path
+
+    from hpctrain.run.layout import RunDir
+
+LOCK_WAIT_S = 1.0
+"""Longest wait for another writer: one that hangs must not keep a fact from being written."""
+KEPT_EVERY = 256
+"""Of a row of step marks one in so many is read in any case."""
+NEWEST_BYTES = 64 * 1024
+"""The end of a ledger, which is read whole: how fast the run is now is in it."""
+_MARK = re.compile(rb'\{"t": [0-9.]+(, "kind": "steps", "attempt": [0-9]+, )')
+"""How `append` begins a step mark. A mark in another form is read like every other line."""
+_HEAD = 80
+"""Bytes of a line in which that stands."""
+_AT_SAVE = b'"at_save": true'
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One fact.
+
+    Attributes:
+        t: Seconds since the epoch, by the clock of the node that wrote it.
+        kind: What happened; `data` has the fields of that kind.
+        attempt: Number of the attempt it belongs to; None for facts about the run.
+        data: All other fields.
+    """
+
+    t: float
+    kind: str
+    attempt: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> None:
+    """Add one fact, whole or not at all for every reader, also beside other writers.
+
+    Args:
+        run: The run; its directory exists.
+        kind: What happened.
+        attempt: The attempt it belongs to.
+        fields: JSON values, paths, enums and dataclasses; `t` replaces the time of writing.
+
+    Raises:
+        OSError: the fact could not be written, e.g. the disk is full; names the file.
+    """
+    fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
+    line = _dumps(fact).encode() + b"\n"
+    with _locked(run):  # before it is opened: what a client knows of a file's end is from then
+        descriptor = plain_descriptor(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            text = line if _ends_whole(descriptor) else b"\n" + line
+            written = os.write(descriptor, text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(run.events)) from None
+        finally:
+            os.close(descriptor)  # hands it to the server, before another node may write
+    if written != len(text):
+        raise OSError(errno.ENOSPC, "event written in part; is the disk full?", str(run.events))
+
+
+def record(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> bool:
+    """Add one fact, or say on stderr that it is missing, where what follows must be done anyway.
+
+    A disk that is full, or a file system that fails, must not keep a job from being requeued nor a
+    user from cancelling one. Returns whether it was written. Arguments as for `append`.
+    """
+    try:
+        append(run, kind, attempt=attempt, **fields)
+    except OSError as error:
+        why = f"{run.events}: {error.strerror or error}"
+        print(f"hpctrain: the ledger misses {kind}: {why}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
+    """The facts in the order they were written; empty for a run without a ledger.
+
+    Args:
+        run: The run.
+        marks: "few" leaves out most step marks, unread, which is nearly all of a long ledger: of a
+            row of marks of one attempt the last is kept, those before a save, one in
+            `KEPT_EVERY`, and the newest of the whole ledger.
+    """
+    if marks == "all":
+        return Tail(run.events).new()
+    try:
+        with open_plain(run.events) as file:
+            lines = _thinned(file, os.fstat(file.fileno()).st_size - NEWEST_BYTES)
+            return [event for line in lines if (event := parse(line))]
+    except FileNotFoundError:
+        return []
+
+
+def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
+    """The facts whose lines hold one of these markers; the others are not parsed.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    found: list[Event] = []
+    try:
+        with open_plain(run.events) as file:
+            reader = Lines(file)
+            while (lines := reader.block()) is not None:
+                found += _marked(lines, markers)
+            return found + _marked([reader.rest], markers)
+    except FileNotFoundError:
+        return []
+
+
+def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
+    return [
+        event
+        for line in lines
+        if any(marker in line for marker in markers) and (event := parse(line))
+    ]
+
+
+def first_fact(run: RunDir) -> Event | None:
+    """The first fact that can be read; None without one.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    try:
+        with open_plain(run.events) as file:
+            reader = Lines(file)
+            while (lines := reader.block()) is not None:
+                for line in lines:
+                    event = parse(line)
+                    if event is not None:
+                        return event
+            return parse(reader.rest)
+    except FileNotFoundError:
+        return None
+
+
+def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
+    """The lines without most of the step marks before `until`; what is no whole mark comes through.
+
+    A line is looked at and not parsed: that would take longer than all that follows from it.
+    """
+    reader = Lines(file)
+    before = last = b""
+    same, count = b"\n", 0
+    while (left := until - file.tell()) > 0:
+        lines = reader.block(min(BLOCK_BYTES, left))
+        if lines is None:
+            break
+        for line in lines:
+            if line.find(same, 0, _HEAD) > 0 and line[-1:] == b"}":
+                before, last = last, line
+                count += 1
+                if count % KEPT_EVERY and _AT_SAVE not in line:
+                    continue
+            else:
+                yield from _ends(before, last)
+                found = _MARK.match(line)
+                if found is not None and line[-1:] == b"}":
+                    same, count, before, last = found[1], 1, b"", line
+                    if _AT_SAVE not in line:
+                        continue
+                else:
+                    same = b"\n"
+            before = last = b""
+            yield line
+    yield from _ends(before, last)
+    while (lines := reader.block()) is not None:
+        yield from lines
+    yield reader.rest
+
+
+def _ends(before: bytes, last: bytes) -> list[bytes]:
+    """The last mark of a row; where it is not whole, the one before it too."""
+    if not last:
+        return []
+    return [before, last] if before and b"\0" in last else [last]
+
+
+class Tail:
+    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Event]:
+        """The facts since the last call; all of them if a shorter file has replaced the old."""
+        found: list[Event] = []
+        try:
+            with open_plain(self._path) as file:
+                if os.fstat(file.fileno()).st_size >= self._offset:
+                    file.seek(self._offset)
+                reader = Lines(file)
+                while (lines := reader.block()) is not None:
+                    found += [event for line in lines if (event := parse(line))]
+                self._offset = reader.end
+                rest = parse(reader.rest)
+                if rest is not None:  # whole but for its newline, which the next writer adds
+                    found.append(rest)
+                    self._offset = file.tell()
+        except FileNotFoundError:
+            return []
+        return found
+
+
+def parse(line: bytes) -> Event | None:
+    """One line as an event; None for what is no whole event.
+
+    What its fields are is certain from here on: see `fields.typed`.
+    """
+    # NFS may show zeros where another client's bytes are still under way.
+    line = line.strip(b"\0\r\n\t ")
+    if not line.startswith(b"{"):
+        return None
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
+        return None
+    raw = whole_text(line, raw)
+    if raw is None:
+        return None
+    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
+    t = moment(t)
+    if t is None or not isinstance(kind, str):
+        return None
+    data = typed(kind, raw)
+    return None if data is None else Event(float(t), kind, attempt_number(attempt), data)
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold the writers' lock, or go on without it after a while or where there are no locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(locks.held(run.events_lock, LOCK_WAIT_S, insist=False))
+        yield
+
+
+def _ends_whole(descriptor: int) -> bool:
+    """Whether the file is empty or ends with a newline; else a writer was cut off in its line."""
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+def _dumps(fact: dict[str, Any]) -> str:
+    try:
+        return json.dumps(fact, default=_plain, allow_nan=False)
+    except ValueError:  # a loss of NaN: JSON has no word for it; float("nan") reads what is written
+        plain = json.loads(json.dumps(fact, default=_plain))
+        return json.dumps(_finite(plain), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"an event holds JSON values; {value!r} ({type(value).__name__}) is none")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

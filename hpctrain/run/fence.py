@@ -1,0 +1,183 @@
+"""Which attempt may write into a run.
+
+After a node failure the ranks of the old attempt may go on running beside the new one (seen for
+35 s). So every attempt carries a token, and whoever
+publishes something asks, under the run's lock, whether its token is still the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.base import locks
+from hpctrain.base.files import read_plain
+from hpctrain.errors import CheckpointError, Fenced, RunLocked
+from hpctrain.run.fresh import look_anew
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.run.layout import RunDir
+
+LOCK_TIMEOUT_S = 120.0
+START_TRIES = 4
+"""A start waits for the lock so many times as long: the other agents wait for it for 10 minutes."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The right to write into a run, until a newer attempt takes it."""
+
+    number: int
+    """Counted from 1 by the run's own records."""
+    token: str
+    job_id: str
+    restarts: int
+    started: float
+    """Seconds since the epoch."""
+
+
+@contextlib.contextmanager
+def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold the run's lock for a moment; the kernel frees it when the holder dies.
+
+    Whoever has it sees the run as others have left it, not as its client of the disk remembers it.
+
+    Args:
+        run: The run.
+        timeout_s: So long at most does it wait; `LOCK_TIMEOUT_S` by itself.
+
+    Raises:
+        RunLocked: another process has kept it for so long.
+        CheckpointError: it cannot be locked at all.
+    """
+    wait_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.held(run.lock, wait_s))
+        except TimeoutError as error:
+            raise RunLocked(
+                f"{run.lock} has been held by another process for {wait_s:g} s: `lslocks` or "
+                f"`fuser -v {run.lock}` on the run's hosts names it; end it if it was left behind"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(_why_not(run, error)) from error
+        look_anew(run.root, run.checkpoints)
+        yield
+
+
+def _why_not(run: RunDir, error: OSError) -> str:
+    what = f"{run.lock} cannot be locked: {error.strerror}"
+    if error.errno in locks.NO_LOCKS:
+        return (
+            f"{what}: its file system has no flock, which keeps two writers apart; have it mounted "
+            "with locks (Lustre: -o flock), or choose another disk with --runs"
+        )
+    if isinstance(error, PermissionError):
+        with contextlib.suppress(OSError):
+            return f"{what}; it belongs to user {run.root.stat().st_uid}, who alone may change it"
+    return f"{what}; try again when the disk answers"
+
+
+@contextlib.contextmanager
+def _lock_at_start(run: RunDir) -> Iterator[None]:
+    """The same, with more patience: that somebody holds the lock is no reason to end a run."""
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(START_TRIES)):
+            try:
+                stack.enter_context(run_lock(run))
+            except RunLocked as error:
+                if not left:
+                    raise
+                print(f"hpctrain: {error}; waiting on", flush=True)
+            else:
+                break
+        yield
+
+
+def read_fence(run: RunDir) -> Attempt | None:
+    """The newest attempt, or None in a run that never started."""
+    try:
+        return Attempt(**json.loads(read_plain(run.fence)))
+    except FileNotFoundError:
+        return None
+
+
+def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None = None) -> Attempt:
+    """Begin the next attempt; every older one is refused from here on. Called by one agent only.
+
+    Args:
+        run: The run.
+        job_id: The job that the attempt runs in.
+        restarts: Which start of the job.
+        follows: The number of the attempt that goes on with this one in the same allocation.
+
+    Raises:
+        Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
+        CheckpointError: the run's lock cannot be had.
+    """
+    with _lock_at_start(run):
+        previous = read_fence(run)
+        if previous is not None and _is_left_behind(previous, job_id, restarts, follows):
+            raise Fenced(
+                f"job {job_id} (start {restarts}) may not go on: attempt {previous.number} has "
+                f"taken {run.name} over"
+            )
+        attempt = Attempt(
+            number=1 if previous is None else previous.number + 1,
+            token=secrets.token_hex(8),
+            job_id=job_id,
+            restarts=restarts,
+            started=time.time(),
+        )
+        _write(run, attempt)
+        # Before the other nodes look into it: told that it is not there, their clients of the disk
+        # would believe it for a minute, and the first save would fail.
+        run.checkpoints.mkdir(exist_ok=True)
+        return attempt
+
+
+def _write(run: RunDir, attempt: Attempt) -> None:
+    """Put the fence up, whole: of two starts at once, where locks do not hold, the last has it."""
+    staged = run.fence.with_name(f"{run.fence.name}.{attempt.token}")
+    try:
+        with staged.open("x") as file:
+            file.write(json.dumps(asdict(attempt)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(run.fence)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staged.unlink()
+        raise
+
+
+def _is_left_behind(newest: Attempt, job_id: str, restarts: int, follows: int | None) -> bool:
+    """Whether a dead node's agent, which lives on, would take the run from its own successor."""
+    if newest.job_id == job_id and newest.restarts > restarts:
+        return True
+    return follows is not None and newest.number != follows
+
+
+@contextlib.contextmanager
+def publishing(run: RunDir, attempt: Attempt) -> Iterator[None]:
+    """Hold the lock while this attempt publishes something.
+
+    Raises:
+        Fenced: a newer attempt has begun; nothing may be published any more.
+        CheckpointError: the run's lock cannot be had.
+    """
+    with run_lock(run):
+        newest = read_fence(run)
+        if newest is None or newest.token != attempt.token:
+            raise Fenced(
+                f"attempt {attempt.number} (job {attempt.job_id}) may not write any more: "
+                f"attempt {newest.number if newest else 0} has taken {run.name} over"
+            )
+        yield

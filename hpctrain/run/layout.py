@@ -1,0 +1,120 @@
+"""Where everything of a run lies. Paths only; nothing here reads or writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run.
+
+    Attributes:
+        root: ``runs/<name>``; an absolute path, the same on every node.
+    """
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name is its directory's name."""
+        return self.root.name
+
+    @property
+    def spec(self) -> Path:
+        """Resolved settings with their origins; written once by submit, and anew by resume."""
+        return self.root / "spec.json"
+
+    @property
+    def events(self) -> Path:
+        """The ledger: append-only, one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held for moments only: to take an attempt number, to publish a checkpoint, to submit."""
+        return self.root / "run.lock"
+
+    @property
+    def events_lock(self) -> Path:
+        """Held for the moment in which a fact is written; not the ledger, which others may read."""
+        return self.root / "events.lock"
+
+    @property
+    def fence(self) -> Path:
+        """Which attempt may write: see `run/fence.py`."""
+        return self.root / "attempt.json"
+
+    @property
+    def secret(self) -> Path:
+        """By which processes of its jobs know each other: see `run/secret_file.py`."""
+        return self.root / "secret"
+
+    @property
+    def stop_request(self) -> Path:
+        """Written by `hpctrain cancel --save`; rank 0 looks for it."""
+        return self.root / "stop-request.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """``step-<10 digits>`` directories, staged ones beside them."""
+        return self.root / "checkpoints"
+
+    @property
+    def jobs(self) -> Path:
+        """Batch scripts as submitted, one per submission token, and the batch side's output."""
+        return self.root / "jobs"
+
+    @property
+    def snapshot(self) -> Path:
+        """The code that was submitted."""
+        return self.root / "snapshot"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def data(self) -> Path:
+        """Token files that the recipe made from a folder of text."""
+        return self.root / "data"
+
+    def attempt(self, number: int) -> Path:
+        """Logs, tracebacks, environment of one attempt."""
+        return self.root / "attempts" / f"{number:04d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """Output of one rank in one attempt, stdout and stderr together."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.log"
+
+    def heartbeat(self, attempt: int) -> Path:
+        """How far an attempt is, rewritten every few seconds by rank 0."""
+        return self.attempt(attempt) / "heartbeat.json"
+
+    def rank_times(self, attempt: int) -> Path:
+        """What each rank's time and memory went to: one JSON object a line, by rank 0."""
+        return self.attempt(attempt) / "ranks.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Traces and verdicts, a folder for each attempt."""
+        return self.root / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """Written by `hpctrain profile --now`; rank 0 looks for it."""
+        return self.root / "profile-request.json"
+
+    @property
+    def report(self) -> Path:
+        """What `hpctrain report` writes."""
+        return self.root / "report.html"
+
+    def script(self, token: str) -> Path:
+        """The batch script of one submission; its name is how the job is found again."""
+        return self.jobs / f"{token}.sh"

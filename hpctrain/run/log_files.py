@@ -1,0 +1,124 @@
+"""Log files that grow while they are read: whole lines only, from the start, or the last few.
+
+Nothing waits here and nothing is watched: inotify does not see what other nodes write over NFS.
+tests/unit/test_logs_cli.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpctrain.base.files import data_extents, open_plain, skip_hole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_BLOCK = 1 << 16
+_AT_ONCE = 1 << 22
+_LONGEST = 1 << 16
+
+
+class LogFile:
+    """Reads a log line by line as it grows; one that is not there yet has no lines.
+
+    Attributes:
+        path: The file.
+        at: Where the line that was given last ends.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, *, longest_bytes: int = _LONGEST) -> None:
+        self.path = path
+        self._longest_bytes = longest_bytes
+        self.at = offset
+        self._offset = offset
+        self._partial = b""
+
+    def lines(self, at_once: int = _AT_ONCE) -> Iterator[bytes]:
+        """The lines that were completed since the last call, without their newlines.
+
+        A file that has become shorter was begun anew and is read from its start.
+
+        Args:
+            at_once: Bytes to read at once; less where many files are read side by side.
+        """
+        while content := self._more(at_once):
+            *whole, partial = (self._partial + content).split(b"\n")
+            self._partial = partial
+            for line in whole:
+                self.at += len(line) + 1
+                yield line
+            if len(self._partial) > self._longest_bytes:  # a progress bar that never ends its line
+                self.at += len(self._partial)
+                yield self._partial
+                self._partial = b""
+
+    def rest(self) -> list[bytes]:
+        """The last line where it has no newline; for a log that nobody writes any more."""
+        partial, self._partial = self._partial, b""
+        self.at += len(partial)
+        return [partial] if partial else []
+
+    def _more(self, at_once: int) -> bytes:
+        try:
+            with open_plain(self.path) as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._partial, self.at = 0, b"", 0
+                file.seek(self._offset)
+                content: bytes = file.read(at_once)
+                while content and not self._partial and not content.strip(b"\0"):
+                    skip_hole(file)
+                    self.at += file.tell() - self._offset
+                    self._offset = file.tell()
+                    content = file.read(at_once)
+        except FileNotFoundError:
+            return b""
+        self._offset += len(content)
+        return content
+
+
+def line_start(path: Path, offset: int) -> int:
+    """Where the line begins that has the byte before `offset`; only a block before it is read."""
+    start = max(0, offset - _BLOCK)
+    try:
+        with open_plain(path) as file:
+            block = os.pread(file.fileno(), offset - start, start)
+    except FileNotFoundError:
+        return offset
+    if block.endswith(b"\n") or not block:
+        return offset  # it ends there: the next one begins
+    found = block.rfind(b"\n")
+    return start + found + 1 if found >= 0 else offset
+
+
+def tail_offset(path: Path, count: int) -> tuple[int, int]:
+    """Where the last `count` lines begin, and how many there are; only the end is read."""
+    try:
+        with open_plain(path) as file:
+            end = file.seek(0, os.SEEK_END)
+            seen = 0
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                seen = 1  # a last line without its newline
+            for start, block in _backwards(file.fileno(), end if count > 0 else 0):
+                at = len(block)
+                while (at := block.rfind(b"\n", 0, at)) >= 0:
+                    if start + at + 1 == end:
+                        seen = 1
+                        continue
+                    if seen == count:
+                        return start + at + 1, count
+                    seen += 1
+    except FileNotFoundError:
+        return 0, 0
+    return (0, seen) if count > 0 else (end, 0)
+
+
+def _backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Blocks from the end to the beginning, each with its place; holes have no lines."""
+    for first, after in reversed(data_extents(descriptor, end)):
+        position = after
+        while position > first:
+            start = max(first, position - _BLOCK)
+            yield start, os.pread(descriptor, position - start, start)
+            position = start

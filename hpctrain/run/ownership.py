@@ -1,0 +1,150 @@
+"""Whose run is it? What a run's files say is carried out for their owner alone.
+
+A folder of runs may be shared by a group or by all users of a cluster. A run names a program, a
+script's header and a command for notifications, so who can write its files decides what its owner
+runs. tests/unit/test_owner.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import stat
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.settings.spec import load_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.spec import Spec
+
+
+ROOT = 0
+
+
+def is_mine(path: Path) -> bool:
+    """Whether this user owns what lies there, or what a link there points to; no where it is gone.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    try:
+        return path.stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
+def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
+    """Who else can have written it, as words that go on from the path; "" where nobody can.
+
+    Args:
+        path: A file or folder; one that is not there can be trusted.
+        group: Its group may write it: the run is shared on purpose.
+        roots: It may be root's.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ""
+    if found.st_uid != os.geteuid() and not (roots and found.st_uid == ROOT):
+        return f"belongs to {_user(found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    if found.st_mode & stat.S_IWGRP and not group:
+        return "can be written by its group"
+    return ""
+
+
+def refuse_planted(path: Path, *, flag: str) -> None:
+    """Refuse a settings file that was found and not named, where a stranger can have put it there.
+
+    It says what is executed as this user, who may not know of it: in a folder that all can write,
+    anybody leaves one. A file of root's is an admin's; one that the user's group can write is the
+    project's, as is the program beside it.
+
+    Args:
+        path: The file.
+        flag: How the user names such a file all the same, e.g. "--config hpctrain.toml".
+
+    Raises:
+        ChecksFailed: another user owns it, or all users can write it.
+    """
+    why = distrust(path, group=True, roots=True)
+    if why:
+        raise ChecksFailed(
+            f"{path} {why}, and it would decide what runs as you; look at it, then take another "
+            f"folder, or say {flag} if you trust it"
+        )
+
+
+def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
+    """The spec of a run, once it is certain that nobody else can have written it.
+
+    Args:
+        run: The run.
+        named: How the user named it.
+        foreign: Take it whoever wrote it, as the user has asked; the run's path must be given then,
+            so that nothing else is meant. None for a command that has no such flag.
+
+    Raises:
+        ChecksFailed: others own the run or can write it.
+        UsageError: `foreign` without a path.
+        NotFound: see `load_spec`.
+    """
+    if foreign:
+        if "/" not in named:
+            raise UsageError(f"--foreign takes the run's path, not {named!r}: {run.root}")
+        return replace(load_spec(run.spec), foreign=True)
+    # The spec says whether its group may write the rest, so the group may not write the spec.
+    hint = "" if foreign is None else "; if you trust them, name it by its path, with --foreign"
+    _refuse(run, run.root, hint, group=True)
+    _refuse(run, run.spec, hint)
+    spec = load_spec(run.spec)
+    shared = spec.settings.run.group_writable
+    for path in (run.root, run.jobs, run.snapshot):
+        _refuse(run, path, hint, group=shared)
+    return replace(spec, foreign=False)
+
+
+def job_spec(run: RunDir) -> Spec:
+    """The spec of a run, in its own job: what stands there is executed as this user.
+
+    Raises:
+        ChecksFailed: others own spec.json or the copy of the code, or can write them.
+        NotFound: see `load_spec`.
+    """
+    _refuse_in_job(run, run.spec)
+    spec = load_spec(run.spec)
+    if not spec.foreign:
+        _refuse_in_job(run, run.snapshot, group=spec.settings.run.group_writable)
+    return spec
+
+
+def _refuse_in_job(run: RunDir, path: Path, *, group: bool = False) -> None:
+    why = distrust(path, group=group)
+    if why:
+        raise ChecksFailed(
+            f"{path} {why}: it decides what this job runs as you; look at it, then "
+            f"`chmod -R go-w {shlex.quote(str(run.root))}` and `hpctrain resume {run.name}`"
+        )
+
+
+def _refuse(run: RunDir, path: Path, hint: str, *, group: bool = False) -> None:
+    why = distrust(path, group=group)
+    if not why:
+        return
+    command = f"; `chmod -R go-w {shlex.quote(str(run.root))}` mends it"
+    mend = "" if why.startswith("belongs") else command
+    raise ChecksFailed(f"{path} {why}: who can write a run decides what it runs as you{mend}{hint}")
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

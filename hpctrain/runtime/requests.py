@@ -1,0 +1,172 @@
+"""Rank 0's side thread: looks for requests, and asks the scheduler what a warning means.
+
+Requests are files: of `cancel --save`, and of `profile --now`.
+
+A thread, because a silent slurmctld must not hold up training; only rank 0, because the answer
+must be one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError
+from hpctrain.plan.decide import is_ending
+from hpctrain.profile.files import Request, read_request
+from hpctrain.run.fresh import left_text
+from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
+from hpctrain.world import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hpctrain.base.records import JobControl, JobFacts
+    from hpctrain.runtime.save_policy import JobClock
+
+POLL_S = 0.5
+
+
+class Watcher:
+    """Sets `stop` to a code of `agreement.py` when a stop is needed.
+
+    Attributes:
+        stop: That code, or 0.
+        profile: The number of a request to profile that waits to be taken, or 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: Path,
+        profile_request: Path,
+        job_id: str,
+        clock: JobClock,
+        control: JobControl | None,
+    ) -> None:
+        self.stop = 0
+        self.profile = 0
+        self._request = request
+        self._profile_request = profile_request
+        self._to_profile: Request | None = None
+        self._profiled: list[str] = []
+        self._job_id = job_id
+        self._clock = clock
+        self._control = control
+        self._warned = threading.Event()
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to watch, for the life of this process."""
+        threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
+
+    def warn(self) -> None:
+        """Somebody got SIGUSR2: find out whether the job is preempted or near its time limit."""
+        self._warned.set()
+
+    def grace_end(self, patience_s: float) -> float | None:
+        """When the grace time of a preemption ends.
+
+        None where the job is not in one, or the scheduler takes longer than this to say so.
+        """
+        found: list[float] = []
+
+        def ask() -> None:
+            facts = self._ask()
+            if facts is None or facts.preempt_time is None or is_ending(facts):
+                return
+            if facts.end_time is not None:
+                found.append(facts.end_time)
+
+        asking = threading.Thread(
+            target=self._try, args=("the end of the grace time", ask), daemon=True
+        )
+        asking.start()
+        asking.join(patience_s)
+        return found[0] if found else None
+
+    def take_profile(self) -> Request | None:
+        """The request to profile, which is answered by this; None where it was taken already."""
+        request, self._to_profile = self._to_profile, None
+        self.profile = 0
+        if request is not None:
+            with contextlib.suppress(OSError):  # then its token says that it was taken
+                self._profile_request.unlink(missing_ok=True)
+        return request
+
+    def _look_for_profile(self) -> None:
+        request = read_request(self._profile_request, self._job_id)
+        if request is None or request.token in self._profiled:
+            return
+        self._profiled.append(request.token)
+        self._to_profile = request
+        self.profile = len(self._profiled)
+
+    def _watch(self) -> None:
+        self._try("the job's state", self._hear_what_was_missed)
+        while not self.stop:
+            if self._warned.wait(POLL_S):
+                self._warned.clear()
+                self.stop = self._meaning_of_warning()
+            if not self.stop:
+                self._try(str(self._request), self._look_for_stop)
+            self._try(str(self._profile_request), self._look_for_profile)
+
+    def _try(self, what: str, look: Callable[[], None]) -> None:
+        """Look once; whatever comes of it, there is a next time: nobody else hears a stop."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 - a file server's hiccup, a stranger's file
+            if what not in self._told:
+                self._told.add(what)
+                print(
+                    f"hpctrain: cannot look at {what} ({one_line(error)}); looks again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _look_for_stop(self) -> None:
+        try:
+            request = json.loads(left_text(self._request))
+        except ValueError:  # none, or seen while NFS still shows half of it
+            return
+        if isinstance(request, dict) and str(request.get("job_id")) == self._job_id:
+            self.stop = STOP_USER
+
+    def _hear_what_was_missed(self) -> None:
+        """A preemption announced before the listener stood; SLURM does not say it twice.
+
+        Where nobody can tell, the agent ends the ranks in time, if it has heard of one.
+        """
+        with contextlib.suppress(ClusterError):
+            facts = self._ask()
+            if facts is not None and _is_ending(facts):
+                self.stop = STOP_TERM
+
+    def _meaning_of_warning(self) -> int:
+        """Stop now, or 0 where the job's clock will say when (as late as is safe)."""
+        try:
+            facts = self._ask()
+        except Exception:  # noqa: BLE001 - whatever the reason:
+            return STOP_WARNED  # nobody can tell that it is not a preemption
+        if facts is None or _is_ending(facts) or self._clock.end_time is None:
+            return STOP_WARNED
+        return 0
+
+    def _ask(self) -> JobFacts | None:
+        """What the scheduler says of our job, with its end set on the clock; None without one."""
+        if self._control is None:
+            return None
+        facts = self._control.facts()
+        if facts.end_time is not None:
+            self._clock.end_time = facts.end_time
+        return facts
+
+
+def _is_ending(facts: JobFacts) -> bool:
+    """Whether the job is preempted, or on its way out for another reason."""
+    return facts.preempt_time is not None or is_ending(facts)

@@ -1,0 +1,1 @@
+"""Which schedulers there are, and what a run needs of each."""

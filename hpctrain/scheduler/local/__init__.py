@@ -1,0 +1,1 @@
+"""The embedded cluster: a process plays SLURM on this machine."""

@@ -1,0 +1,1 @@
+"""SLURM: its commands and their output, scripts, requeueing."""

@@ -1,0 +1,168 @@
+"""The login node's side of SLURM: submit, find again, ask, cancel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
+from hpctrain.run.values import is_job_id
+from hpctrain.scheduler.slurm.cluster_name import name_here
+from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
+from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts
+from hpctrain.scheduler.slurm.parse import (
+    QUEUE_FORMAT,
+    SACCT_COMMAND,
+    parse_jobs,
+    parse_queue,
+    parse_sacct,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.base.records import JobInfo, JobRequest, JobStart
+    from hpctrain.scheduler.slurm.parse import AccountRow
+
+SUBMIT_TIMEOUT_S = 60.0
+FORGOTTEN = "invalid job id"
+NO_ACCOUNTING = "accounting storage is disabled"
+
+
+class SlurmCluster:
+    """Implements `records.Cluster` with sbatch, squeue, scontrol, sacct and scancel.
+
+    Attributes:
+        name: "slurm".
+        submit_timeout_s: After this long sbatch counts as unanswered.
+        query_timeout_s: The same for every question.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        *,
+        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
+    ) -> None:
+        self.submit_timeout_s = submit_timeout_s
+        self.query_timeout_s = query_timeout_s
+
+    def here(self) -> str:
+        """ClusterName, asked once in a process."""
+        return name_here()
+
+    def submit(self, request: JobRequest) -> str:
+        """Submit the script that is written already, and return the job's id."""
+        if shutil.which("sbatch") is None:
+            raise CommandMissing(
+                "sbatch is not on PATH here: submit from a login node, or use --cluster local"
+            )
+        from hpctrain.scheduler.slurm.executor import (
+            submit_agent,  # submitit: 0.1 s that only a submit pays
+        )
+
+        folder = request.script_path.with_suffix("")
+        try:
+            return submit_agent(folder, request.run_dir, request.script_path, self.submit_timeout_s)
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            raise self._with_choices(error) from None
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job whose script has this token's name; one that is alive before one that is not."""
+        text = self._run(
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--user={os.getuid()}",
+            f"--format={QUEUE_FORMAT}",
+        )
+        rows = [r for r in parse_queue(text) if PurePath(r.command).name == f"{token}.sh"]
+        rows.sort(key=lambda row: is_alive(row.state))
+        return self.job(rows[-1].job_id) if rows else None
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
+        _refuse_no_id(job_id)
+        try:
+            records = parse_jobs(self._run("scontrol", "show", "job", job_id))
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            if FORGOTTEN not in str(error).lower():
+                raise
+            records = []
+        return job_info(records[0]) if records else self._accounted(job_id)
+
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs that accounting knows, by one question for all of them."""
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        if not ids:
+            return []
+        return job_starts(self._rows_of(ids))
+
+    def survey(self, job_ids: Sequence[str]) -> SlurmCluster:
+        """Answers from two questions in all, for a look at many jobs of this user."""
+        from hpctrain.scheduler.slurm.survey import Survey
+
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        return Survey(ids, query_timeout_s=self.query_timeout_s)
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job; one that has ended already is left as it is."""
+        _refuse_no_id(job_id)
+        self._run("scancel", "--", job_id)
+
+    def _accounted(self, job_id: str) -> JobInfo | None:
+        """The job's last state in accounting; None without an entry, and without accounting.
+
+        Raises:
+            AccountingSilent: it gave no answer.
+        """
+        return accounted_job(self._accounts([job_id]))
+
+    def _accounts(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows of jobs that slurmctld has forgotten.
+
+        Raises:
+            AccountingSilent: nobody can say how they ended.
+        """
+        try:
+            return self._rows_of(job_ids)
+        except ClusterError as error:
+            raise AccountingSilent(str(error)) from error
+
+    def _rows_of(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows; none on the many sites that have no accounting."""
+        try:
+            return parse_sacct(self._run(*SACCT_COMMAND, "--jobs", ",".join(job_ids)))
+        except CommandMissing:
+            return []
+        except ClusterError as error:
+            if NO_ACCOUNTING in str(error).lower():
+                return []
+            raise
+
+    def _with_choices(self, error: ClusterError) -> ClusterError:
+        """The refusal of a partition, with those that there are."""
+        if "partition" not in str(error).lower():
+            return error
+        try:
+            names = sorted(set(self._run("sinfo", "--noheader", "--format=%R").split()))
+        except ClusterError:  # the refusal itself is what the user needs to see
+            return error
+        return ClusterError(f"{error}; partitions here: {', '.join(names)}")
+
+    def _run(self, *args: str) -> str:
+        return run(args, timeout_s=self.query_timeout_s)
+
+
+def _refuse_no_id(job_id: str) -> None:
+    """A ledger may be of anybody's making: `--user=ME` must not reach scancel."""
+    if not is_job_id(job_id):
+        raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")

@@ -1,0 +1,197 @@
+"""Run one SLURM command: bounded in time, deaf to a dying step's signals, with our own errors.
+
+SLURM sends SIGTERM, SIGCONT and SIGUSR2 to every process of a step, also to those in a session of
+their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it
+(`launch.md` section 3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.scheduler.slurm.leak import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+STORM = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+IGNORE_STORM = ("/bin/sh", "-c", 'trap "" TERM USR1 USR2 HUP; exec "$0" "$@"')
+"""Ignored signals stay ignored in everything that is started from here. A blocked mask alone does
+not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The mask covers the
+moment until the trap stands."""
+QUERY_TIMEOUT_S = 20.0
+RETRY_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 4.0
+"""Between two tries of a job, which may be one of thousands that wait for the same slurmctld."""
+NO_ANSWER = (
+    "unable to contact slurm controller",
+    "connection refused",
+    "connect failure",
+    "connection failure",
+    "socket timed out",
+    "zero bytes were transmitted",
+    "could not establish a configuration source",
+    "unable to determine this slurmd's nodename",
+    "slurm backup controller in standby mode",
+    "temporarily unable to accept job",
+    "resource temporarily unavailable",
+    "authentication error",
+    "authentication credential",
+    "invalid credential",
+    "munge encode failed",
+    "munge decode failed",
+    "unable to resolve",
+    "try again",
+)
+"""What the commands print, in lower case, where slurmctld was silent, or munged was not there to
+speak to it: the request may have been accepted."""
+MUNGE_HINT = "If munged is up"
+"""Begins what libmunge guesses first where there is no munged; what is wrong comes after it."""
+REFUSALS = (
+    "invalid job id",
+    "invalid node name",
+    "invalid partition",
+    "access/permission denied",
+    "already completing",
+    "already finished",
+    "pending execution",
+    "only batch jobs",
+    "operation is presently disabled",
+)
+"""What slurmctld says, in lower case, that it will say again. To a job every other error is no
+answer: a fault of an hour that nobody has foreseen must not end a run of weeks."""
+
+
+class CommandMissing(ClusterUnreachable):
+    """SLURM's command is not on this machine, or not in this container: trying again is no use."""
+
+
+@contextlib.contextmanager
+def storm_held() -> Iterator[None]:
+    """Block the step signals in this thread, and in a process while it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STORM)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool = True) -> str:
+    """What the command printed.
+
+    Args:
+        args: Command and arguments; no shell is involved.
+        timeout_s: It is killed after this long.
+        query: Times are printed as seconds since the epoch. Not for sbatch, which would hand that
+            setting on to the job.
+
+    Raises:
+        ClusterUnreachable: it is not installed here, or slurmctld did not answer in time; a request
+            may have been accepted all the same.
+        ClusterError: refused, in SLURM's own words.
+    """
+    env = clean(os.environ).env
+    if query:
+        env["SLURM_TIME_FORMAT"] = "%s"
+    name = args[0]
+    path = shutil.which(name)
+    if path is None:
+        raise CommandMissing(
+            f"{name} is not on PATH here: go where SLURM's commands are, or use --cluster local"
+        )
+    try:
+        with storm_held():
+            child = subprocess.Popen(
+                [*IGNORE_STORM, path, *args[1:]],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+    except OSError as error:  # no more processes or descriptors for this user
+        raise ClusterUnreachable(f"{name} cannot be started now: {error}; try again") from None
+    out, err = _wait(child, name, timeout_s)
+    if child.returncode != 0:
+        raise _refusal(name, child.returncode, err)
+    return out
+
+
+def run_until(args: Sequence[str], *, deadline: float, timeout_s: float = QUERY_TIMEOUT_S) -> str:
+    """Like `run`, tried again while there is no answer; for a job, whose run hangs on it.
+
+    Args:
+        args: Command and arguments, safe to repeat.
+        deadline: Monotonic instant after which no new try is made.
+        timeout_s: Longest single try.
+
+    Raises:
+        ClusterUnreachable: silent until the deadline, or the command is not installed.
+        ClusterError: refused (`REFUSALS`), or an error of another kind until the deadline.
+    """
+    pause_s = RETRY_PAUSE_S
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return run(args, timeout_s=max(min(timeout_s, left), RETRY_PAUSE_S))
+        except ClusterError as error:
+            left = deadline - time.monotonic()
+            if _is_final(error) or left < RETRY_PAUSE_S:
+                raise
+        # slurmctld announces its return to nobody: asking again is all there is
+        time.sleep(min(pause_s, left))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _is_final(error: ClusterError) -> bool:
+    """Whether asking again is no use."""
+    if isinstance(error, ClusterUnreachable):
+        return isinstance(error, CommandMissing)
+    return any(sign in str(error).lower() for sign in REFUSALS)
+
+
+def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[str, str]:
+    """Both outputs of the child; it and what it started are killed where it takes too long."""
+    try:
+        return child.communicate(timeout=timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ClusterUnreachable(
+                f"{name} gave no answer within {timeout_s:g} s: {_daemon(name)} may be down or "
+                "busy, try again"
+            ) from None
+        raise
+
+
+def _daemon(name: str) -> str:
+    """Who answers this command."""
+    return "slurmdbd" if name in {"sacct", "sacctmgr"} else "slurmctld"
+
+
+def _refusal(name: str, code: int, err: str) -> ClusterError:
+    """The error for a failed command: SLURM's first line, which names the value that is wrong."""
+    if code < 0:
+        died_of = signal.Signals(-code).name
+        return ClusterUnreachable(f"{name} was killed by {died_of} before it had an answer")
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    told = [line for line in lines if "error:" in line and MUNGE_HINT not in line]
+    errors = told or lines
+    first = errors[0] if errors else "no message"
+    first = first.removeprefix(f"{name}: ").removeprefix("error: ")
+    if any(sign in err.lower() for sign in NO_ANSWER):
+        return ClusterUnreachable(
+            f"{name}: {first}: {_daemon(name)} does not answer (exit {code}), try again"
+        )
+    return ClusterError(f"SLURM refused: {first} ({name}, exit {code})")

@@ -1,0 +1,166 @@
+"""A job's view of its own scheduler: why am I being stopped, and run me again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import EndReason, JobFacts
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, run_until
+from hpctrain.scheduler.slurm.grace import comes_back
+from hpctrain.scheduler.slurm.jobs import job_facts
+from hpctrain.scheduler.slurm.parse import (
+    NOTHING,
+    SACCT_COMMAND,
+    expand_nodes,
+    parse_jobs,
+    parse_sacct,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.scheduler.slurm.parse import AccountRow
+
+ALREADY_REQUEUED = "pending execution"
+"""scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
+NODE_DOWN = "NodeDown"
+"""The reason in our facts where SLURM requeues a job because one of its nodes died. Its own record
+says None then, as it does after a preemption (measured on 22.05)."""
+FORBID_TIMEOUT_S = 10.0
+"""The end of a finished job is not held up for longer by a silent slurmctld: a start that comes all
+the same ends itself."""
+PREVIOUS_END = {
+    "NODE_FAIL": EndReason.NODE_FAILED,
+    "PREEMPTED": EndReason.PREEMPTED,
+    "REQUEUED": EndReason.REQUEUED,
+    "TIMEOUT": EndReason.TIMED_OUT,
+}
+"""How sacct names the ends after which a job was run again."""
+
+
+class SlurmControl:
+    """Implements `records.JobControl` with scontrol.
+
+    Attributes:
+        job_id: Our own job; ``A_t`` in an array, since ``A`` alone would requeue all its tasks.
+        restarts: The restart count with which this process was started. With it, a process that a
+            node failure left behind cannot requeue the job away from its own successor.
+        nodes: Nodes of this start; with them the loss of one can be told from other requeues.
+        timeout_s: How long slurmctld may be silent before we give up.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        *,
+        restarts: int | None = None,
+        nodes: Sequence[str] = (),
+        timeout_s: float = QUERY_TIMEOUT_S,
+    ) -> None:
+        self.job_id = job_id
+        self.restarts = restarts
+        self.nodes = nodes
+        self.timeout_s = timeout_s
+
+    def facts(self) -> JobFacts:
+        """Ask slurmctld about our own job."""
+        record = self._record(time.monotonic() + self.timeout_s)
+        facts = job_facts(record)
+        if self._is_requeued(facts) and self._lost_a_node():
+            return replace(facts, reason=NODE_DOWN)
+        return replace(facts, comes_back=comes_back(record))
+
+    def requeue(self) -> None:
+        """Ask for this job to be run again, patiently while slurmctld is down."""
+        deadline = time.monotonic() + self.timeout_s
+        if self.restarts is not None and self._is_requeued(job_facts(self._record(deadline))):
+            return
+        try:
+            run_until(["scontrol", "requeue", self.job_id], deadline=deadline)
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            if ALREADY_REQUEUED not in str(error).lower():
+                raise
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Keep nodes out of the next start, beside those that were kept out before.
+
+        Only after `requeue`: of a running job SLURM refuses it ("no longer pending execution"), and
+        from the requeue on it takes it, while the job's processes still end (measured on 22.05).
+        """
+        deadline = time.monotonic() + self.timeout_s
+        before = self._record(deadline).get("ExcNodeList", "")
+        kept_out = [*_names("" if before in NOTHING else before), *nodes]
+        names = ",".join(dict.fromkeys(kept_out))
+        update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
+        run_until(update, deadline=deadline)
+
+    def forbid_requeue(self) -> None:
+        """Keep SLURM from running this job again, as `--no-requeue` would have.
+
+        Since 24.05 a job that leaves in its grace time is run again whatever its exit code. Some
+        versions do so at its next end as well, where it was requeued in a grace time before.
+        """
+        deadline = time.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
+        if not self._is_requeued(job_facts(self._record(deadline))):
+            update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
+            run_until(update, deadline=deadline)
+
+    def previous_end(self) -> EndReason:
+        """Why the incarnation before this one ended, as far as accounting tells; else UNKNOWN.
+
+        After a node failure no code of the job has run, so only SLURM can say what it was.
+        """
+        row = self._previous()
+        return PREVIOUS_END[row.state] if row is not None else EndReason.UNKNOWN
+
+    def previous_stop(self) -> float | None:
+        """When it ended, as far as accounting tells."""
+        row = self._previous()
+        return row.end if row is not None else None
+
+    def _previous(self) -> AccountRow | None:
+        """The incarnation before this one in accounting."""
+        try:
+            rows = parse_sacct(run([*SACCT_COMMAND, "--jobs", self.job_id]))
+        except ClusterError:  # no accounting here: nothing is known, and nothing more hangs on it
+            return None
+        # Our own incarnation is RUNNING, or has no row yet; the ended ones come in order.
+        ended = [row for row in rows if row.state in PREVIOUS_END]
+        return ended[-1] if ended else None
+
+    def _record(self, deadline: float) -> dict[str, str]:
+        text = run_until(["scontrol", "show", "job", self.job_id], deadline=deadline)
+        records = parse_jobs(text)
+        if not records:
+            said = text.strip()[:80]
+            raise ClusterError(f"scontrol show job {self.job_id} printed no job: {said!r}")
+        return records[0]
+
+    def _is_requeued(self, facts: JobFacts) -> bool:
+        """Whether SLURM runs the job again without us: its count is ahead of this start's."""
+        ours, now = self.restarts, facts.restarts
+        return ours is not None and now is not None and now > ours
+
+    def _lost_a_node(self) -> bool:
+        """Whether a node of this start is down."""
+        if not self.nodes:
+            return False
+        named = f"--nodes={','.join(self.nodes)}"
+        try:
+            states = run(["sinfo", "--noheader", "--Node", named, "--format=%T"])
+        except ClusterError:  # the reason stays unknown, and what follows is the same
+            return False
+        return any(state.startswith("down") for state in states.split())
+
+
+def _names(nodelist: str) -> list[str]:
+    """Host names, or the list as it is where it cannot be read: SLURM may know better."""
+    try:
+        return expand_nodes(nodelist)
+    except ValueError:
+        return [nodelist]

@@ -1,0 +1,98 @@
+"""Where this agent stands in its job, read from its environment; no command is run."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from hpctrain.base.ports import first_port
+from hpctrain.errors import ClusterError
+from hpctrain.scheduler.slurm.parse import expand_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.base.records import JobContext
+
+KILL_WAIT_S = 30.0
+"""SLURM's default, where it could not be asked."""
+
+
+def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
+    """This node's place in the job.
+
+    Raises:
+        ClusterError: this process was not started by srun inside a job.
+    """
+    from hpctrain.base.records import JobContext  # the batch side uses this module without it
+
+    env = os.environ if environ is None else environ
+    for name in ("SLURM_JOB_ID", "SLURM_NODEID"):
+        if name not in env:
+            raise ClusterError(f"{name} is not set: an agent is started by srun inside a SLURM job")
+    job_id, restarts = own_job_id(env), own_restarts(env)
+    try:
+        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    except ValueError as error:
+        raise ClusterError(f"{error}: nobody can say which nodes the job has") from None
+    return JobContext(
+        job_id=job_id,
+        restarts=restarts,
+        node_rank=int(env["SLURM_NODEID"]),
+        nodes=nodes,
+        master_addr=master_addr(env, nodes),
+        port=int(env.get("HPCTRAIN_PORT") or first_port(job_id, restarts)),
+        token=env.get("HPCTRAIN_TOKEN", ""),
+        end_time=own_end(env),
+        kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
+        start_time=own_start(env),
+        cluster=env.get("SLURM_CLUSTER_NAME", ""),
+    )
+
+
+def own_job_id(env: Mapping[str, str]) -> str:
+    """The id that means this job only: ``A_t`` in an array, since a raw id may mean all of it."""
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env["SLURM_JOB_ID"]
+
+
+def own_restarts(env: Mapping[str, str]) -> int:
+    """How often SLURM has restarted this job; the variable is not there in the first run."""
+    return int(env.get("SLURM_RESTART_COUNT") or 0)
+
+
+def own_start(env: Mapping[str, str]) -> float | None:
+    """When SLURM began this start of the job: what slurmctld said, else SLURM's own variable."""
+    begun = env.get("HPCTRAIN_JOB_START") or env.get("SLURM_JOB_START_TIME")
+    return float(begun) if begun else None
+
+
+def own_end(env: Mapping[str, str]) -> float | None:
+    """When SLURM will end this start of the job: what slurmctld said, else SLURM's own variable."""
+    end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
+    return float(end) if end else None
+
+
+def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:
+    """An address of the first node that every node of the job can connect to.
+
+    The batch side exports what it has found out (`batch.py`). Where it could not ask, the node's
+    name does if it resolves, else the address from which srun was launched: that is the first node.
+    """
+    if exported := env.get("HPCTRAIN_MASTER_ADDR"):
+        return exported
+    first = nodes[0] if nodes else "localhost"
+    if resolves(first):
+        return first
+    return env.get("SLURM_LAUNCH_NODE_IPADDR") or first
+
+
+def resolves(name: str) -> bool:
+    """Whether this host can turn the name into an address."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):  # no name that could be asked for at all
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""SLURM's answers as the records that the rest of hpctrain knows. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import JobFacts, JobInfo, JobStart
+from hpctrain.scheduler.slurm.parse import (
+    NOTHING,
+    AccountRow,
+    expand_nodes,
+    parse_count,
+    parse_state,
+    parse_time,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FINISHED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States in which no process of the job is left. Every other one, also one that is not invented
+yet, counts as alive: a second writer is worse than a wait."""
+
+
+def is_alive(state: str) -> bool:
+    """Whether a job in this state may still write."""
+    return state not in FINISHED
+
+
+def job_id_of(record: Mapping[str, str]) -> str:
+    """The id under which only this job is meant: `A_t` in an array, since `A` is all of it."""
+    if "ArrayJobId" in record and "ArrayTaskId" in record:
+        return f"{record['ArrayJobId']}_{record['ArrayTaskId']}"
+    return record["JobId"]
+
+
+def job_info(record: Mapping[str, str]) -> JobInfo:
+    """The login node's view of one `scontrol show job` record."""
+    state = parse_state(record.get("JobState", ""))
+    return JobInfo(
+        job_id=job_id_of(record),
+        state=state,
+        alive=is_alive(state),
+        reason=_or_none(record.get("Reason", "")),
+        nodes=_or_none(record.get("NodeList", "")) or "",
+        restarts=parse_count(record.get("Restarts", "")) or 0,
+        start_time=parse_time(record.get("StartTime", "")),
+        end_time=parse_time(record.get("EndTime", "")),
+        script=_or_none(record.get("Command", "")) or "",
+    )
+
+
+def queued_job(row: Sequence[str]) -> JobInfo:
+    """The login node's view of one row of squeue in SURVEY_FORMAT."""
+    job_id, state, nodes, start, end, reason, command = row
+    return JobInfo(
+        job_id=job_id,
+        state=parse_state(state),
+        alive=is_alive(parse_state(state)),
+        reason=_or_none(reason),
+        nodes=_or_none(nodes) or "",
+        start_time=parse_time(start),
+        end_time=parse_time(end),
+        script=_or_none(command) or "",
+    )
+
+
+def job_facts(record: Mapping[str, str]) -> JobFacts:
+    """The job's own view of one `scontrol show job` record."""
+    return JobFacts(
+        state=parse_state(record.get("JobState", "")),
+        restarts=parse_count(record.get("Restarts", "")),
+        reason=_or_none(record.get("Reason", "")),
+        preempt_time=parse_time(record.get("PreemptTime", "")),
+        end_time=parse_time(record.get("EndTime", "")),
+    )
+
+
+def _or_none(value: str) -> str | None:
+    return None if value in NOTHING else value
+
+
+def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
+    """The newest incarnation of a job that only accounting knows; None without rows.
+
+    It does not count as alive: sacct goes on saying RUNNING of a job that slurmctld has lost.
+    """
+    if not rows:
+        return None
+    newest = rows[-1]
+    return JobInfo(
+        job_id=newest.job_id,
+        state=newest.state,
+        alive=False,
+        nodes=newest.nodes,
+        restarts=len(rows) - 1,
+        start_time=newest.start,
+        end_time=newest.end,
+    )
+
+
+def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
+    """Every start of every job in accounting, counted from 0 in each job."""
+    counted: dict[str, int] = {}
+    found = []
+    for row in rows:
+        index = counted.get(row.job_id, 0)
+        counted[row.job_id] = index + 1
+        found.append(JobStart(row.job_id, index, row.state, row.start, row.end, _names(row.nodes)))
+    return found
+
+
+def _names(nodes: str) -> str:
+    """A node list as host names; as it is where it cannot be read."""
+    try:
+        return ",".join(expand_nodes(nodes))
+    except ValueError:
+        return nodes

@@ -1,0 +1,119 @@
+"""The status of a run for programs. Pure.
+
+Seconds since the epoch and bytes, as plain numbers; what is not known is null. Every number is one
+that JSON has a word for: a loss of NaN is null. tests/unit/test_status_cli.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.base.rank_map import placed
+from hpctrain.history.goodput import Spent
+from hpctrain.status.text import in_words, next_commands
+
+if TYPE_CHECKING:
+    from hpctrain.history.goodput import Goodput
+    from hpctrain.history.save_record import Saving
+    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.status.status import RunStatus
+
+
+def as_json(status: RunStatus) -> dict[str, Any]:
+    """Everything that the screen shows, and what it leaves out."""
+    far, now = status.progress, status.standing
+    value = {
+        "run": status.name,
+        "run_dir": status.root,
+        "state": status.state.value,
+        "words": in_words(status),
+        "step": far.step,
+        "total_steps": far.total,
+        "loss": far.loss,
+        "step_s": far.step_s,
+        "last_seen": far.seen,
+        "since": now.t or None,
+        "cluster": status.cluster,
+        "job_id": now.job_id,
+        "job": asdict(status.answer.job) if status.answer.job else None,
+        "cluster_problem": status.answer.problem or None,
+        "accounting_problem": status.answer.unaccounted or None,
+        "cancel_requested": now.cancel or None,
+        "exit_code": now.exit_code,
+        "why": now.detail or None,
+        "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
+        "verified": dict(status.verified),
+        "not_taken": [asdict(one) for one in status.skipped],
+        "interval": asdict(status.saving.interval) if status.saving.interval else None,
+        "saves": _saves(status.saving),
+        "disk_free_bytes": status.disk_free_bytes,
+        "mesh": _mesh(status),
+        "attempts": [_attempt(one) for one in status.attempts],
+        "steps_lost": sum(one.steps_lost or 0 for one in status.attempts),
+        "speed": asdict(status.speed) if status.speed else None,
+        "goodput": goodput_json(status.goodput),
+        "last_24h": goodput_json(status.day),
+        "failure": asdict(status.failure) if status.failure else None,
+        "failure_log": status.failure_log or None,
+        "next": next_commands(status),
+    }
+    found: dict[str, Any] = plain(value)
+    return found
+
+
+def goodput_json(spent: Goodput) -> dict[str, Any]:
+    """Where the time went. `share` is of the allocated node-seconds; the queue has none in it."""
+    classes = {
+        kind.value: {
+            "seconds": seconds,
+            "node_seconds": spent.node_seconds.get(kind),
+            "share": _share(spent, kind),
+        }
+        for kind, seconds in spent.seconds.items()
+    }
+    return {
+        "classes": classes,
+        "allocated_s": spent.allocated_s,
+        "submitted_s": spent.submitted_s,
+        "useful_of_allocated": spent.useful_of_allocated,
+        "useful_since_submit": spent.useful_since_submit,
+    }
+
+
+def plain(value: Any) -> Any:
+    """The value with null for each number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def _share(spent: Goodput, kind: Spent) -> float | None:
+    if kind is Spent.QUEUE or spent.allocated_s <= 0:
+        return None
+    return spent.node_seconds[kind] / spent.allocated_s
+
+
+def _mesh(status: RunStatus) -> dict[str, Any] | None:
+    """The newest attempt's mesh, with every rank's node and place on each axis."""
+    if status.mesh is None:
+        return None
+    now = status.mesh
+    return {**asdict(now), "ranks": placed(now.mesh, now.nodes, now.ranks_per_node)}
+
+
+def _saves(saves: Saving) -> dict[str, Any]:
+    value = asdict(saves)
+    del value["interval"]
+    return value
+
+
+def _attempt(attempt: AttemptView) -> dict[str, Any]:
+    value = asdict(attempt)
+    value["failure"] = attempt.failure.summary if attempt.failure else None
+    return value

@@ -1,0 +1,254 @@
+"""All that is known of a run, put together from its ledger and its scheduler's answer. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from hpctrain.base.mesh import Mesh
+from hpctrain.base.records import JobInfo, Skipped
+from hpctrain.history.goodput import Goodput, goodput, window
+from hpctrain.history.save_record import Saving, saving
+from hpctrain.history.timeline import past_of
+from hpctrain.ledger.derive import (
+    AttemptView,
+    Progress,
+    RunState,
+    Standing,
+    attempts,
+    live,
+    progress,
+    run_state,
+    standing,
+)
+from hpctrain.run.values import text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.base.records import JobStart
+    from hpctrain.history.speed import Speed
+    from hpctrain.ledger.derive import Failure
+    from hpctrain.run.events import Event
+
+ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
+DAY_S = 86_400.0
+UNDER_WAY = 75
+"""Exit status of `status --exit-status` while nothing is decided."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The newest checkpoint that could be loaded."""
+
+    name: str
+    step: int
+    t: float | None = None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the scheduler said about the run's newest job.
+
+    Attributes:
+        job: None when it knows of none.
+        asked: False where there was no answer.
+        problem: Why there was none.
+        note: What a user must know of the job, e.g. that it is another run's.
+        unaccounted: Why accounting told nothing of the run's jobs, where it should have.
+    """
+
+    job: JobInfo | None = None
+    asked: bool = True
+    problem: str = ""
+    note: str = ""
+    unaccounted: str = ""
+
+
+@dataclass(frozen=True)
+class AttemptMesh:
+    """How the newest attempt's ranks stand; only a program that uses an engine of ours says so."""
+
+    engine: str
+    mesh: Mesh
+    nodes: Sequence[str]
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything that `hpctrain status RUN` shows."""
+
+    name: str
+    root: str
+    state: RunState
+    standing: Standing
+    progress: Progress
+    answer: Answer
+    cluster: str
+    attempts: Sequence[AttemptView]
+    checkpoint: Checkpoint | None
+    skipped: Sequence[Skipped]
+    saving: Saving
+    mesh: AttemptMesh | None
+    """Of the newest attempt; None where it has not said so."""
+    cpus: Sequence[str]
+    """Of each rank of a node in the newest attempt, as its first node has bound them; or empty."""
+    failure: Failure | None
+    failure_log: str
+    label: str
+    """How the user can name the run in the next command."""
+    flags: str
+    """What the next command needs behind it, e.g. " --runs DIR"."""
+    now: float = field(default_factory=time.time)
+    goodput: Goodput = field(default_factory=Goodput)
+    day: Goodput = field(default_factory=Goodput)
+    """The same for the last 24 hours."""
+    speed: Speed | None = None
+    """None where no step was told lately."""
+    disk_free_bytes: int | None = None
+    """Room left where the checkpoints go."""
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """Checkpoints of which a person has had every byte read, and when."""
+
+
+def status_of(
+    events: Sequence[Event],
+    answer: Answer,
+    *,
+    name: str,
+    root: str = "",
+    cluster: str = "",
+    total: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    skipped: Sequence[Skipped] = (),
+    attempt_log: Callable[[int, int], Path] | None = None,
+    starts: Sequence[JobStart] = (),
+    speed: Speed | None = None,
+    disk_free_bytes: int | None = None,
+    label: str = "",
+    flags: str = "",
+    now: float | None = None,
+) -> RunStatus:
+    """Put together what is known of a run.
+
+    Args:
+        events: Its ledger.
+        answer: What the scheduler said.
+        name: The run's name.
+        root: Its directory.
+        cluster: "slurm" or "local".
+        total: How many steps it is meant to do, where the ledger does not know.
+        checkpoint: The newest one that could be loaded.
+        skipped: Newer ones that could not; those that an attempt passed over are added.
+        attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
+        starts: What accounting knows of the starts of the run's jobs.
+        speed: How fast the newest attempt trains.
+        disk_free_bytes: Room left where the checkpoints go.
+        label: How the user names the run; its name by default.
+        flags: What the next command needs behind it.
+        now: Seconds since the epoch.
+    """
+    state = run_state(events, answer.job, asked=answer.asked)
+    moment = time.time() if now is None else now
+    past = past_of(events)
+    past.gone = state not in {RunState.RUNNING, RunState.COMPLETING}
+    done = attempts(events, starts, past=past)
+    until = _counted_until(events, starts, state, moment)
+    spent = goodput(events, starts=starts, now=until, past=past)
+    far = progress(events)
+    if far.total is None and total is not None:
+        far = Progress(**{**asdict(far), "total": total})
+    failure = next((one.failure for one in reversed(done) if one.failure is not None), None)
+    log = ""
+    if failure is not None and attempt_log is not None and failure.rank is not None:
+        log = str(attempt_log(failure.attempt, failure.rank))
+    return RunStatus(
+        name=name,
+        root=root,
+        state=state,
+        standing=standing(events),
+        progress=far,
+        answer=answer,
+        cluster=cluster,
+        attempts=done,
+        checkpoint=checkpoint,
+        skipped=passed_over(events, done, skipped),
+        saving=saving(events),
+        mesh=attempt_mesh(events, done),
+        cpus=bound_cpus(events, done[-1].number) if done else (),
+        failure=failure,
+        failure_log=log,
+        label=label or shlex.quote(name),
+        flags=flags,
+        now=moment,
+        goodput=spent,
+        day=window(spent, moment - DAY_S),
+        speed=speed,
+        disk_free_bytes=disk_free_bytes,
+        verified={text(e.data.get("name")): e.t for e in events if e.kind == "verified"},
+    )
+
+
+def _counted_until(
+    events: Sequence[Event], starts: Sequence[JobStart], state: RunState, now: float
+) -> float:
+    """How far time counts: of a run that nobody runs any more, to the last that is known of it."""
+    if not events or state in ALIVE or state is RunState.SUBMITTING:
+        return now
+    known = [t for one in starts for t in (one.start, one.end) if t is not None]
+    return min(now, max([events[-1].t, *known]))
+
+
+def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> AttemptMesh | None:
+    """The mesh that the newest attempt's ranks have made, as far as they have come."""
+    newest = done[-1] if done else None
+    if newest is None:
+        return None
+    said = [e.data for e in live(events) if (e.kind, e.attempt) == ("mesh", newest.number)]
+    if not said:
+        return None
+    data = said[-1]
+    mesh = Mesh(**{f.name: max(1, whole(data.get(f.name)) or 1) for f in fields(Mesh)})
+    each = max(1, whole(data.get("ranks_per_node")) or 1)
+    return AttemptMesh(text(data.get("engine")), mesh, newest.nodes, each)
+
+
+def bound_cpus(events: Sequence[Event], attempt: int) -> Sequence[str]:
+    """The CPUs of each rank of the first node of an attempt; empty where they are not bound."""
+    for event in reversed(list(live(events))):
+        if (event.kind, event.attempt) == ("attempt_started", attempt):
+            found: list[str] = event.data.get("cpus") or []
+            return found
+    return ()
+
+
+def passed_over(
+    events: Sequence[Event], done: Sequence[AttemptView], on_disk: Sequence[Skipped] = ()
+) -> list[Skipped]:
+    """Checkpoints that were not taken, each with its first reason, the highest step first."""
+    found: dict[str, Skipped] = {}
+    for attempt in done:
+        for one in attempt.skipped:
+            found.setdefault(one.name, one)
+    for event in events:
+        if event.kind == "checkpoint_set_aside":
+            name = str(event.data.get("name"))
+            step = whole(event.data.get("step")) or 0
+            one = Skipped(step, name, str(event.data.get("reason")))
+            found.setdefault(name, one)
+    for one in on_disk:
+        found.setdefault(one.name, one)
+    return sorted(found.values(), key=lambda one: (-one.step, one.name))
+
+
+def exit_status(status: RunStatus) -> int:
+    """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
+    if status.state in {RunState.DONE, RunState.STOPPED}:
+        return status.standing.exit_code or 0
+    under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
+    return UNDER_WAY if under_way else 1

@@ -1,0 +1,149 @@
+"""Try a preset out: render the scripts that a submit would make, and ask sbatch about them.
+
+Nothing is submitted and nothing stays on disk. tests/unit/test_site_trial.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.script import render_script
+from hpctrain.settings.layers import nearest
+from hpctrain.site.load import load_site
+from hpctrain.submit.prepare import SubmitRequest, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpctrain.site.preset import Site
+
+TOKEN = "site-test"  # noqa: S105 - stands where a submission's own token stands
+TIME = "0:10:00"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be tried."""
+
+    site: str
+    """Name or file."""
+    partitions: Sequence[str] = ()
+    """Empty for all that submit may choose."""
+    nodes: Sequence[int] = (1, 2)
+    account: str | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One script, and what became of it."""
+
+    partition: str
+    """"" for SLURM's default."""
+    nodes: int
+    gpus_per_node: int
+    accepted: bool
+    why: str
+    """What refused it, in one line."""
+    script: str
+    """"" where hpctrain itself refuses the job."""
+
+
+def try_site(
+    asked: Asked, *, cwd: Path, environ: Mapping[str, str], ask: Callable[[Sequence[str]], str]
+) -> list[Trial]:
+    """Every partition at every number of nodes that it is meant for.
+
+    Args:
+        asked: What to try.
+        cwd: Where the user stands; an hpctrain.toml there is left out of it.
+        environ: The user's.
+        ask: Runs one command of SLURM's; `scheduler.slurm.command.run`.
+
+    Raises:
+        NotFound: there is no such site.
+        UsageError: its preset is wrong, or has no such partition.
+        ChecksFailed: there is nothing to try.
+        ClusterUnreachable: nobody answers.
+    """
+    site = load_site(asked.site, environ=environ, project=cwd)
+    cases = [
+        (name, nodes)
+        for name in _partitions(site, asked.partitions)
+        for nodes in dict.fromkeys(asked.nodes)
+        if not name or asked.partitions or _fits(site, name, nodes)
+    ]
+    if not cases:
+        raise ChecksFailed(
+            f"{site.where('partitions')} has no partition that submit may choose for "
+            f"{' or '.join(map(str, asked.nodes))} nodes; name one with --partition"
+        )
+    with tempfile.TemporaryDirectory(prefix="hpctrain-site-test-") as folder:
+        requests = [_request(site, asked, case, Path(folder), environ) for case in cases]
+        return [_try(request, ask) for request in requests]
+
+
+def _partitions(site: Site, named: Sequence[str]) -> list[str]:
+    for name in named:
+        if name not in site.partitions:
+            near = nearest(name, site.partitions)
+            known = ", ".join(site.partitions) or "none"
+            hint = f"did you mean {near[0]}?" if near else f"there are: {known}"
+            raise UsageError(
+                f"--partition {name}: {site.where('partitions')} has none such; {hint}"
+            )
+    if named:
+        return list(named)
+    return [name for name, one in site.partitions.items() if one.auto] or [""]
+
+
+def _fits(site: Site, name: str, nodes: int) -> bool:
+    one = site.partitions[name]
+    return (one.min_nodes or 0) <= nodes <= (one.max_nodes or nodes)
+
+
+def _request(
+    site: Site, asked: Asked, case: tuple[str, int], folder: Path, environ: Mapping[str, str]
+) -> SubmitRequest:
+    name, nodes = case
+    partition = site.partitions.get(name)
+    return SubmitRequest(
+        cwd=folder,
+        environ=environ,
+        runs=folder,
+        site=str(Path(asked.site).absolute()) if asked.site.endswith(".toml") else asked.site,
+        cluster="slurm",
+        nodes=str(nodes),
+        gpus_per_node=(partition.gpus_per_node or 0) if partition else 0,
+        time=TIME,
+        partition=name or None,
+        account=asked.account,
+        name=f"{TOKEN}-{nodes}",
+        allow_locked=True,
+    )
+
+
+def _try(request: SubmitRequest, ask: Callable[[Sequence[str]], str]) -> Trial:
+    text, why = "", ""
+    try:
+        spec = prepare(request).spec
+        text = render_script(spec, RunDir(request.runs / spec.name), TOKEN)
+        script = request.runs / f"{spec.name}.sh"
+        script.write_text(text)
+        ask(["sbatch", "--test-only", str(script)])
+    except ClusterUnreachable:
+        raise
+    except (UsageError, ClusterError) as error:
+        why = str(error)
+    return Trial(
+        partition=request.partition or "",
+        nodes=int(request.nodes or 0),
+        gpus_per_node=request.gpus_per_node or 0,
+        accepted=not why,
+        why=why,
+        script=text,
+    )
