@@ -208,8 +208,7 @@ def _replicated_rank(world: World, place: Place, folder: Path, params: int) -> d
     import _model
     import torch.distributed.checkpoint as dcp
 
-    from hpctrain.checkpoint.format.manifest import TABLE_NAME
-    from hpctrain.checkpoint.format.names import step_name
+    from hpctrain.checkpoint.format.manifest import TABLE_NAME, step_name
     from hpctrain.checkpoint.tensors.restore import restore
 
     tensors = _model.replicated(params)

@@ -243,10 +243,10 @@ class _Ours:
     def _state(self) -> State:
         from hpctrain.checkpoint.tensors.boxes import State
         from hpctrain.engines import state as engine_state
-        from hpctrain.runtime import rng
+        from hpctrain.runtime import program
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
-        return State(tensors, rng.capture(self._world))
+        return State(tensors, program.capture(self._world))
 
     def begin(self) -> None:
         from _model import manifest

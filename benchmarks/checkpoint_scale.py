@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from _measure import Line
 
-    from hpctrain.checkpoint.format.assemble import RankPart
+    from hpctrain.checkpoint.format.table import RankPart
     from hpctrain.run.layout import RunDir
 
 CHECKPOINTS = 20
@@ -66,8 +66,8 @@ def _choose(root: Path) -> list[Line]:
 
 def _checkpoints(run: RunDir) -> None:
     """The oldest is whole, all newer ones are torn: each look must go as far as it can."""
+    from hpctrain.checkpoint.format import manifest, shard
     from hpctrain.checkpoint.format import manifest as manifests
-    from hpctrain.checkpoint.format import names, shard
     from hpctrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry
 
     run.checkpoints.mkdir(parents=True)
@@ -77,7 +77,7 @@ def _checkpoints(run: RunDir) -> None:
     files.append(FileEntry(manifests.TABLE_NAME, 1 << 20, "xxh3_64:" + "0" * 16))
     tensors = [TensorEntry(name, "F32", (ROWS, COLUMNS)) for name in _names()]
     for step in range(1, CHECKPOINTS + 1):
-        path = run.checkpoints / names.step_name(step)
+        path = run.checkpoints / manifest.step_name(step)
         path.mkdir()
         for entry in files:
             _sparse(path / entry.name, entry.size)
@@ -134,8 +134,8 @@ def _stat_all(folder: Path) -> int:
 
 
 def _table(folder: Path) -> list[Line]:
-    from hpctrain.checkpoint.format import assemble, table
     from hpctrain.checkpoint.format import manifest as manifests
+    from hpctrain.checkpoint.format import table
     from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, Manifest
 
     folder.mkdir()
@@ -148,7 +148,7 @@ def _table(folder: Path) -> list[Line]:
     def gathered() -> None:
         nonlocal content
         parts = [pickle.loads(one) for one in sent]  # noqa: S301 - our own bytes
-        files, about.tensors, whole = assemble.assemble(parts, about.block_bytes)
+        files, about.tensors, whole = table.assemble(parts, about.block_bytes)
         content = whole.dump()
         about.files = [*files, table.entry_of(content)]
 
@@ -179,8 +179,8 @@ def _part(rank: int) -> RankPart:
     import numpy as np
 
     from hpctrain.checkpoint.format import shard
-    from hpctrain.checkpoint.format.assemble import part_of
     from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.table import part_of
 
     rows = ROWS // RANKS
     shape = (ROWS, COLUMNS)

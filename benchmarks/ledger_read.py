@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import goodput
+from hpctrain.history.lineage import progress
+from hpctrain.history.run_state import standing
 from hpctrain.history.save_record import saving
 from hpctrain.history.timeline import past_of
-from hpctrain.ledger.derive import attempts, progress, standing
 from hpctrain.run.events import read
 from hpctrain.run.layout import RunDir
 

@@ -50,7 +50,7 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     """A job of one local node with 8 ranks: seconds from its start on, and from its imports on."""
     from hpctrain.run import events
     from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Entry, Spec
 
@@ -62,7 +62,9 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     spec = Spec("bench", "id", time.time(), "local", "", entry, settings, python=sys.executable)
     spec.dump(root / "spec.json")
     os.environ["HPCTRAIN_LOCAL_DIR"] = str(root / "local")
-    record = jobs.create(jobs.LocalJobRecord("", "bench", str(RunDir(root).root), 1, 1, 600, 60))
+    record = client.create(
+        client.LocalJobRecord("", "bench", str(RunDir(root).root), 1, 1, 600, 60)
+    )
     done = root / "done"
     started = time.time()
     seconds = timed(

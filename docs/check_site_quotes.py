@@ -25,7 +25,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hpctrain.agent.cpu_plan import cpus_of
+from hpctrain.agent.cpus import cpus_of
 from hpctrain.site.validate_facts import seconds
 
 PRESETS = Path(__file__).parents[1] / "site-configs"

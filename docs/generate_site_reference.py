@@ -12,8 +12,7 @@ from typing import Any
 
 from hpctrain.settings.schema import sections
 from hpctrain.site import schema
-from hpctrain.site.keys import Key, keys_of, title_of
-from hpctrain.site.values import in_words
+from hpctrain.site.schema import Key, in_words, keys_of, title_of
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "site-presets.md"

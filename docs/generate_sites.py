@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.site import schema
-from hpctrain.site.build import build
 from hpctrain.site.environment import Versions, derive
-from hpctrain.site.keys import keys_of
-from hpctrain.site.sheet import take_apart
+from hpctrain.site.schema import keys_of
+from hpctrain.site.sheet import build, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

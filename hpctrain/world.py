@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpctrain.base import open_files
+from hpctrain.base import process
 from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     """
     if "RANK" not in os.environ:
         return World(0, 0, 1, _device(0))
-    open_files.raise_limit()  # an agent has done so; torchrun has not
+    process.raise_limit()  # an agent has done so; torchrun has not
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
     if not dist.is_initialized():

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.ending import last_seen, last_step, read_outcome
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
-from hpctrain.base.modes import follow_folder
+from hpctrain.base.files import follow_folder
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError
-from hpctrain.plan.budget import EXIT_STOPPED, allow
-from hpctrain.plan.decide import decide
+from hpctrain.plan.decide import EXIT_STOPPED, allow, decide
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.run.ownership import job_spec

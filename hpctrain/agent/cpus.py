@@ -3,24 +3,207 @@
 An agent plans for its node and the ranks bind themselves, first of all that they do: what they
 start (data loaders, the writer of checkpoints) stays there with them. docs/engines.md and
 tests/unit/test_cpu_plan.py.
+
+Which CPUs each rank of a node gets: those near its GPU, never one that the job was not given.
+
+Pure: the machine's facts come in. tests/unit/test_cpu_plan.py holds the promises.
+
+What Linux tells of a node's cores, NUMA nodes and GPUs; nothing is run, and nothing is guessed.
+
+NVIDIA's GPUs are taken in the order of their PCI addresses and AMD's in that of the kernel driver,
+which is how CUDA (with one model in a node) and HIP number them. tests/unit/test_topology.py holds
+the promises, on trees as machines have them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import topology
-from hpctrain.agent.cpu_plan import as_list, cpus_of, plan
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from hpctrain.agent.cpu_plan import Cpus
     from hpctrain.settings.spec import Spec
+
+Cpus = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of a node.
+
+    Attributes:
+        cores: CPUs of each core: several where it has threads.
+        numa: CPUs of each NUMA node.
+        near: CPUs near each GPU that the ranks use, in their order; empty where nobody knows.
+    """
+
+    cores: Sequence[Cpus] = field(default_factory=list)
+    numa: Sequence[Cpus] = field(default_factory=list)
+    near: Sequence[Cpus] = field(default_factory=list)
+
+
+def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -> list[Cpus]:
+    """The CPUs of each rank of a node; empty where ranks are better left alone.
+
+    Rank i uses GPU i, and gets its share of what is near that GPU. Ranks whose GPUs share CPUs
+    divide them by cores.
+
+    Args:
+        ranks: Of this node.
+        allowed: CPUs that the job was given: the agent's own affinity.
+        machine: See there.
+        own: The job has all of `allowed` for itself. Else ranks get the whole neighbourhood: a
+            share of it might be what another job's ranks have taken too.
+    """
+    given = frozenset(allowed)
+    if machine.near:
+        wanted = [machine.near[rank % len(machine.near)] & given for rank in range(ranks)]
+        if not all(wanted):
+            return []  # the job was given CPUs elsewhere than its GPUs: a half plan is none
+    else:
+        wanted = [given] * ranks
+    if not own:
+        return wanted if len(set(wanted)) > 1 else []
+    shares = dict[Cpus, list[Cpus]]()
+    for cpus in dict.fromkeys(wanted):
+        shares[cpus] = _divide(_cores(cpus, machine), wanted.count(cpus)) or [cpus] * ranks
+    found = [shares[cpus].pop(0) for cpus in wanted]
+    return found if any(cpus != given for cpus in found) else []
+
+
+def cpus_of(text: str) -> Cpus:
+    """CPUs of a list as Linux and SLURM write it: `0-3,8`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def as_list(cpus: Iterable[int]) -> str:
+    """The other way round."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _cores(cpus: Cpus, machine: Machine) -> list[Cpus]:
+    """These CPUs as cores, NUMA node by NUMA node."""
+    cores = {core & cpus for core in machine.cores} - {frozenset()}
+    left = cpus.difference(*cores) if cores else cpus
+    cores |= {frozenset({cpu}) for cpu in left}
+    places = {cpu: number for number, node in enumerate(machine.numa) for cpu in node}
+    return sorted(cores, key=lambda core: (places.get(min(core), 0), min(core)))
+
+
+def _divide(cores: Sequence[Cpus], parts: int) -> list[Cpus]:
+    """Cores beside each other for each part, as many as for the others; none where too few."""
+    each = len(cores) // parts
+    if not each:
+        return []
+    return [frozenset[int]().union(*cores[n * each : (n + 1) * each]) for n in range(parts)]
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+STEP_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+"""The machine's own numbers, where the job sees its GPUs alone and renumbered."""
+
+
+def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
+    """The node that this process is on, with the GPUs that its ranks will use.
+
+    Args:
+        environ: Of the job: which GPUs it was given.
+        root: Where /sys and /proc are.
+    """
+    system = root / "sys/devices/system"
+    cores = {
+        _cpus(path)
+        for path in system.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")
+        if _cpus(path)
+    }
+    numbered = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:]))
+    numa = [cpus for path in numbered if (cpus := _cpus(path / "cpulist"))]
+    gpus = _nvidia(root) or _amd(root)
+    return Machine(sorted(cores, key=min), numa, _used(gpus, environ))
+
+
+def numbers_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
+    """The machine's numbers of the job's GPUs; None where the job does not tell them."""
+    for name in (*STEP_GPUS, *VISIBLE):
+        parts = environ.get(name, "").split(",")
+        if all(part.strip().isdigit() for part in parts):
+            return [int(part) for part in parts]
+    return None
+
+
+def _used(gpus: list[Cpus], environ: Mapping[str, str]) -> list[Cpus]:
+    """CPUs near the GPUs that the job was given; none where one of them is not known."""
+    numbers = numbers_of_gpus(environ)
+    if numbers is None:
+        # Names in the place of numbers (GPU-8f2c...) may be in any order.
+        named = any(environ.get(name) for name in (*STEP_GPUS, *VISIBLE))
+        return [] if named or not all(gpus) else gpus
+    near = [gpus[number] for number in numbers if number < len(gpus)]
+    return near if len(near) == len(numbers) and all(near) else []
+
+
+def _nvidia(root: Path) -> list[Cpus]:
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*:*.*"))
+    return [_near(root, folder.name.lower()) for folder in folders]
+
+
+def _amd(root: Path) -> list[Cpus]:
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    found = []
+    for node in sorted(nodes, key=lambda path: int(path.name)):
+        facts = dict(
+            line.split(maxsplit=1)
+            for line in _text(node / "properties").splitlines()
+            if len(line.split(maxsplit=1)) > 1
+        )
+        with contextlib.suppress(ValueError):
+            if int(facts.get("simd_count", "0")) == 0:
+                continue  # a CPU
+            where, domain = int(facts.get("location_id", "0")), int(facts.get("domain", "0"))
+            bus, device, function = where >> 8 & 0xFF, where >> 3 & 0x1F, where & 7
+            found.append(_near(root, f"{domain:04x}:{bus:02x}:{device:02x}.{function}"))
+    return found
+
+
+def _near(root: Path, address: str) -> Cpus:
+    """CPUs near a PCI device; its NUMA node's where it tells no list of its own."""
+    device = root / "sys/bus/pci/devices" / address
+    if cpus := _cpus(device / "local_cpulist"):
+        return cpus
+    number = _text(device / "numa_node").strip()
+    return _cpus(root / "sys/devices/system/node" / f"node{number}" / "cpulist")
+
+
+def _cpus(path: Path) -> Cpus:
+    with contextlib.suppress(ValueError):
+        return cpus_of(_text(path))
+    return frozenset()
+
+
+def _text(path: Path) -> str:
+    """A file of the kernel's; "" where there is none that can be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def cpus_of_ranks(
@@ -41,7 +224,7 @@ def cpus_of_ranks(
     if asked == "no" or spec.cluster != "slurm" or (asked == "auto" and not slurm.gpus_per_node):
         return []
     given = os.sched_getaffinity(0) if allowed is None else frozenset(allowed)
-    found = topology.machine(environ, *([root] if root is not None else []))
+    found = machine(environ, *([root] if root is not None else []))
     if not slurm.gpus_per_node:
         found = replace(found, near=[])
     elif near := _from_map(spec, environ):
@@ -70,7 +253,7 @@ def _from_map(spec: Spec, environ: Mapping[str, str]) -> list[Cpus]:
 
     with contextlib.suppress(ValueError):
         near = [cpus_of(text) for text in Site.from_plain(spec.preset).cpus.of_gpu]
-        numbers = topology.numbers_of_gpus(environ)
+        numbers = numbers_of_gpus(environ)
         if numbers is None:
             return near[: spec.settings.slurm.gpus_per_node]
         return [near[number] for number in numbers] if max(numbers) < len(near) else []

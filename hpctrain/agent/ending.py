@@ -12,20 +12,25 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.failure import is_echo
 from hpctrain.agent.notify import notify
+from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import read_plain
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError
 from hpctrain.history.causes import EndCause, told_in
-from hpctrain.plan.budget import EXIT_STOPPED, allow
-from hpctrain.plan.decide import Outcome, decide, is_cancelled, is_requeued
-from hpctrain.plan.user_error import is_users
+from hpctrain.plan.decide import (
+    EXIT_STOPPED,
+    Outcome,
+    allow,
+    decide,
+    is_cancelled,
+    is_requeued,
+    is_users,
+)
 from hpctrain.run import events as ledger
-from hpctrain.run.event_fields import count
+from hpctrain.run.event_fields import count, member
 from hpctrain.run.fence import read_fence
 from hpctrain.run.heartbeat import read_heartbeat
-from hpctrain.run.values import member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.agent.compile_cache import VARIABLE as CACHE
 from hpctrain.agent.compile_cache import compile_cache
 from hpctrain.run import events as ledger
-from hpctrain.run.fresh import look_anew
+from hpctrain.run.fence import look_anew
 from hpctrain.site.environment import (
     Environment,
     Versions,

@@ -3,7 +3,7 @@
 Ranks write their logs themselves, so that a line is there even when everything else is dead; this
 looks at how long the logs are. It runs in a thread of its own and makes system calls only: a file
 system that stalls must keep neither the agent's watch nor a fork waiting. What cannot be written is
-left out. `run/log_times.py` says what is written; tests/unit/test_log_clock.py holds the
+left out. `run/log_files.py` says what is written; tests/unit/test_log_clock.py holds the
 promises.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from hpctrain.run.log_times import Mark, mark_line, times_path
+from hpctrain.run.log_files import Mark, mark_line, times_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

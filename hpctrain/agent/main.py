@@ -14,14 +14,13 @@ from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.ending import Aftermath
 from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.node_check import Fitness
-from hpctrain.base import open_files
-from hpctrain.base.modes import follow_folder
+from hpctrain.base import process
+from hpctrain.base.files import follow_folder
 from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.ownership import job_spec
-from hpctrain.run.secret_file import start_secret
+from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport, JobContext, JobControl
@@ -83,7 +82,7 @@ def _allow_connections(spec: Spec, context: JobContext) -> None:
     """Each rank has connections to all others; the usual soft limit ends near 250 ranks."""
     world_size = len(context.nodes) * spec.settings.slurm.ranks()
     node = context.nodes[context.node_rank]
-    told = open_files.warning(world_size, open_files.raise_limit(), node)
+    told = process.warning(world_size, process.raise_limit(), node)
     if told:
         print(f"hpctrain: {told}", file=sys.stderr, flush=True)
 

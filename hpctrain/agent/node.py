@@ -20,11 +20,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from hpctrain.agent.failure import collect, first_causal, torch_error_path
 from hpctrain.agent.log_index import LogClock
 from hpctrain.agent.notify import telling
-from hpctrain.agent.orphans import Orphans
-from hpctrain.agent.signed_store import SignedStore
+from hpctrain.agent.ranks import collect, first_causal, torch_error_path
+from hpctrain.agent.rendezvous import SignedStore
+from hpctrain.agent.signals import Orphans
 from hpctrain.base.records import FailureReport
 
 if TYPE_CHECKING:

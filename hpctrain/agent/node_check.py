@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hpctrain.base.ports import PORTS
+from hpctrain.base.process import PORTS
 from hpctrain.base.secret import code
 from hpctrain.preflight import at_start as preflight
-from hpctrain.preflight import proven
-from hpctrain.preflight.expect import Order, expected_of
-from hpctrain.preflight.node_lists import note, of_run
+from hpctrain.preflight import node_lists
+from hpctrain.preflight.checks import Order, expected_of
+from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
 from hpctrain.preflight.run import Place
 from hpctrain.run import events as ledger
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.ending import Aftermath
     from hpctrain.base.records import JobContext
     from hpctrain.preflight.bounded import Child
-    from hpctrain.preflight.expect import Expected
+    from hpctrain.preflight.checks import Expected
     from hpctrain.preflight.run import Verdict
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -57,7 +57,9 @@ class Fitness:
         if self._context.node_rank == 0:
             tried = preflight.collective(self._place().folder)
             if tried == OK:
-                proven.note(proven.of_run(self._run), self._context.nodes)
+                node_lists.record_known_good(
+                    node_lists.known_good_path(self._run), self._context.nodes
+                )
             ledger.append(
                 self._run, "preflight", bad=bad, leave=leave, no_answer=silence, collective=tried
             )
@@ -70,7 +72,7 @@ class Fitness:
             return 0
         hours = self._spec.settings.preflight.bad_node_hours
         if not verdict.apart:
-            note(of_run(self._run), verdict.bad, hours=hours)
+            record_bad(bad_nodes_path(self._run), verdict.bad, hours=hours)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
         ledger.append(
             self._run,
@@ -128,5 +130,5 @@ class Fitness:
             return False
         if asked.bandwidth == "auto" and not expected.has_yardstick(len(self._context.nodes)):
             return False
-        known = proven.of_run(self._run)
-        return not proven.are_proven(known, self._context.nodes, asked.bandwidth_hours)
+        known = node_lists.known_good_path(self._run)
+        return not node_lists.are_known_good(known, self._context.nodes, asked.bandwidth_hours)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from hpctrain.agent import signals
-from hpctrain.agent.news import news_of
+from hpctrain.agent.notify import news_of
 from hpctrain.base import locks
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
@@ -30,7 +30,7 @@ from hpctrain.run.ownership import job_spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.agent.news import News
+    from hpctrain.agent.notify import News
     from hpctrain.settings.schema import NotifySettings
 
 TAIL = 500

@@ -4,16 +4,28 @@ Standard library only, for that reason. SLURM's step signals reach every process
 the default action of SIGUSR2 and SIGTERM kills (submitit#1760, pytorch#154849). So the batch body
 starts the task with both ignored, and `install` turns that into "note it" within the first
 milliseconds of Python. A handler only notes; the agent's loop acts.
+
+What ranks leave behind ends with their attempt.
+
+A program's children ignore SIGTERM as their rank did. Where SLURM has no cgroups it follows parents
+(proctrack/linuxproc) and so loses the children of a rank that has ended; and between two attempts
+inside one job nobody would look for them at all.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import time
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -73,3 +85,55 @@ def start_resource_tracker() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+PR_SET_CHILD_SUBREAPER = 36
+PATIENCE_S = 2.0
+"""A process in the kernel's hands (a hung file system) does not die; the requeue must not wait."""
+POLL_S = 0.01
+
+
+class Orphans:
+    """The processes below this one that ranks have started, also when their parents are gone."""
+
+    def __init__(self) -> None:
+        """Adopt from now on; what runs below this process by now is its own and stays."""
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._ours = _descendants()
+
+    def end(self, spare: Collection[int] = ()) -> None:
+        """Kill them all and wait until they are gone. Call it when the ranks have ended.
+
+        Args:
+            spare: Processes of the agent's own that began since; they and what is below them stay.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while left := _descendants(spare) - self._ours:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
+
+
+def _descendants(spare: Collection[int] = ()) -> set[int]:
+    """All live processes below this one; not zombies, nor those to spare with what is below."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        if state not in "ZX":
+            children[int(parent)].append(int(entry.name))
+    found: set[int] = set()
+    queue = [os.getpid()]
+    while queue:
+        below = [pid for pid in children.get(queue.pop(), []) if pid not in spare]
+        found.update(below)
+        queue += below
+    return found

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpctrain.agent import signals
 from hpctrain.base.process import die_with_parent
 from hpctrain.errors import ClusterError
-from hpctrain.preflight.connection import is_loopback, listen
+from hpctrain.preflight.rendezvous import is_loopback, listen
 
 if TYPE_CHECKING:
     from typing import Self

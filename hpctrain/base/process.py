@@ -1,12 +1,27 @@
-"""How a program of ours is started, and what a forked process does first."""
+"""How a program of ours is started, and what a forked process does first.
+
+How many files and connections a process may have open, and how many a rank needs.
+
+Each rank has a connection to every other in each of three process groups: the program's, the one
+for our own exchanges, and the one for saves behind training. tests/engines/test_open_files.py
+measures that with real ranks.
+
+Which ports the agents of a job meet on: derived from the job, and checked to be free.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import signal
+import socket
 import sys
+import zlib
 from typing import TYPE_CHECKING
+
+from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,3 +73,89 @@ def print_to(path: Path, mode: int = 0o644) -> None:
     os.close(log)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+PER_RANK = 3
+BASE = 256
+"""Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
+MOST = 1 << 20
+"""Programs that go through all that may be open would take minutes where there is no limit."""
+
+
+def raise_limit() -> int:
+    """Raise the soft limit to the hard one, for this process and all that it starts.
+
+    Returns the limit that holds now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def needed(world_size: int) -> int:
+    """What each of so many ranks may have open at a time."""
+    return BASE + PER_RANK * world_size
+
+
+def warning(world_size: int, limit: int, node: str) -> str:
+    """What to say where a limit is too small for so many ranks; "" where it is not."""
+    if limit >= needed(world_size):
+        return ""
+    return (
+        f"each of {world_size} ranks may need {needed(world_size)} open files, and {node} allows "
+        f"{limit} (ulimit -Hn): connections may fail with 'Too many open files'; have the limit "
+        "raised (limits.conf, or LimitNOFILE of slurmd), or use fewer ranks"
+    )
+
+
+PORT_BASE = 20000
+PORT_BLOCKS = 1500
+PORTS = 8
+"""Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
+outgoing connection may take a port at any moment (enroot#243)."""
+
+
+def first_port(job_id: str, restarts: int, turn: int = 0) -> int:
+    """The first of PORTS ports for this start of this job; the same on every node.
+
+    The restart count takes part, since a port is not free at once after a requeue (TIME_WAIT).
+    """
+    block = zlib.crc32(f"{job_id}/{restarts}".encode()) + turn
+    return PORT_BASE + PORTS * (block % PORT_BLOCKS)
+
+
+def free_port(job_id: str, restarts: int) -> int:
+    """The first port of a block that is free on this node, starting from the job's own.
+
+    Raises:
+        ClusterError: none of the blocks is free.
+    """
+    for turn in range(PORT_BLOCKS):
+        port = first_port(job_id, restarts, turn)
+        if all(_is_free(port + n) for n in range(PORTS)):
+            return port
+    raise ClusterError(
+        f"no {PORTS} free ports in a row between {PORT_BASE} and {PORT_BASE + PORTS * PORT_BLOCKS} "
+        f"on {socket.gethostname()}: see what listens there with `ss -ltn`"
+    )
+
+
+def _is_free(port: int) -> bool:
+    """Whether nobody has the port, over IPv4 or IPv6: of two, clients may reach the other one."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            probe = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # a kernel without IPv6
+            continue
+        with probe:
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    return False
+    return True

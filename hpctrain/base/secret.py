@@ -1,6 +1,6 @@
 """What the processes of a run tell each other by: whoever knows its secret is one of them.
 
-Pure: where the secret lies is `run/secret_file.py`. A secret is never sent; what is sent carries
+Pure: where the secret lies is `run/ownership.py`. A secret is never sent; what is sent carries
 a code (HMAC-SHA256) that nobody can make without it, over what it is about and not the value alone,
 so that a value cannot be taken from one place to another. tests/unit/test_secret.py holds the
 promises.

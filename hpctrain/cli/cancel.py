@@ -37,12 +37,12 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.base.modes import follow_folder
-    from hpctrain.base.output import echo_json
+    from hpctrain.base.files import follow_folder
     from hpctrain.run import events as ledger
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
-    from hpctrain.status.job import ask
+    from hpctrain.status.reader import ask
+    from hpctrain.terminal import echo_json
 
     found = find_run(run, runs=runs)
     follow_folder(found.root)
@@ -73,7 +73,7 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
         UsageError: there is nothing to cancel.
     """
     from hpctrain.errors import ClusterUnreachable, UsageError
-    from hpctrain.ledger.derive import OVER, run_state, standing
+    from hpctrain.history.run_state import OVER, run_state, standing
 
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
@@ -90,7 +90,7 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
 
 def _can_save(answer: Answer, events: Sequence[Event]) -> bool:
     """Whether there are ranks that could save: what waits in the queue has nothing to save."""
-    from hpctrain.ledger.derive import RunState, run_state
+    from hpctrain.history.run_state import RunState, run_state
 
     return run_state(events, answer.job, asked=answer.asked) is RunState.RUNNING
 
@@ -102,7 +102,7 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
 
     from hpctrain.base.files import write_plain
     from hpctrain.errors import HpctrainError
-    from hpctrain.ledger.derive import standing
+    from hpctrain.history.run_state import standing
     from hpctrain.run import events as ledger
 
     request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
@@ -132,7 +132,7 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
     from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
     from hpctrain.run import events as ledger
     from hpctrain.scheduler.base import get_cluster
-    from hpctrain.status.job import TERMINAL_JOB
+    from hpctrain.status.reader import TERMINAL_JOB
 
     if job_id.startswith(TERMINAL_JOB):
         pid = job_id.removeprefix(TERMINAL_JOB)
@@ -151,8 +151,8 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:
-    from hpctrain.ledger.derive import progress
-    from hpctrain.status.job import listens
+    from hpctrain.history.lineage import progress
+    from hpctrain.status.reader import listens
 
     step = progress(events).saved_step
     if not saves:

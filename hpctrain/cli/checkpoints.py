@@ -57,7 +57,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Sizes are compared with the manifests, bytes are not read: `verify` does that.
     """
-    from hpctrain.base.output import echo_json, table
+    from hpctrain.terminal import echo_json, table
 
     directory = _run(run, runs)
     rows = _rows(directory)
@@ -89,7 +89,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 @click.pass_obj
 def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
-    from hpctrain.base.output import echo_json, table
+    from hpctrain.terminal import echo_json, table
 
     found = _one(_run(run, runs), step)
     facts = _facts(found)
@@ -132,8 +132,8 @@ def verify_command(
     cover every tensor, files are there with their sizes. No checkpoint is changed: a damaged one is
     set aside when a run comes upon it. What --deep finds right is noted in the run's ledger.
     """
-    from hpctrain.base.output import echo_json
     from hpctrain.checkpoint.store import find
+    from hpctrain.terminal import echo_json
 
     directory = _run(run, ctx.obj)
     wanted = find.candidates(directory) if step is None else [_one(directory, step)]
@@ -255,10 +255,10 @@ def _bytes_in(path: Path) -> int | None:
 
 def _pin(found: Found) -> str | None:
     """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
-    from hpctrain.checkpoint.store import pins
+    from hpctrain.checkpoint.store import retention
 
     try:
-        return pins.reason_of(found.path) if pins.carries(found.path) else None
+        return retention.reason_of(found.path) if retention.carries(found.path) else None
     except OSError as error:
         return f"nobody can say: {error.strerror}"
 

@@ -36,13 +36,13 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
 
     Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
     """
-    from hpctrain.base.output import echo_json
-    from hpctrain.checkpoint.exchange import diff, ours
+    from hpctrain.checkpoint.exchange import contents, diff
     from hpctrain.run.find_run import find_run
+    from hpctrain.terminal import echo_json
 
     (left, before), (right, after) = _two(what)
-    one = ours.found(find_run(left, runs=ctx.obj), before)
-    other = ours.found(find_run(right, runs=ctx.obj), after)
+    one = contents.committed(find_run(left, runs=ctx.obj), before)
+    other = contents.committed(find_run(right, runs=ctx.obj), after)
     total = one[1].size + other[1].size
     with progress("reading", total) as on_bytes:
         found = diff.compare(one, other, values=not quick, on_bytes=on_bytes)
@@ -72,8 +72,8 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _tell_difference(found: Difference) -> None:
-    from hpctrain.base.output import table
     from hpctrain.base.text import size
+    from hpctrain.terminal import table
 
     for sign, names in (("-", found.removed), ("+", found.added)):
         for name in names[:SHOWN]:

@@ -13,11 +13,10 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.checkpoint.exchange.contents import Contents
+    from hpctrain.checkpoint.exchange.contents import Contents, Tensor
     from hpctrain.checkpoint.exchange.export import Written
     from hpctrain.checkpoint.exchange.import_into import Imported
     from hpctrain.checkpoint.exchange.naming import Request
-    from hpctrain.checkpoint.exchange.tensors import Tensor
     from hpctrain.run.layout import RunDir
 
 GB = 10**9
@@ -87,11 +86,12 @@ def export_command(
     Nothing is overwritten. Each file is read back and compared with the checkpoint, tensor by
     tensor, before it gets its name. safetensors needs no torch.
     """
-    from hpctrain.checkpoint.exchange import export, ours
-    from hpctrain.checkpoint.exchange.tensors import TARGETS
+    from hpctrain.checkpoint.exchange import contents as source_contents
+    from hpctrain.checkpoint.exchange import export
+    from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.run.find_run import find_run
 
-    path, manifest = ours.found(find_run(run, runs=runs), step)
+    path, manifest = source_contents.committed(find_run(run, runs=runs), step)
     everything = what == "all"
     tensors = export.chosen(
         path, manifest, everything=everything, dtype=TARGETS.get(dtype), strip=strip_prefix
@@ -174,13 +174,13 @@ def import_command(
     Nothing in it is run: pickles are read for tensors and plain data only. What was written is read
     back and compared with the source, tensor by tensor, before it is committed.
     """
-    from hpctrain.base.modes import follow_folder
-    from hpctrain.base.output import echo_note
+    from hpctrain.base.files import follow_folder
     from hpctrain.checkpoint.exchange import import_into, naming, open_source
-    from hpctrain.checkpoint.exchange.tensors import TARGETS
+    from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.resume import refuse_alive
+    from hpctrain.terminal import echo_note
 
     directory = find_run(run, runs=runs)
     follow_folder(directory.root)
@@ -266,7 +266,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Tensor]) -> list[str]:
-    from hpctrain.checkpoint.exchange.ours import OPTIM
+    from hpctrain.checkpoint.exchange.contents import OPTIM
 
     notes = []
     if contents.step not in {None, step}:
@@ -277,8 +277,8 @@ def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Te
 
 
 def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
-    from hpctrain.base.output import echo_json, table
     from hpctrain.base.text import size
+    from hpctrain.terminal import echo_json, table
 
     if as_json:
         files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
@@ -299,8 +299,8 @@ def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
 def _tell_imported(
     made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
 ) -> None:
-    from hpctrain.base.output import echo_json, echo_warning
     from hpctrain.base.text import size
+    from hpctrain.terminal import echo_json, echo_warning
 
     if as_json:
         echo_json(

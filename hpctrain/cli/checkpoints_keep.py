@@ -39,8 +39,8 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
 
     A pin is a file PINNED in the checkpoint's directory.
     """
-    from hpctrain.base.modes import follow_folder
-    from hpctrain.checkpoint.store import pins
+    from hpctrain.base.files import follow_folder
+    from hpctrain.checkpoint.store import retention
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
 
@@ -50,10 +50,10 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
     follow_folder(directory.root)
     what = f"step {step} of {directory.name}"
     if remove:
-        changed = pins.unpin(directory, step)
+        changed = retention.unpin(directory, step)
         click.echo(f"{what} is no longer pinned" if changed else f"{what} was not pinned")
         return
-    changed = pins.pin(directory, step, reason)
+    changed = retention.pin(directory, step, reason)
     click.echo(f"{what} is pinned" if changed else f"{what} was pinned already")
 
 
@@ -121,11 +121,11 @@ def rm_command(
     runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
 ) -> None:
     """Delete these checkpoints: all of them or, where one is refused, none."""
-    from hpctrain.base.output import echo_json
     from hpctrain.base.text import size
     from hpctrain.checkpoint.store import retention
     from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
+    from hpctrain.terminal import echo_json
 
     directory = find_run(run, runs=runs)
     idle = _idle(directory, load_spec(directory.spec).cluster)
@@ -158,9 +158,9 @@ def _idle(run: RunDir, cluster: str) -> Standing | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.ledger.derive import OVER, standing
+    from hpctrain.history.run_state import OVER, standing
     from hpctrain.run import events as ledger
-    from hpctrain.status.job import ask
+    from hpctrain.status.reader import ask
 
     events = ledger.read(run)
     now = standing(events)
@@ -217,8 +217,7 @@ def _refuse_if_all_in_use(run: RunDir, verdicts: Sequence[Verdict], idle: Standi
     Raises:
         RunAlive: it is.
     """
-    from hpctrain.checkpoint.store.retention import WAIT, Why
-    from hpctrain.checkpoint.store.usage import in_use
+    from hpctrain.checkpoint.store.retention import WAIT, Why, in_use
     from hpctrain.errors import RunAlive
     from hpctrain.run import events as ledger
 
@@ -240,9 +239,9 @@ def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
 def _tell_pruned(
     run: RunDir, rules: Rules, verdicts: Sequence[Verdict], *, dry_run: bool, as_json: bool
 ) -> None:
-    from hpctrain.base.output import echo_json, table
     from hpctrain.base.text import size
-    from hpctrain.checkpoint.store.pins import pinned
+    from hpctrain.checkpoint.store.retention import pinned
+    from hpctrain.terminal import echo_json, table
 
     going = [verdict for verdict in verdicts if not verdict.why]
     freed = sum(verdict.size_bytes for verdict in going)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.base.text import count
-from hpctrain.cli.options import runs_option
-from hpctrain.cli.since import since_option
+from hpctrain.cli.options import runs_option, since_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -83,8 +82,8 @@ def command(
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
-    from hpctrain.base.output import echo_note
     from hpctrain.logs import follow as log_follow
+    from hpctrain.terminal import echo_note
 
     watch = log_follow.EndWatch(run, attempt, echo_note)
     watch.add(reading.turns)
@@ -115,7 +114,7 @@ class Reading:
     """
 
     def __init__(self, run: RunDir, lines: Lines) -> None:
-        from hpctrain.run.lines import LONGEST_BYTES
+        from hpctrain.run.events import LONGEST_BYTES
         from hpctrain.run.log_files import LogFile
 
         self.turns: list[Event] = []
@@ -276,6 +275,6 @@ class Lines:
 
 
 def _time(raw: bytes) -> float:
-    from hpctrain.run.values import number
+    from hpctrain.run.event_fields import as_number
 
-    return number(raw[6 : raw.index(b",")].decode()) or 0.0
+    return as_number(raw[6 : raw.index(b",")].decode()) or 0.0

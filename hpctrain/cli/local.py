@@ -46,15 +46,17 @@ def list_jobs(as_json: bool) -> None:
     """The local jobs of this machine."""
     from dataclasses import asdict
 
-    from hpctrain.base.output import echo_json
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
+    from hpctrain.terminal import echo_json
 
-    found = jobs.all_jobs()
+    found = client.all_jobs()
     if as_json:
         echo_json([asdict(record) for record in found])
         return
     for record in found:
-        state = record.state if record.state in jobs.OVER or jobs.is_controlled(record) else "LOST"
+        state = (
+            record.state if record.state in client.OVER or client.is_controlled(record) else "LOST"
+        )
         click.echo(f"{record.job_id:10} {state:10} {len(record.nodes)} nodes  {record.run_dir}")
 
 
@@ -68,16 +70,16 @@ def list_jobs(as_json: bool) -> None:
 def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
     from hpctrain.errors import UsageError
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
 
     job_id = _job_id(run, runs)
-    record = jobs.read(job_id)
+    record = client.read(job_id)
     if record is not None and leave < record.min_nodes:
         raise UsageError(
             f"--leave {leave}: {run} needs at least {record.min_nodes} nodes and could "
             f"not start again; leave {record.min_nodes} or more, or submit with --nodes MIN-MAX"
         )
-    jobs.request(job_id, "preempt", leave=leave, grace_s=grace_s)
+    client.request(job_id, "preempt", leave=leave, grace_s=grace_s)
     click.echo(f"{job_id} is preempted; {leave} nodes are left for its next start")
 
 
@@ -86,9 +88,9 @@ def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
 @runs_option
 def free_nodes(run: str, runs: Path) -> None:
     """The nodes are free again from the next start on."""
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
 
-    jobs.request(_job_id(run, runs), "free")
+    client.request(_job_id(run, runs), "free")
 
 
 @command.command("fail-node")
@@ -97,8 +99,8 @@ def free_nodes(run: str, runs: Path) -> None:
 @runs_option
 def fail_node(run: str, node: int, runs: Path) -> None:
     """A node dies without a word."""
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
 
     job_id = _job_id(run, runs)
-    jobs.request(job_id, "fail_node", node=node)
+    client.request(job_id, "fail_node", node=node)
     click.echo(f"node {node} of {job_id} is dead")

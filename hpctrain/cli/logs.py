@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import runs_option
-from hpctrain.cli.since import since_option
+from hpctrain.cli.options import runs_option, since_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,8 +72,8 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.logs.log_filter import both
     from hpctrain.logs.printer import Choice
+    from hpctrain.logs.sections import both
     from hpctrain.run.find_run import find_run
 
     if context and not err and grep is None:

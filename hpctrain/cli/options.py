@@ -1,7 +1,13 @@
-"""Options and arguments that several commands share, so that they are spelled and read alike."""
+"""Options and arguments that several commands share, so that they are spelled and read alike.
+
+`--since`: how far back one looks, as people write it.
+"""
 
 from __future__ import annotations
 
+import re
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +19,7 @@ from hpctrain.settings.schema import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+if TYPE_CHECKING:
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -91,12 +98,50 @@ def profile_options(function: _Function) -> _Function:
 def _profile(
     _ctx: click.Context, _param: click.Parameter, value: str | None
 ) -> dict[str, object] | None:
-    from hpctrain.settings.check_profile import parse_profile
+    from hpctrain.settings.check import parse_profile
 
     return None if value is None else parse_profile(value)
 
 
 def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, str] | None:
-    from hpctrain.settings.mesh_flag import parse_mesh
+    from hpctrain.settings.check_engine import parse_mesh
 
     return None if value is None else parse_mesh(value)
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
+
+
+def since_option(function: _Function) -> _Function:
+    """`--since WHEN`: seconds since the epoch, or None."""
+    return click.option(
+        "--since",
+        metavar="WHEN",
+        callback=lambda _ctx, _param, value: None if value is None else parse_since(value),
+        help="Not what is older: 10m, 2h, 1d12h, or a time like 2026-01-31T04:15 or 04:15.",
+    )(function)
+
+
+def parse_since(text: str, now: float | None = None) -> float:
+    """The moment that is meant, seconds since the epoch; without a zone, of this machine's.
+
+    Raises:
+        UsageError: neither a span of time nor a time.
+    """
+    from hpctrain.errors import UsageError
+
+    moment = time.time() if now is None else now
+    if _SPAN.fullmatch(text):
+        parts = re.findall(r"([\d.]+)([smhdw])", text)
+        return moment - sum(float(number) * _UNITS[unit] for number, unit in parts)
+    try:
+        if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
+            today = datetime.fromtimestamp(moment).astimezone().date().isoformat()
+            then = datetime.fromisoformat(f"{today}T{text.zfill(5)}").timestamp()
+            return then if then <= moment else then - _UNITS["d"]  # 23:50, asked after midnight
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise UsageError(
+            f"--since {text!r} is neither a span like 10m, 2h, 1d nor a time like 2026-01-31T04:15"
+        ) from None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.preflight.report import Report, Result
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
-    from hpctrain.submit.preflight_job import Preflight
+    from hpctrain.submit.preflight import Preflight
 
 EXAMPLES = """\b
 Examples:
@@ -94,7 +94,7 @@ def command(
     directory and the clocks, and that tries an all-reduce; where it is slow, parts of it are tried
     until it is known which node it is. Bad nodes go on a list. Exits with 3 where a check failed.
     """
-    from hpctrain.submit.preflight_job import discard, make
+    from hpctrain.submit.preflight import discard, make
 
     spec, site, runs, results = _login(flags, job_time=time or JOB_TIME)
     report = _report([], results)
@@ -129,7 +129,7 @@ def _login(
     from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.preflight.report import OK, WARN, Result
     from hpctrain.site.preset import Site
-    from hpctrain.submit.accounting import of_slurm
+    from hpctrain.submit.checks import of_slurm
     from hpctrain.submit.preflight import check_login, refused
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
@@ -166,8 +166,8 @@ def _accepted(preflight: Preflight) -> list[Result]:
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> Report:
-    from hpctrain.base.output import echo_note
-    from hpctrain.submit.preflight_job import start, wait
+    from hpctrain.submit.preflight import start, wait
+    from hpctrain.terminal import echo_note
 
     job = start(preflight, spec, os.environ)
     say = (lambda _: None) if quiet else echo_note
@@ -177,19 +177,19 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 
 def _note_bad(report: Report, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
-    from hpctrain.preflight.node_lists import note, of_user
-    from hpctrain.submit.bad_nodes import name_here
+    from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
+    from hpctrain.submit.launch import name_here
 
     if spec.cluster != "slurm":
         return
     well = [node for node in report.nodes if node not in report.bad]
-    note(of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)
+    record_bad(bad_nodes_of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)
 
 
 def _tell(report: Report, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
-    from hpctrain.base.output import echo_json
     from hpctrain.preflight.report import lines, names
+    from hpctrain.terminal import echo_json
 
     if as_json:
         echo_json(report.plain())

@@ -12,7 +12,7 @@ from hpctrain.run.find_run import runs_flag
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.profile.examine import Profile
+    from hpctrain.profile.verdict import Profile
     from hpctrain.run.layout import RunDir
 
 STEPS = 3
@@ -56,7 +56,7 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. The traces
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
-    from hpctrain.base.modes import follow_folder
+    from hpctrain.base.files import follow_folder
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
 
@@ -92,8 +92,8 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
     """Print every profile of a run."""
     from hpctrain.cli.profile_now import under_way
     from hpctrain.cli.progress import line
-    from hpctrain.profile.examine import examine
     from hpctrain.profile.files import find
+    from hpctrain.profile.verdict import examine
     from hpctrain.run import events as ledger
 
     found = find(run.profile)
@@ -137,6 +137,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _echo(value: Any) -> None:
-    from hpctrain.base.output import echo_json
+    from hpctrain.terminal import echo_json
 
     echo_json(value)

@@ -7,19 +7,19 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.ledger.derive import OVER, RunState, run_state
-from hpctrain.profile.examine import examine
+from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.profile.files import PROBLEM, TRACE, Request, Window, find, read_request
+from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger
-from hpctrain.settings.check_profile import MOST_STEPS, rank_set
+from hpctrain.settings.check import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
-from hpctrain.status.job import ask, listens
+from hpctrain.status.reader import ask, listens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.profile.examine import Profile
     from hpctrain.profile.files import Found
+    from hpctrain.profile.verdict import Profile
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.base.meter import SPARSE_S, Meter
+from hpctrain.base.text import SPARSE_S, Meter
 from hpctrain.terminal import draw
 
 if TYPE_CHECKING:

@@ -142,9 +142,9 @@ def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
     from dataclasses import asdict
 
-    from hpctrain.base.output import echo_json
     from hpctrain.report.advice import advice
     from hpctrain.status import screen as status_screen
+    from hpctrain.terminal import echo_json
 
     told: list[dict[str, Any]] = []
     for data in gathered:
@@ -173,7 +173,7 @@ def _open(page: Path) -> None:
     """Show a page in the browser of the user's screen, or say how to bring it there."""
     import webbrowser
 
-    from hpctrain.base.output import echo_note
+    from hpctrain.terminal import echo_note
 
     screen = sys.platform == "darwin" or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")

@@ -82,12 +82,11 @@ def command(
     from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
-    from hpctrain.settings.check_profile import profile_flags
-    from hpctrain.settings.mesh_flag import engine_flags
+    from hpctrain.settings.check import profile_flags
+    from hpctrain.settings.check_engine import engine_flags
     from hpctrain.settings.secrets import hide, secrets_in
-    from hpctrain.submit.accounting import of_slurm
-    from hpctrain.submit.bad_nodes import kept_out
-    from hpctrain.submit.launch import launch
+    from hpctrain.submit.checks import of_slurm
+    from hpctrain.submit.launch import kept_out, launch
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
 

@@ -28,10 +28,10 @@ def command(*, as_json: bool) -> None:
     """  # noqa: D301 - click wants the control character
     import os
 
-    from hpctrain.base.output import echo_json, table
-    from hpctrain.scheduler.slurm.cluster_name import cluster_name
+    from hpctrain.scheduler.slurm.facts import cluster_name
     from hpctrain.site.detect import detect, look_around
     from hpctrain.site.load import identities
+    from hpctrain.terminal import echo_json, table
 
     here = look_around(os.environ, cluster_name)
     detected = detect(identities(os.environ, project=Path.cwd()), here)

@@ -27,8 +27,8 @@ def command(*, with_bases: bool, as_json: bool) -> None:
     base        only for other presets to extend (--all)
     broken      its file cannot be read; what is wrong is told on stderr
     """  # noqa: D301 - click wants the control character
-    from hpctrain.base.output import echo_json, echo_warning, table
     from hpctrain.site.load import site_files
+    from hpctrain.terminal import echo_json, echo_warning, table
 
     rows = [_row(name, files) for name, files in site_files().items()]
     rows = sorted(

@@ -21,10 +21,10 @@ def command(*, as_toml: bool, as_json: bool) -> None:
 
     Run it on a compute node, as in `srun -N1 hpctrain sites probe`. Changes nothing.
     """
-    from hpctrain.base.output import echo_json
     from hpctrain.errors import UsageError
     from hpctrain.preflight.draft import draft
     from hpctrain.preflight.probe import probe
+    from hpctrain.terminal import echo_json
 
     if as_toml and as_json:
         raise UsageError("--toml and --json: choose one")
@@ -39,7 +39,7 @@ def command(*, as_toml: bool, as_json: bool) -> None:
 
 def _text(facts: NodeFacts) -> str:
     """One line for each fact; what could not be read says why."""
-    from hpctrain.base.output import table
+    from hpctrain.terminal import table
 
     rows: list[tuple[str, str]] = [("node", facts.node), ("host", facts.host)]
     interfaces = facts.interfaces or []

@@ -64,8 +64,8 @@ def command(
     hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
     hpctrain sites show ./mine.toml --json
     """  # noqa: D301 - click wants the control character
-    from hpctrain.base.output import echo_json
     from hpctrain.site.load import load_site
+    from hpctrain.terminal import echo_json
 
     if not with_env and (nodes is not None or assume):
         raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
@@ -110,7 +110,7 @@ def _plain(site: Site, derived: Environment | None) -> dict[str, Any]:
 
 def _head(site: Site) -> str:
     """Who the site is: one line, and one for each fact that it has of itself."""
-    from hpctrain.base.output import table
+    from hpctrain.terminal import table
 
     lines = [f"{site.name}: {site.about.description or 'no description'}"]
     rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
@@ -119,9 +119,9 @@ def _head(site: Site) -> str:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
-    from hpctrain.base.output import table
     from hpctrain.site.preset import dotted
-    from hpctrain.site.values import shown
+    from hpctrain.site.schema import shown
+    from hpctrain.terminal import table
 
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
@@ -139,7 +139,7 @@ def _echo_values(site: Site, *, origin: bool) -> None:
 
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
-    from hpctrain.base.output import echo_note, table
+    from hpctrain.terminal import echo_note, table
 
     click.echo()
     rows = [

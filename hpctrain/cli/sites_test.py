@@ -45,10 +45,10 @@ def command(
     """  # noqa: D301 - click wants the control character
     from dataclasses import asdict
 
-    from hpctrain.base.output import echo_json, table
     from hpctrain.errors import ChecksFailed
     from hpctrain.scheduler.slurm.command import run
     from hpctrain.submit.sbatch_test import Asked, try_site
+    from hpctrain.terminal import echo_json, table
 
     asked = Asked(name, partition, nodes, account)
     trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, ask=run)

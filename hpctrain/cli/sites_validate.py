@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.site.findings import Finding
+    from hpctrain.site.preset import Finding
 
 _LEVELS = ("error", "warning", "debug")
 _COLORS = {"error": "red", "warning": "yellow", "debug": "cyan"}
@@ -62,9 +62,9 @@ def command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
     Exit code 3 where there is an error; with --strict, where there is anything. A file that cannot
     be read as a preset at all is exit code 2.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.base.output import echo_json
     from hpctrain.site.load import load_site
     from hpctrain.site.validate import validate
+    from hpctrain.terminal import echo_json
 
     found = [(site.name, validate(site)) for site in [load_site(one) for one in sites]]
     every = _once(finding for _, findings in found for finding in findings)
@@ -88,7 +88,7 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 
 def _shown(found: Sequence[Finding]) -> str:
     """The findings as a table."""
-    from hpctrain.base.output import table
+    from hpctrain.terminal import table
 
     rows = [(_short(one.where), one.level, one.path, one.message) for one in found]
     lines = table(rows, header=("WHERE", "LEVEL", "VALUE", "")).splitlines()

@@ -60,13 +60,12 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.base.output import echo_note
     from hpctrain.base.text import count
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
     from hpctrain.status.reader import Looker
-    from hpctrain.status.status_screen import colored, look_at, look_at_all, width
-    from hpctrain.status.watch import keep_looking
+    from hpctrain.status.watch import colored, keep_looking, look_at, look_at_all, width
+    from hpctrain.terminal import echo_note
 
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")

@@ -119,7 +119,7 @@ def command(
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.submit.accounting import of_slurm
+    from hpctrain.submit.checks import of_slurm
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
     if wait and (no_submit or dry_run):
@@ -142,9 +142,9 @@ def command(
 
 def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     """Print what would be submitted."""
-    from hpctrain.base.output import echo_json, echo_warning
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.secrets import hide
+    from hpctrain.terminal import echo_json, echo_warning
 
     spec = prepared.spec
     if request.snapshot:
@@ -162,7 +162,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 
-        from hpctrain.submit.preview import expected_environment
+        from hpctrain.submit.launch import expected_environment
 
         value: dict[str, Any] = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
         environment = asdict(expected_environment(spec))
@@ -178,7 +178,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
 
 def _local_command(prepared: Prepared) -> str:
     """What each rank of a local run executes, as one would type it."""
-    from hpctrain.submit.preview import expected_environment
+    from hpctrain.submit.launch import expected_environment
 
     spec = prepared.spec
     values = expected_environment(spec).values
@@ -202,8 +202,7 @@ def _start(prepared: Prepared, *, submit: bool, wait: bool, as_json: bool) -> in
     run = make_run(prepared, plan.checkout)
     job_id, notes = None, [*prepared.notes, *plan.notes]
     if submit:
-        from hpctrain.submit.bad_nodes import kept_out
-        from hpctrain.submit.launch import launch
+        from hpctrain.submit.launch import kept_out, launch
 
         bad = kept_out(run, spec, os.environ)
         notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
@@ -227,7 +226,7 @@ def _report(
     as_json: bool,
 ) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.base.output import echo_warning, table
+    from hpctrain.terminal import echo_warning, table
 
     spec = prepared.spec
     runs = runs_flag(prepared.runs)

@@ -208,7 +208,7 @@ def _own_name() -> str:
 
 
 def _print(facts: dict[str, Any], shown: Sequence[_Shown], *, as_json: bool) -> None:
-    from hpctrain.base.output import echo_json, echo_note
+    from hpctrain.terminal import echo_json, echo_note
 
     if as_json:
         echo_json(facts)

@@ -78,14 +78,14 @@ def command(
     import os
     from pathlib import Path
 
-    from hpctrain.base.output import echo_warning
     from hpctrain.run.find_run import runs_root
     from hpctrain.run.layout import RunDir
     from hpctrain.run.ownership import own_spec
-    from hpctrain.settings.mesh_flag import engine_flags
+    from hpctrain.settings.check_engine import engine_flags
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
     from hpctrain.submit.resume import ResumeRequest, change_spec, refuse_alive
+    from hpctrain.terminal import echo_warning
 
     root = runs_root(runs)
     existing = RunDir((root / name).absolute()) if name else None

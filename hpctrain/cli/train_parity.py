@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.base.output import echo_json, echo_warning, table
 from hpctrain.errors import ChecksFailed
-from hpctrain.plan.mesh import plan_mesh
+from hpctrain.plan.mesh import plan_mesh, shape_of
 from hpctrain.plan.parity import least_ranks, summary
-from hpctrain.plan.shape import shape_of
 from hpctrain.settings.check import check
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.checks import take_ds_config
 from hpctrain.submit.prepare import SubmitRequest, choose_site, flags_of, read_config
+from hpctrain.terminal import echo_json, echo_warning, table
 
 if TYPE_CHECKING:
     from hpctrain.base.mesh import Mesh

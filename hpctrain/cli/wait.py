@@ -75,9 +75,9 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
         run: The run, with its submission on record.
         runs: The folder of all runs.
     """
-    from hpctrain.base.output import echo_note
     from hpctrain.cli.progress import line
     from hpctrain.run import events as ledger
+    from hpctrain.terminal import echo_note
 
     tail, events = ledger.Tail(run.events), list[ledger.Event]()
     try:
@@ -100,7 +100,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
             text, to which a line is added.
         wait: Look on until the first step.
     """
-    from hpctrain.base.output import echo_json
+    from hpctrain.terminal import echo_json
 
     waited = wait_for_first_step(run, runs) if wait else None
     if facts is not None:
@@ -123,7 +123,7 @@ def _told(waited: Waited, name: str) -> str:
 
 
 def _look_on(run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: Line) -> Waited:
-    from hpctrain.ledger.derive import OVER, RunState
+    from hpctrain.history.run_state import OVER, RunState
     from hpctrain.status.reader import Looker
     from hpctrain.status.status import exit_status
 
@@ -192,7 +192,7 @@ def _waited(events: Sequence[Event], state: str, code: int, *, interrupted: bool
 
 def _began(started: Event) -> float:
     """When the job of an attempt began: its first one is written down after the imports."""
-    from hpctrain.run.values import number
+    from hpctrain.run.event_fields import as_number
 
-    known = (number(started.data.get(name)) for name in ("job_started", "batch_started"))
+    known = (as_number(started.data.get(name)) for name in ("job_started", "batch_started"))
     return next((t for t in known if t is not None), started.t)

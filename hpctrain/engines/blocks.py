@@ -1,13 +1,27 @@
-"""Which submodules are a model's repeated blocks? They are sharded and recomputed one by one."""
+"""Which submodules are a model's repeated blocks? They are sharded and recomputed one by one.
+
+torch.compile: each block of a model on its own, and what its backends ask of the machine.
+
+Activation checkpointing: what a block computed is computed again in the backward pass.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hpctrain.engines.torch_private import checkpoint_wrapped, operators
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
@@ -70,3 +84,91 @@ def _blocks_of(module: nn.Module) -> Sequence[nn.Module]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+INSTEAD = "or set engine.compile = aot_eager or no"
+
+
+def compile_blocks(
+    blocks: Iterable[nn.Module],
+    backend: str,
+    device: torch.device,
+    *,
+    inside_hooks: bool = False,
+) -> None:
+    """Have blocks compiled when they are first called. In place; not collective.
+
+    Args:
+        blocks: Of a model; those of one class share what is compiled.
+        backend: One of torch's.
+        device: On which they run.
+        inside_hooks: Leave a block's own hooks out of what is compiled.
+
+    Raises:
+        UsageError: this machine lacks what the backend builds with.
+    """
+    if backend == "inductor" and device.type == "cpu":
+        _need_compiler()
+    for block in blocks:
+        if inside_hooks:
+            block.forward = torch.compile(block.forward, backend=backend)
+        else:
+            block.compile(backend=backend)
+
+
+def _need_compiler() -> None:
+    """Torch would say so in the first step, at the end of a long stack trace, on every rank."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"engine.compile inductor builds its kernels with {compiler} (CXX, or else g++), which "
+            f"is not on this node's PATH; load a compiler module in slurm.setup, {INSTEAD}"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        raise UsageError(
+            f"engine.compile inductor builds its kernels with Python's headers, and {header} is "
+            f"not there; use a Python that was installed with them, {INSTEAD}"
+        )
+
+
+KEPT = operators(
+    (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_cudnn_attention",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.reduce_scatter_tensor",
+    )
+)
+"""What selective recomputation keeps, since it costs the most: matrix products, attention, and
+sums over the ranks of `tp`."""
+
+
+def recompute_blocks(model: nn.Module, how: str) -> None:
+    """Have each block of a model compute its forward pass again in the backward pass. In place.
+
+    Each block is wrapped, before it is compiled and sharded. Random numbers are drawn again as they
+    were.
+
+    Args:
+        model: In place; its parameters stay the same ones.
+        how: "full" keeps a block's inputs alone; "selective" also the results in `KEPT`.
+    """
+    blocks = {id(block) for block in every_block(model)}
+    options: dict[str, Any] = {}
+    if how == "selective":
+        options["context_fn"] = _contexts
+    checkpoint_wrapped(model, lambda module: id(module) in blocks, **options)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

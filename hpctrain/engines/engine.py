@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.engines.loss_scale import LossScale
+    from hpctrain.engines.precision import LossScale
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 

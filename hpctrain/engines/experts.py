@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hpctrain.engines.places import Places
+    from hpctrain.engines.layouts import Places
 
     Compute = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,14 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
-from hpctrain.engines.blocks import every_block
-from hpctrain.engines.compiled import compile_blocks
+from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.engine import Parts
-from hpctrain.engines.fsdp import shard
-from hpctrain.engines.native import Native
-from hpctrain.engines.places import join_places
+from hpctrain.engines.layouts import join_places
+from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
-from hpctrain.engines.recompute import recompute_blocks
 from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.plan.versions import refusal
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Engine
-    from hpctrain.plan.shape import ModelShape
+    from hpctrain.plan.mesh import ModelShape
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
 

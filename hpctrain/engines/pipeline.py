@@ -26,7 +26,7 @@ from hpctrain.engines.native import Native
 from hpctrain.engines.stages import Stages, cut
 from hpctrain.engines.torch_private import without_outputs
 from hpctrain.errors import UsageError
-from hpctrain.plan.passes import passes_of
+from hpctrain.plan.mesh import passes_of
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Loss, Microbatch, Parts
-    from hpctrain.engines.places import Places
+    from hpctrain.engines.layouts import Places
 
     Form = tuple[int, torch.Size, torch.dtype]
 

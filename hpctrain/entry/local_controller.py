@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.batch_side import BatchSide, Start
-from hpctrain.base.ports import free_port
-from hpctrain.base.process import own_program
+from hpctrain.base.process import free_port, own_program
 from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
-from hpctrain.scheduler.local import jobs
+from hpctrain.scheduler.local import client
 from hpctrain.scheduler.local.control import LocalControl
 
 TICK_S = 0.05
@@ -32,7 +31,7 @@ class Controller:
     """One local job."""
 
     def __init__(self, job_id: str) -> None:
-        record = jobs.read(job_id)
+        record = client.read(job_id)
         if record is None:
             raise SystemExit(f"there is no local job {job_id}")
         self.record = record
@@ -47,7 +46,7 @@ class Controller:
     def serve(self) -> int:
         """Start the job again and again until nobody asks for more. Returns the last exit code."""
         self.record.controller_pid = os.getpid()
-        self.record.controller_started = jobs.process_start(os.getpid())
+        self.record.controller_started = client.process_start(os.getpid())
         while True:
             self._start()
             code = self._supervise()
@@ -92,9 +91,9 @@ class Controller:
         self._own_restarts = record.restarts
         record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
-        jobs.write(record)
+        client.write(record)
         # Other folders have jobs of the same number, and a port counts as free until it is used.
-        port = free_port(f"{jobs.root()}/{record.job_id}", record.restarts)
+        port = free_port(f"{client.root()}/{record.job_id}", record.restarts)
         python = job_spec(self.run).python
         self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
 
@@ -132,9 +131,9 @@ class Controller:
         return max((code for code in codes if code is not None), default=0)
 
     def _take_requests(self) -> None:
-        for request in jobs.take_requests(self.record.job_id):
+        for request in client.take_requests(self.record.job_id):
             getattr(self, f"_on_{request.pop('operation')}")(**request)
-            jobs.write(self.record)
+            client.write(self.record)
 
     def _on_cancel(self) -> None:
         self._end(reason="cancelled")
@@ -155,7 +154,7 @@ class Controller:
             return
         self.record.preempt_time = time.time()
         self.record.end_time = time.time() + grace_s
-        jobs.write(self.record)
+        client.write(self.record)
         self._signal(signal.SIGTERM)
 
     def _on_free(self) -> None:
@@ -189,7 +188,7 @@ class Controller:
 
     def _end(self, *, reason: str | None) -> None:
         self.record.state, self.record.reason = "COMPLETING", reason
-        jobs.write(self.record)  # before the signal: whoever gets it asks at once
+        client.write(self.record)  # before the signal: whoever gets it asks at once
         self._kill_at = time.time() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
 
@@ -199,7 +198,7 @@ class Controller:
 
     def _over(self, state: str, code: int) -> int:
         self.record.state, self.record.reason = state, None
-        jobs.write(self.record)
+        client.write(self.record)
         return code
 
 

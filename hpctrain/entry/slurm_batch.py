@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.base.ports import free_port
+from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import own_job_id, own_restarts, resolves

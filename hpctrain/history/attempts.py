@@ -15,7 +15,7 @@ from hpctrain.history.allocations import stays
 from hpctrain.history.causes import cause_of
 from hpctrain.history.run_state import condensed
 from hpctrain.history.timeline import past_of
-from hpctrain.run.values import finite, listed, member, text, whole
+from hpctrain.run.event_fields import finite, listed, member, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

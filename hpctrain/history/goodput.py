@@ -2,26 +2,325 @@
 
 Pure: events, and what the scheduler's accounting knows of the job's starts where there is any.
 docs/ledger.md says how each class is measured. tests/unit/test_goodput.py holds the promises.
+
+One start of a job cut into what its time went to.
+
+Pure. An attempt's milestones are put in order first, so that a clock that jumps makes a stretch
+shorter and never negative. docs/ledger.md has the rules. tests/unit/test_goodput.py holds the
+promises.
+
+What time can go to: the closed set of classes, and a stretch of time in one of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import stays
-from hpctrain.history.cut import cut, kept_steps, waited
-from hpctrain.history.spent import ALLOCATED, Slice, Spent
 from hpctrain.history.timeline import past_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
-    from hpctrain.history.timeline import Past
+    from hpctrain.history.allocations import Stay
+    from hpctrain.history.timeline import Milestones, Past
     from hpctrain.run.events import Event
 
-__all__ = ["Goodput", "Slice", "Spent", "goodput", "window"]
+
+class Spent(StrEnum):
+    """What time went to: a closed set. Only QUEUE lies outside of an allocation."""
+
+    QUEUE = "queue"
+    STARTUP = "startup"
+    """From the beginning of the allocation until the ranks read a checkpoint."""
+    RESTORE = "restore"
+    WARM_UP = "warm_up"
+    """From the restore to the end of the first step: compiling, first batches and collectives."""
+    STEP = "step"
+    """Training that counts: the one useful class."""
+    DATA = "data"
+    """Rank 0 waited for data."""
+    SAVE = "save"
+    """Training stood still for a checkpoint."""
+    REDONE = "redone"
+    """Training that had to be done again, or will have to be."""
+    STALL = "stall"
+    """After the last sign of life of an attempt that ended without a word."""
+    TEARDOWN = "teardown"
+    """From the last word of the training program to the end of the allocation, or the restart."""
+    OTHER = "other"
+    """What no rule explains; also all of a program's own time that tells hpctrain nothing."""
+
+
+ALLOCATED = tuple(kind for kind in Spent if kind is not Spent.QUEUE)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of time, [start, end), that went to one thing.
+
+    Attributes:
+        start: Seconds since the epoch.
+        end: The same, after `start`.
+        kind: What it went to.
+        attempt: Whose; None in the queue, and where no agent came so far.
+        nodes: Nodes that were allocated; 0 in the queue.
+    """
+
+    start: float
+    end: float
+    kind: Spent
+    attempt: int | None
+    nodes: int
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+
+PATIENCE_S = 300.0
+"""Marks come once a minute or more often, but for steps that take longer than that."""
+PIECE_S = 3600.0
+"""A long training is cut this often, so that a look at the last day has that day's own shares."""
+
+
+def cut(stay: Stay, until: float, kept: Mapping[int, int], *, tells: bool) -> Iterator[Slice]:
+    """All the time of one start, from `stay.begin` to `until`, without a gap.
+
+    Args:
+        stay: The start.
+        until: Its end, or now.
+        kept: Attempt to the last of its steps that counts; attempts whose steps all count are
+            not in it.
+        tells: Whether the program tells hpctrain anything, in any attempt.
+    """
+    cursor = stay.begin
+    if not stay.attempts:
+        yield from _slice(cursor, until, Spent.STARTUP, None, stay.nodes)
+    for one, following in pairwise([*stay.attempts, None]):
+        if one is None:
+            continue
+        last = following is None
+        ends = until if following is None else _began(following)
+        ends = min(max(ends, cursor), until)
+        going = last and stay.goes_on
+        parts = _parts(one, ends, going=going) if tells else _silent(one, ends, going=going)
+        for end, kind in parts:
+            part = cursor, min(max(end, cursor), ends)
+            if kind is Spent.STEP:
+                yield from _training(one, part, kept.get(one.number), stay.nodes)
+            else:
+                yield from _slice(*part, kind, one.number, stay.nodes)
+            cursor = part[1]
+
+
+def waited(stay: Stay) -> Iterator[Slice]:
+    """The wait before a start, or one that no start followed."""
+    if stay.asked is not None:
+        yield from _slice(stay.asked, stay.begin, Spent.QUEUE, None, 0)
+
+
+def _began(one: Milestones) -> float:
+    return one.first_t if one.started is None else one.started
+
+
+def _slice(
+    start: float, end: float, kind: Spent, attempt: int | None, nodes: int
+) -> Iterator[Slice]:
+    if end > start:
+        yield Slice(start, end, kind, attempt, nodes)
+
+
+def _parts(one: Milestones, ends: float, *, going: bool) -> Iterator[tuple[float, Spent]]:
+    """What an attempt's time went to, each part by its end; the last ends with the attempt."""
+    word, cease = _cease(one, ends, going=going)
+    now_at = Spent.STARTUP
+    if one.restored is not None and one.restoring is not None:
+        yield one.restoring, Spent.STARTUP
+        yield one.restored, Spent.RESTORE
+        now_at = Spent.WARM_UP
+    if one.first_step is not None:
+        yield one.first_step, now_at
+        now_at = Spent.STEP
+    if one.stopping is not None or one.left is not None:
+        yield _halted(one, cease), now_at
+        yield cease, Spent.SAVE
+    else:
+        yield min(_heard(one, cease), cease) if now_at is Spent.STEP else cease, now_at
+        yield cease, Spent.STALL
+    yield ends, Spent.TEARDOWN if word else Spent.STALL
+
+
+def _silent(one: Milestones, ends: float, *, going: bool) -> Iterator[tuple[float, Spent]]:
+    """The same where the program tells nothing: what it did in its time, nobody can say."""
+    yield _began(one), Spent.STARTUP
+    word, cease = _cease(one, ends, going=going)
+    yield cease if word else ends, Spent.OTHER
+    yield ends, Spent.TEARDOWN
+
+
+def _cease(one: Milestones, ends: float, *, going: bool) -> tuple[bool, float]:
+    """When the ranks ceased, and whether somebody who saw it said so."""
+    for word in (one.left, one.failed, one.ended):
+        if word is not None:
+            return True, word
+    heard = max(one.last_t, one.last_t if one.heard is None else one.heard)
+    if going and (one.first_step is None or ends - heard < _patience(one)):
+        return False, ends
+    return False, heard
+
+
+def _patience(one: Milestones) -> float:
+    """After so long a silence an attempt in training no longer counts as being at work."""
+    told = [one.first_step or 0.0, *(mark.t for mark in one.marks[-2:])]
+    apart = [after - before for before, after in pairwise(told[-2:])]
+    return max([PATIENCE_S, *(3 * gap for gap in apart)])
+
+
+def _heard(one: Milestones, cease: float) -> float:
+    """When a step was last heard of, of an attempt that did not stop in order."""
+    if one.heard is None:
+        return cease
+    return max([one.heard, *(mark.t for mark in one.marks[-1:])])
+
+
+def _halted(one: Milestones, cease: float) -> float:
+    """When no further step was done, of an attempt that stopped or finished in order."""
+    if one.stopping is not None:
+        return one.stopping
+    return one.marks[-1].t if one.marks else cease
+
+
+class _Point(NamedTuple):
+    """Where training was at a moment: all of it counted from the end of the first step."""
+
+    t: float
+    step: int
+    data_s: float
+    save_s: float
+
+
+def _training(
+    one: Milestones, stretch: tuple[float, float], kept: int | None, nodes: int
+) -> Iterator[Slice]:
+    """The stretch of steps: those that count with their data and saves, then those in vain."""
+    start, end = stretch
+    points = _points(one, start, end)
+    last = points[-1]
+    if kept is not None and (one.last_step or 0) > kept:
+        last = _last_that_counts(one, points, kept)
+    last = last._replace(t=min(last.t, end))
+    for piece in pairwise(_pieces(points, last)):
+        yield from _mixed(*piece, one.number, nodes)
+    yield from _slice(last.t, end, Spent.REDONE, one.number, nodes)
+
+
+def _points(one: Milestones, start: float, end: float) -> list[_Point]:
+    """Where training was, in order of time and within the stretch."""
+    points = [_Point(start, (one.restored_step or 0) + 1, 0.0, 0.0)]
+    told = any(mark.save_s is not None for mark in one.marks)
+    stalls = iter([] if told else one.stalls)
+    stall, stalled = next(stalls, None), 0.0
+    for mark in one.marks:
+        while stall is not None and stall.t <= mark.t:
+            stalled, stall = stalled + stall.seconds, next(stalls, None)
+        before = points[-1]
+        save_s = max(0.0, (mark.save_s or 0.0) - one.base[1]) if told else stalled
+        points.append(
+            _Point(
+                min(max(mark.t, before.t), end),
+                max(mark.step, before.step),
+                max(mark.data_s - one.base[0], before.data_s),
+                max(save_s, before.save_s),
+            )
+        )
+    if points[-1].t < end:
+        points.append(_tail(one, points[-1], end))
+    return points
+
+
+def _tail(one: Milestones, last: _Point, end: float) -> _Point:
+    """The end of the stretch: after the last mark only the saves are known."""
+    since = one.marks[-1].t if one.marks else last.t
+    stalled = sum(save.seconds for save in one.stalls if since < save.t <= end)
+    return _Point(end, max(last.step, one.last_step or 0), last.data_s, last.save_s + stalled)
+
+
+def _last_that_counts(one: Milestones, points: Sequence[_Point], kept: int) -> _Point:
+    """Where the last step that counts was done, and saved: without its save it would be lost."""
+    before = points[0]
+    for after in points[1:]:
+        if kept < after.step:
+            break
+        before = after
+    else:
+        after = before
+    if kept <= before.step or after.step <= before.step:
+        stall = next((s.seconds for s in one.stalls if s.step == kept == before.step), 0.0)
+        return before._replace(t=before.t + stall, save_s=before.save_s + stall)
+    share = (kept - before.step) / (after.step - before.step)
+    return _between(before, after, before.t + share * (after.t - before.t))
+
+
+def _pieces(points: Sequence[_Point], last: _Point) -> list[_Point]:
+    """Some of the points before the last one, far enough apart, and that one."""
+    found = [points[0]]
+    for point in points[1:]:
+        if point.t >= last.t:
+            break
+        if point.t - found[-1].t >= PIECE_S and point.step <= last.step:
+            found.append(point)
+    return [*found, last]
+
+
+def _between(before: _Point, after: _Point, t: float) -> _Point:
+    share = (t - before.t) / (after.t - before.t) if after.t > before.t else 0.0
+    return _Point(
+        t,
+        after.step,
+        before.data_s + share * (after.data_s - before.data_s),
+        before.save_s + share * (after.save_s - before.save_s),
+    )
+
+
+def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[Slice]:
+    """Steps, data and saves of a piece: sums only are known, so they stand one after the other."""
+    whole = end.t - start.t
+    data = min(max(end.data_s - start.data_s, 0.0), whole)
+    save = min(max(end.save_s - start.save_s, 0.0), whole - data)
+    first, second = end.t - data - save, end.t - save
+    yield from _slice(start.t, first, Spent.STEP, attempt, nodes)
+    yield from _slice(max(start.t, first), second, Spent.DATA, attempt, nodes)
+    yield from _slice(max(start.t, first, second), end.t, Spent.SAVE, attempt, nodes)
+
+
+def kept_steps(attempts: Sequence[Milestones]) -> dict[int, int]:
+    """The last step of each attempt that counts, by what later attempts restored.
+
+    Where none came so far, what an attempt committed counts; all of it where the run is done.
+    """
+    committed, newest = [], 0
+    for one in attempts:
+        known = one.restored_step if one.saved_step is None else one.saved_step
+        newest = newest if known is None else known
+        committed.append(newest)
+    kept: dict[int, int] = {}
+    lowest: int | None = None
+    for one, saved in zip(reversed(attempts), reversed(committed), strict=True):
+        superseded = one is not attempts[-1]
+        if lowest is not None:
+            kept[one.number] = lowest
+        elif (one.is_over or superseded) and one.reason is not EndReason.COMPLETED:
+            kept[one.number] = saved
+        if one.restored_step is not None:
+            lowest = one.restored_step if lowest is None else min(lowest, one.restored_step)
+    return kept
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import EndReason, Next
-from hpctrain.run.values import member, text, whole
+from hpctrain.run.event_fields import member, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

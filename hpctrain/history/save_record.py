@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.history.run_state import live
-from hpctrain.run.values import finite, text, whole
+from hpctrain.run.event_fields import finite, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

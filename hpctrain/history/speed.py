@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.history.gpu_peaks import peak_flops
+from hpctrain.history.rank_samples import peak_flops
 from hpctrain.history.run_state import live
-from hpctrain.run.values import finite, text, whole
+from hpctrain.run.event_fields import finite, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason, Next
 from hpctrain.history.run_state import live
-from hpctrain.run.values import finite, listed, member, text, whole
+from hpctrain.run.event_fields import finite, listed, member, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

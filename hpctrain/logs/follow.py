@@ -10,9 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.ledger.derive import OVER, RunState, run_state, standing
-from hpctrain.run.events import parse
-from hpctrain.run.lines import LONGEST_BYTES
+from hpctrain.history.run_state import OVER, RunState, run_state, standing
+from hpctrain.run.events import LONGEST_BYTES, parse
 from hpctrain.run.log_files import LogFile
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class EndWatch:
     def _ask(self) -> Answer:
         from hpctrain.errors import HpctrainError
         from hpctrain.settings.spec import load_spec
-        from hpctrain.status.job import ask
+        from hpctrain.status.reader import ask
 
         if self._cluster is None:
             self._cluster = ""

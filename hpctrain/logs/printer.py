@@ -1,7 +1,7 @@
 """Prints what is new in a run's logs, each line once, in the order in which it was written.
 
 Logs have no times of their own: what the agents noted beside them says about when a line was
-written (`run/log_times.py`), and where they noted nothing, its place in the file between the
+written (`run/log_files.py`), and where they noted nothing, its place in the file between the
 attempt's start and the file's last change. tests/unit/test_logs_cli.py holds the promises.
 """
 
@@ -14,13 +14,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
-from hpctrain.base.output import echo_note
 from hpctrain.base.text import paint
-from hpctrain.logs.log_filter import Filter
-from hpctrain.logs.sections import ALL, TROUBLE, Section, Source, sections
-from hpctrain.run.log_files import LogFile, line_start, tail_offset
-from hpctrain.run.log_times import LATE_S, Guess, LogTimes, Mark, first_offset
-from hpctrain.terminal import clean, clean_log
+from hpctrain.logs.sections import ALL, TROUBLE, Filter, Section, Source, sections
+from hpctrain.run.log_files import (
+    LATE_S,
+    Guess,
+    LogFile,
+    LogTimes,
+    Mark,
+    first_offset,
+    line_start,
+    tail_offset,
+)
+from hpctrain.terminal import clean, clean_log, echo_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

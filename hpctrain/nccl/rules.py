@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.nccl import lists, numbers, words
+from hpctrain.nccl.names import check_name
 from hpctrain.nccl.pairs import RULES as PAIR_RULES
 from hpctrain.nccl.rule import DEBUG, ERROR, WARNING, Context, Problem, Rule
-from hpctrain.nccl.rules_names import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

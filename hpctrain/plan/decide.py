@@ -3,16 +3,37 @@
 A job that exits 0 inside its grace time is COMPLETED and never comes back, or comes back by itself
 (SLURM since 24.05); a cancelled job that asks for a requeue rises from the dead. Only the scheduler
 knows which it is, so it is asked.
+
+May the run start once more? One budget per cause, and a stop where nothing moves.
+
+SLURM gives no guard against crash loops (a job that requeues itself ran 11 times unheld,
+`launch.md` section 2A), and one counter for all causes lets preemptions use up the budget meant
+for crashes.
+
+A program raised: is that its user's error, or may the next start go well? Pure.
+
+An error of the user's comes at every start, and the nodes are not to be held for it. A program that
+was seen to run has shown that it can; what it raises after hours (a disk's or a GPU's error, a lost
+worker) is a crash. A script that knows nothing of hpctrain tells of no steps: then time tells.
+docs/preemption.md has the rule; tests/unit/test_user_error.py holds it.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.records import EndReason, Next, StopCause
+from hpctrain.run.event_fields import as_number
+from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.base.records import JobFacts
+    from hpctrain.run.events import Event
 
 Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because
@@ -93,3 +114,156 @@ def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:
     if cause in {StopCause.TERM, StopCause.INTERRUPT}:
         return EndReason.PREEMPTED
     return _BY_OUTCOME.get(outcome, EndReason.CRASHED)
+
+
+EXIT_STOPPED = 93
+
+_LIMITS = {
+    EndReason.PREEMPTED: "preemptions",
+    EndReason.REQUEUED: "preemptions",
+    EndReason.TIMED_OUT: "time_limits",
+    EndReason.NODE_FAILED: "nodes",
+    EndReason.CRASHED: "crashes",
+    EndReason.STORAGE_FAILED: "storage",
+    EndReason.USER_ERROR: "crashes",
+    EndReason.UNKNOWN: "crashes",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the run may start again, and if not, why."""
+
+    ok: bool
+    exit_code: int = 0
+    why: str = ""
+
+
+def allow(
+    events: Sequence[Event], reason: EndReason, budget: BudgetSettings | None = None
+) -> Verdict:
+    """Whether one more attempt is within the budgets.
+
+    Args:
+        events: The run's ledger, without the end of the attempt in question.
+        reason: Why that attempt ended.
+        budget: The run's limits.
+    """
+    budget = budget or BudgetSettings()
+    ended = Counter(e.data.get("reason") for e in since_resume(events) if e.kind == "attempt_ended")
+    name = _LIMITS.get(reason)
+    if name is not None:
+        used = 1 + sum(ended[r.value] for r, n in _LIMITS.items() if n == name)
+        limit: int = getattr(budget, name)
+        if limit and used > limit:
+            why = f"{used} attempts ended by {reason.value}, budget.{name} is {limit}"
+            return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
+    idle = attempts_without_progress(events)
+    if budget.no_progress and idle >= budget.no_progress:
+        why = (
+            f"{idle} attempts in a row without one new committed step "
+            f"(budget.no_progress is {budget.no_progress})"
+        )
+        return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
+    return Verdict(ok=True)
+
+
+def attempts_without_progress(events: Sequence[Event]) -> int:
+    """How many attempts in a row, counted from the newest, committed no new step.
+
+    Only attempts whose ranks reached the restore count: one that the scheduler took away before
+    that has cost next to nothing, and a script that does not use hpctrain's checkpoints cannot be
+    judged by them.
+    """
+    newest_saved = 0
+    idle: dict[int, bool] = {}
+    for event in since_resume(events):
+        if event.attempt is None:
+            continue
+        if event.kind == "restored":
+            idle[event.attempt] = True
+            newest_saved = max(newest_saved, event.data.get("step") or 0)
+        elif event.kind == "saved" and event.data["step"] > newest_saved:
+            newest_saved = event.data["step"]
+            idle[event.attempt] = False
+    count = 0
+    for attempt in sorted(idle, reverse=True):
+        if not idle[attempt]:
+            break
+        count += 1
+    return count
+
+
+def since_resume(events: Sequence[Event]) -> Sequence[Event]:
+    """The ledger from the last submit or resume on: a person who resumes starts a new budget."""
+    start = 0
+    for position, event in enumerate(events):
+        if event.kind == "submitted":
+            start = position
+    return events[start:]
+
+
+LONG_S = 300.0
+"""A program that raises later than this after its start has come to its work."""
+
+
+@dataclass
+class _Life:
+    """What is known of an attempt."""
+
+    began: float = math.inf
+    ended: float = -math.inf
+    stepped: bool = False
+    error: str = ""
+
+    def ran(self) -> bool:
+        """Whether it came to its work."""
+        return self.stepped or self.ended - self.began >= LONG_S
+
+
+def is_users(events: Sequence[Event], attempt: int, error: str, now: float) -> bool:
+    """Whether what an attempt raised would come at every start.
+
+    It is not where the attempt came to its work, or an earlier one did since somebody last
+    submitted or resumed the run; but the same error at two starts in a row is.
+
+    Args:
+        events: The run's ledger.
+        attempt: The one that raised.
+        error: What it raised, in a line.
+        now: When, seconds since the epoch.
+    """
+    lives = _lives(since_resume(events))
+    own = lives.setdefault(attempt, _Life())
+    own.ended = now
+    if own.ran():
+        return False
+    earlier = [life for key, life in sorted(lives.items()) if key < attempt]
+    if earlier and earlier[-1].error == error and not earlier[-1].ran():
+        return True
+    return not any(life.ran() for life in earlier)
+
+
+def _lives(events: Sequence[Event]) -> dict[int, _Life]:
+    lives: dict[int, _Life] = {}
+    for event in events:
+        if event.attempt is None:
+            continue
+        life = lives.setdefault(event.attempt, _Life())
+        if event.kind == "attempt_started":
+            life.began = event.t
+        elif event.kind == "attempt_ended":
+            # Its successor may write that hours later.
+            late = event.data.get("by") == "successor"
+            told = as_number(event.data.get("ended_at")) or as_number(event.data.get("heard"))
+            life.ended = event.t if not late else told or -math.inf
+        elif event.kind == "failure":
+            life.error = str(event.data.get("summary", ""))
+        life.stepped = life.stepped or _is_of_a_step(event)
+    return lives
+
+
+def _is_of_a_step(event: Event) -> bool:
+    """Whether a step was done; the first step mark comes up to a minute after it."""
+    first = event.kind == "phase" and event.data.get("name") == "first_step"
+    return first or event.kind in {"steps", "saved"}

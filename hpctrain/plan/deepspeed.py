@@ -1,23 +1,471 @@
-"""Is a user's ds_config.json one that DeepSpeed reads and hpctrain can hold to? Asked at submit.
+"""DeepSpeed's configuration: from our settings, with the user's own file merged under them. Pure.
+
+What a user's file may say is `ds_check.py`'s, at submit; here what must hold overrules it. That
+DeepSpeed takes what comes out is tested with its own parser in tests/unit/test_ds_config.py.
+
+Is a user's ds_config.json one that DeepSpeed reads and hpctrain can hold to? Asked at submit.
 
 Pure. What is wrong is refused with the key and the setting that it meets; nothing in the file is
 left out in silence. tests/unit/test_ds_config.py holds the promises.
+
+The keys of a DeepSpeed configuration, as deepspeed 0.19.8 reads them. Tables only.
+
+DeepSpeed ignores a top-level key that it does not know, so that `zero_optimisation` trains without
+ZeRO and says nothing; in sections it finds the mistake when the job has started.
+tests/unit/test_ds_config.py compares these tables to what the installed DeepSpeed reads.
 """
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.batches import plan_micro_batches, shares
 from hpctrain.errors import UsageError
-from hpctrain.plan.ds_config import AUTO, SPREADS_PARAMETERS, adds_in_fp32, shown, stage_of
-from hpctrain.plan.ds_keys import MUST_BE, NO_EFFECT, REFUSED, SECTIONS, TOP, ZERO
 from hpctrain.settings.layers import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpctrain.settings.schema import EngineSettings, TrainSettings
+
+ZERO = "zero_optimization"
+
+REMOVED = frozenset(
+    {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    }
+)
+"""Top-level keys that DeepSpeed itself refuses, since what they were for is gone."""
+
+TOP = REMOVED | {
+    "activation_checkpointing",
+    "aio",
+    "autotuning",
+    "bf16",
+    "bfloat16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "csv_monitor",
+    "data_efficiency",
+    "data_parallel_size",
+    "data_types",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "expert_parallel",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "log_level",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "optimizer",
+    "pipeline",
+    "prescale_gradients",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "sequence_parallel_size",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    ZERO,
+}
+"""Every key outside any section."""
+
+SECTIONS: dict[str, frozenset[str]] = {
+    ZERO: frozenset(
+        {
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "allgather_sequential",
+            "compute_grad_norm",
+            "contiguous_gradients",
+            "cpu_offload",
+            "cpu_offload_param",
+            "cpu_offload_use_pin_memory",
+            "elastic_checkpoint",
+            "enable_sanity_checks",
+            "gather_16bit_weights_on_model_save",
+            "ignore_unused_parameters",
+            "leaf_module",
+            "legacy_stage1",
+            "load_from_fp32_weights",
+            "log_trace_cache_warnings",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "memory_efficient_linear",
+            "model_persistence_threshold",
+            "module_granularity_threshold",
+            "offload_optimizer",
+            "offload_param",
+            "overlap_comm",
+            "override_module_apply",
+            "param_persistence_threshold",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "prefetch_bucket_size",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "save_muon_momentum_buffer_in_memory",
+            "stage",
+            "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "sub_group_size",
+            "use_all_reduce_for_fetch_params",
+            "use_multi_rank_bucket_allreduce",
+            "zenflow",
+            "zero_hpz_partition_size",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        }
+    ),
+    f"{ZERO}.offload_optimizer": frozenset(
+        {
+            "buffer_count",
+            "cpuadam_cores_perc",
+            "device",
+            "fast_init",
+            "nvme_path",
+            "pin_memory",
+            "pipeline_read",
+            "pipeline_write",
+            "ratio",
+            "super_offload",
+        }
+    ),
+    f"{ZERO}.offload_param": frozenset(
+        {"buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"}
+    ),
+    "bf16": frozenset(
+        {
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+            "check_grad_overflow",
+            "enabled",
+            "immediate_grad_update",
+        }
+    ),
+    "fp16": frozenset(
+        {
+            "auto_cast",
+            "consecutive_hysteresis",
+            "enabled",
+            "fp16_master_weights_and_grads",
+            "hysteresis",
+            "initial_scale_power",
+            "loss_scale",
+            "loss_scale_window",
+            "min_loss_scale",
+        }
+    ),
+    "aio": frozenset(
+        {
+            "block_size",
+            "intra_op_parallelism",
+            "overlap_events",
+            "queue_depth",
+            "single_submit",
+            "use_gds",
+        }
+    ),
+}
+"""Keys of the sections that matter to training, by the section's path."""
+
+REFUSED: dict[str, str] = {
+    "bfloat16": 'it is the old name of "bf16"; write that',
+    "compile": "set engine.compile",
+    "data_efficiency": "hpctrain orders the samples",
+    "data_parallel_size": "all ranks of a zero engine are data-parallel",
+    "expert_parallel": "set engine.kind fsdp2 and engine.ep",
+    "hybrid_engine": "hpctrain's engines train only",
+    "managed_gradient_accumulation": "hpctrain says when gradients travel",
+    "optimizer": "the program makes the optimizer and gives it to hpctrain",
+    "pipeline": "set engine.kind fsdp2 and engine.pp",
+    "scheduler": "the program sets the learning rate",
+    "sequence_parallel_size": "all ranks of a zero engine are data-parallel",
+    "tensor_parallel": "set engine.kind fsdp2 and engine.tp",
+    "torch_autocast": "set engine.precision",
+    "weight_quantization": "it is for inference",
+    f"{ZERO}.cpu_offload": "set engine.offload",
+    f"{ZERO}.cpu_offload_param": "set engine.offload",
+    f"{ZERO}.cpu_offload_use_pin_memory": 'write "pin_memory" in "offload_optimizer"',
+    f"{ZERO}.elastic_checkpoint": "hpctrain's checkpoints load at any number of ranks as it is",
+    f"{ZERO}.offload_optimizer.super_offload": "a checkpoint could not reach its state",
+    f"{ZERO}.round_robin_gradients": "DeepSpeed 0.19.8 tells wrongly which rank holds what then, "
+    "and a checkpoint would be wrong",
+    f"{ZERO}.zenflow": "a checkpoint could not reach its state",
+    "bf16.bf16_master_weights_and_grads": "checkpoints hold fp32 weights",
+    "bf16.bf16_optimizer_states": "checkpoints hold fp32 weights",
+    "fp16.fp16_master_weights_and_grads": "checkpoints hold fp32 weights",
+} | dict.fromkeys(REMOVED, "DeepSpeed has no such feature any more")
+"""What hpctrain does not take, with what to know or do; `false` and "auto" are let pass."""
+
+NO_EFFECT: dict[str, str] = {
+    "activation_checkpointing": "set engine.activation_checkpointing",
+    "aio": "hpctrain reads and writes the files of engine.offload nvme itself",
+    "autotuning": "it belongs to DeepSpeed's own launcher",
+    "checkpoint": "hpctrain writes the checkpoints: see [checkpoint]",
+    "dataloader_drop_last": "hpctrain cuts the samples",
+    "datastates_ckpt": "hpctrain writes the checkpoints: see [checkpoint]",
+}
+"""What is told and otherwise let pass."""
+
+MUST_BE: dict[str, tuple[object, str]] = {
+    "gradient_allreduce_op": ("mean", "it undoes the mean itself"),
+    "zero_allow_untested_optimizer": (True, "the program makes the optimizer"),
+    "zero_force_ds_cpu_optimizer": (False, "the program makes the optimizer"),
+    f"{ZERO}.compute_grad_norm": (True, "a step's gradient norm is what it logs"),
+    f"{ZERO}.offload_optimizer.ratio": (1.0, "a checkpoint could not reach state in two places"),
+}
+"""Values that hpctrain's engine rests on, and why."""
+
+
+AUTO = "auto"
+"""What a file written for Hugging Face's trainer says where others are to fill in."""
+
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients or parameters that travel at a time: 100 MB of bf16, which keeps a fast network busy.
+DeepSpeed's own 5e8 takes one gigabyte of the GPU, or two where buckets overlap."""
+
+NEVER = 1_000_000_000
+"""Steps between DeepSpeed's own log lines: the ledger has them."""
+
+
+SPREADS_PARAMETERS = 3
+"""The stage at which each rank holds but a part of the weights."""
+
+SUB_GROUP_ELEMENTS = 100_000_000
+"""Elements that come from a disk at a time: a rank has four such rows of fp32 in host memory, 1.6
+GB. DeepSpeed's own 1e9 takes 16 GB of each rank."""
+
+_SHOWN = 60
+
+
+def stage_of(kind: str) -> int:
+    """ZeRO's stage of an engine kind "zero0" to "zero3"."""
+    return int(kind.removeprefix("zero"))
+
+
+def adds_in_fp32(engine: EngineSettings) -> bool:
+    """Whether gradients of 16 bits are added up in fp32 over the passes of a step.
+
+    From stage 2 on, where each rank keeps its part of them alone. Left to itself DeepSpeed adds in
+    16 bits. At stage 1 in bf16 it has another optimizer for it, whose state we do not know.
+    """
+    return stage_of(engine.kind) > 1
+
+
+def engine_config(engine: EngineSettings, *, precision: str, data_ranks: int) -> dict[str, Any]:
+    """The configuration that a DeepSpeed engine is made with.
+
+    Batch sizes in it are formal: hpctrain weights the losses and says when gradients travel.
+
+    Args:
+        engine: The run's settings, of a zero kind; `ds_config` is the text of a file, or empty.
+        precision: "fp32", "bf16" or "fp16", which "auto" has become on this device.
+        data_ranks: Ranks that read different samples.
+
+    Raises:
+        UsageError: `engine.ds_config` is not the text of a JSON object.
+    """
+    config = _defaults(engine, precision)
+    if engine.ds_config:
+        if not is_text(engine.ds_config):
+            raise UsageError(
+                f"engine.ds_config is {engine.ds_config!r}, not the text of a ds_config.json; "
+                "`hpctrain submit` puts the text in its place"
+            )
+        _merge(config, without_auto(read_user_config(engine.ds_config, "engine.ds_config")))
+    _merge(config, _musts(engine, precision, data_ranks))
+    return config
+
+
+def read_user_config(text: str, where: str) -> dict[str, Any]:
+    """A user's ds_config.json.
+
+    Args:
+        text: Of the file.
+        where: How messages name it.
+
+    Raises:
+        UsageError: it is not one JSON object, or has a key twice in one place.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UsageError(f"{where}: {key} stands there twice; keep one")
+            found[key] = value
+        return found
+
+    def no_number(word: str) -> Any:
+        raise UsageError(f"{where}: {word} is not a number in JSON; write one")
+
+    try:
+        config = json.loads(text, object_pairs_hook=once, parse_constant=no_number)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{where}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+        ) from None
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply to be a DeepSpeed configuration") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{where}: must be one JSON object, {{...}}, not {shown(config)}")
+    return config
+
+
+def is_text(value: str) -> bool:
+    """Whether a value of `engine.ds_config` is the configuration itself, not the path of a file."""
+    return value.lstrip().startswith("{")
+
+
+def resolve_ds_config(value: str, read: Callable[[str], str]) -> str:
+    """What a run's spec holds as `engine.ds_config`: JSON text, whole without the file.
+
+    Args:
+        value: As set: a path, the text itself (it begins with "{"), or nothing.
+        read: The text at a path.
+
+    Raises:
+        UsageError: it is not one JSON object.
+    """
+    if not value:
+        return ""
+    text, where = (value, "engine.ds_config") if is_text(value) else (read(value), value)
+    return json.dumps(read_user_config(text, where), separators=(",", ":"))
+
+
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without the values that are left to hpctrain."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            kept[key] = without_auto(value)
+        elif value != AUTO:
+            kept[key] = value
+    return kept
+
+
+def shown(value: Any) -> str:
+    """A JSON value as its owner wrote it, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _defaults(engine: EngineSettings, precision: str) -> dict[str, Any]:
+    """What a user's file may say otherwise."""
+    stage = stage_of(engine.kind)
+    return {
+        "steps_per_print": NEVER,
+        "wall_clock_breakdown": False,
+        # As hpctrain's own scale: it starts at 2^16, halves at the first overflow, and doubles
+        # after 2000 good steps. DeepSpeed's default waits for a second overflow.
+        "fp16": {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+        if precision == "fp16"
+        else {},
+        "bf16": {},
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if adds_in_fp32(engine) else {}),
+        ZERO: {
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            # A second bucket is worth its memory where every layer's parameters travel too.
+            "overlap_comm": stage == SPREADS_PARAMETERS,
+            **_offload_section(engine, stage),
+        },
+    }
+
+
+def _offload_section(engine: EngineSettings, stage: int) -> dict[str, Any]:
+    """Weights go to host memory at most: theirs are 2 bytes of an element's 18."""
+    if engine.offload == "no":
+        return {}
+    blocks: dict[str, Any] = {"offload_optimizer": {"device": engine.offload, "pin_memory": True}}
+    if stage == SPREADS_PARAMETERS:
+        blocks["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if engine.offload == "nvme":
+        blocks["sub_group_size"] = SUB_GROUP_ELEMENTS
+    return blocks
+
+
+def _musts(engine: EngineSettings, precision: str, data_ranks: int) -> dict[str, Any]:
+    """What hpctrain's engine rests on."""
+    stage = stage_of(engine.kind)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        # With them 0.19.8 tells wrongly which rank holds what.
+        "round_robin_gradients": False,
+    }
+    if stage == SPREADS_PARAMETERS and engine.activation_checkpointing == "selective":
+        # It adds a bias in place to what was saved for the backward pass: wrong gradients, and
+        # nothing says so.
+        zero["memory_efficient_linear"] = False
+    return {
+        "train_batch_size": data_ranks,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": engine.clip_norm,  # DeepSpeed clips at 1.0 where nothing is said
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        # Else it wants to compile an Adam of its own, or refuses the program's.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        ZERO: zero,
+    }
+
+
+def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Lay values over a configuration, section by section, in place."""
+    for key, value in over.items():
+        mine = config.get(key)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            _merge(mine, value)
+        else:
+            config[key] = value
+
 
 BATCH, MICRO, PASSES = (
     "train_batch_size",
@@ -53,7 +501,7 @@ def check_user_config(
     _known(user, where)
     refuse_unsupported(user, where)
     _agrees(user, engine, where)
-    _offload(_section(user, ZERO), engine, where)
+    _check_offload(_section(user, ZERO), engine, where)
     _adds_up(user, engine, where)
     notes = [
         f"{where}: {key} has no effect; {instead}"
@@ -124,7 +572,7 @@ def _same(path: str, value: Any, wanted: float, said: str, where: str) -> None:
         )
 
 
-def _offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
+def _check_offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
     """Optimizer state lies where `engine.offload` says; parameters there, nearer, or not away."""
     away = engine.offload != "no"
     spread = stage_of(engine.kind) == SPREADS_PARAMETERS

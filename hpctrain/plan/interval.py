@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import EndReason
 from hpctrain.base.text import duration
-from hpctrain.ledger.derive import attempts, live
-from hpctrain.run.values import number
+from hpctrain.history.attempts import attempts
+from hpctrain.history.run_state import live
+from hpctrain.run.event_fields import as_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.history.attempts import AttemptView
     from hpctrain.run.events import Event
     from hpctrain.settings.schema import CheckpointSettings
 
@@ -131,8 +132,8 @@ def costs(events: Sequence[Event]) -> Costs | None:
             leaving.add(event.attempt)
         if event.kind != "saved" or event.attempt in leaving:
             continue
-        write_s = number(event.data.get("seconds"))
-        stall_s = number(event.data.get("stall_s"))
+        write_s = as_number(event.data.get("seconds"))
+        stall_s = as_number(event.data.get("stall_s"))
         stall_s = write_s if stall_s is None else stall_s  # written by a version without async
         if stall_s is not None and math.isfinite(stall_s):
             found.append((stall_s, stall_s if write_s is None else max(stall_s, write_s)))
@@ -156,8 +157,8 @@ def longest_save_s(events: Sequence[Event], world_size: int) -> float | None:
     found: list[float] = []
     for event in live(events):
         if event.kind == "attempt_started":
-            sizes[event.attempt] = number(event.data.get("world_size")) or 0.0
-        seconds = number(event.data.get("seconds")) if event.kind == "saved" else None
+            sizes[event.attempt] = as_number(event.data.get("world_size")) or 0.0
+        seconds = as_number(event.data.get("seconds")) if event.kind == "saved" else None
         if seconds is not None and math.isfinite(seconds) and seconds >= 0:
             found.append(seconds * max(1.0, sizes.get(event.attempt, 0.0) / world_size))
     return max(found[-SAVES_COUNTED:], default=None)

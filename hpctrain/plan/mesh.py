@@ -1,24 +1,130 @@
 """Which mesh so many ranks make, within what the user allows. Pure.
 
 tests/unit/test_mesh.py holds the promises.
+
+Does every number of nodes that a run may start on have a mesh? Asked before it is submitted.
+
+Pure. tests/unit/test_mesh.py holds the promises.
+
+What a mesh must know of a model: the numbers that its axes have to divide. Pure, without torch.
+
+tests/unit/test_mesh.py compares `shape_of` with the recipe's model.
+
+What a mesh asks of the way a step is cut, before there is an engine to say so. Pure.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.base.text import count, in_nodes, one_of
+from hpctrain.data.batches import ANY_PASSES, Passes
 from hpctrain.errors import UsageError
-from hpctrain.plan.shape import divisors, misfit
+from hpctrain.settings.check import node_range
 from hpctrain.settings.check_engine import bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hpctrain.plan.shape import ModelShape
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes.
+
+    Attributes:
+        layers: Blocks, which a pipeline shares out.
+        dim: Width.
+        heads: Attention heads.
+        hidden: Width of the MLP, or of each expert.
+        seq_len: Positions of a sequence.
+        experts: In each block; 0 for a dense model.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    hidden: int
+    seq_len: int
+    experts: int = 0
+
+
+def shape_of(train: TrainSettings) -> ModelShape:
+    """The shape of the shipped recipe's model."""
+    hidden = 32 * -(-8 * train.dim // 96)
+    return ModelShape(train.layers, train.dim, train.heads, hidden, train.seq_len, train.experts)
+
+
+def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> str:
+    """Why a model cannot be cut over so many ranks of an axis; empty where it can.
+
+    Args:
+        axis: "tp", "pp" or "ep"; others always fit.
+        ranks: Along it.
+        engine: For how the axis is used.
+        shape: The model's.
+    """
+    if ranks == 1:
+        return ""
+    why = {"tp": _tp_misfit, "pp": _pp_misfit, "ep": _ep_misfit}.get(axis)
+    return why(ranks, engine, shape) if why is not None else ""
+
+
+def _tp_misfit(tp: int, engine: EngineSettings, shape: ModelShape) -> str:
+    if shape.heads % tp:
+        heads = shape.heads
+        return f"does not divide train.heads {heads}; use {_divisors(heads)}, or other heads"
+    if shape.dim % tp:
+        return f"does not divide train.dim {shape.dim}; use a number that does"
+    if shape.hidden % tp:
+        return (
+            f"does not divide {shape.hidden}, the width of the MLP that follows from train.dim "
+            f"{shape.dim}; use a number that does, or another train.dim"
+        )
+    if engine.sequence_parallel and shape.seq_len % tp:
+        return (
+            f"does not divide train.seq_len {shape.seq_len}, as engine.sequence_parallel needs; "
+            "use a number that does, another train.seq_len, or engine.sequence_parallel=false"
+        )
+    return ""
+
+
+def _pp_misfit(pp: int, engine: EngineSettings, shape: ModelShape) -> str:
+    on_each = engine.pp_stages_per_rank if engine.pp_schedule == "interleaved" else 1
+    if pp * on_each <= shape.layers:
+        return ""
+    stages = "" if on_each == 1 else f" x engine.pp_stages_per_rank {on_each}"
+    most = shape.layers // on_each
+    instead = f"{most} at most" if most else "fewer stages per rank"
+    return (
+        f"{stages} needs {pp * on_each} layers, and train.layers is {shape.layers}; "
+        f"use {instead}, or more layers"
+    ).removeprefix(" ")
+
+
+def _ep_misfit(ep: int, engine: EngineSettings, shape: ModelShape) -> str:
+    del engine
+    if not shape.experts:
+        return "needs a model with experts, and train.experts is 0; set it, or engine.ep 1"
+    if shape.experts % ep:
+        return f"does not divide train.experts {shape.experts}; use {_divisors(shape.experts)}"
+    return ""
+
+
+def _divisors(number: int) -> str:
+    """All divisors of a number as one says them."""
+    return one_of(divisors(number))
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide it, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
 
 NEAREST_WITHIN = 4096
 """Other numbers of nodes that are tried, to name the nearest ones that have a mesh."""
@@ -217,3 +323,103 @@ class Planner:
         origin = self.origins.get(f"engine.{axis}", "default")
         where = "" if origin == "default" else f" ({origin})"
         return f"engine.{axis} {getattr(self.engine, axis)}{where}"
+
+
+FITTING_SHOWN = 6
+"""Ranges of nodes that a refusal names; a list of all would not fit its line."""
+
+
+def meshes(
+    settings: Settings, origins: Mapping[str, str], *, is_recipe: bool, alone: bool = False
+) -> dict[int, Mesh]:
+    """The mesh at the fewest and at the most nodes, by their number.
+
+    Args:
+        settings: Checked by themselves.
+        origins: Where each came from.
+        is_recipe: The model is the shipped recipe's, so that its shape is known.
+        alone: There will be one process, whatever `slurm.nodes` says.
+
+    Raises:
+        UsageError: some number of nodes in the range has no mesh, or the model cannot be cut so.
+    """
+    if settings.engine.exact and is_recipe and settings.train.micro_batch == 0:
+        raise UsageError(
+            f"{origins.get('engine.exact', 'default')}: engine.exact is true, which needs "
+            f"train.micro_batch; it is 0 ({origins.get('train.micro_batch', 'default')}): set how "
+            "many sequences each pass takes, at any number of ranks"
+        )
+    shape = shape_of(settings.train) if is_recipe else None
+    ranks = 1 if alone else settings.slurm.ranks()
+    planner = Planner(settings.engine, ranks, shape, origins)
+    if alone:
+        return {1: _of_one_process(planner)}
+    planner.check()
+    low, high = node_range(settings.slurm.nodes)
+    _require_all(planner, low, high)
+    return {nodes: mesh for nodes in (low, high) if (mesh := planner.at(nodes)) is not None}
+
+
+def _of_one_process(planner: Planner) -> Mesh:
+    mesh = planner.find(1)
+    if mesh is None:
+        raise UsageError(
+            f"{planner.names()} cannot be had in one process; set it to 1, or start several with "
+            "`hpctrain submit`"
+        )
+    return mesh
+
+
+def _require_all(planner: Planner, low: int, high: int) -> None:
+    """Refuse where the scheduler could choose a number of nodes that has no mesh."""
+    fitting = [nodes for nodes in range(low, high + 1) if planner.at(nodes) is not None]
+    if len(fitting) == high - low + 1:
+        return
+    first = next(nodes for nodes in range(low, high + 1) if nodes not in set(fitting))
+    if low == high or not fitting:
+        raise UsageError(planner.refusal(first * planner.ranks_per_node))
+    nodes = f"{in_nodes([first])} x {count(planner.ranks_per_node, 'rank')}"
+    why = planner.why_not(first * planner.ranks_per_node, nodes)
+    raise UsageError(
+        f"{why}, and slurm.nodes {low}-{high} allows that: {_ranges(fitting)} would do; use "
+        f"{_offer(fitting)}, or give an axis a range, e.g. {planner.wider()}"
+    )
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges of adjoining ones."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs = [str(a) if a == b else f"{a}-{b}" for a, b in _runs(numbers)]
+    left = len(runs) - FITTING_SHOWN
+    if left > 0:
+        return f"{', '.join(runs[:FITTING_SHOWN])} and {left} more"
+    return " and ".join([*([", ".join(runs[:-1])] if runs[:-1] else []), runs[-1]])
+
+
+def _offer(fitting: list[int]) -> str:
+    """What one could ask for instead: the longest range that fits, with the most nodes."""
+    first, last = max(_runs(fitting), key=lambda run: (run[1] - run[0], run[1]))
+    return f"--nodes {first}" if first == last else f"--nodes {first}-{last}"
+
+
+def passes_of(engine: EngineSettings, mesh: Mesh) -> Passes:
+    """The same as `Engine.passes` will be.
+
+    Args:
+        engine: Kind and schedule.
+        mesh: The ranks.
+    """
+    if mesh.pp > 1:
+        if engine.pp_schedule == "interleaved":
+            return Passes(equal=True, at_least=mesh.pp, multiple_of=mesh.pp)
+        return Passes(equal=True, at_least=mesh.pp if engine.pp_schedule == "1f1b" else 1)
+    return Passes(leaves=True, equal=True) if engine.exact else ANY_PASSES

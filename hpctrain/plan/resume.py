@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.mesh import axes_text
-from hpctrain.base.rank_map import placed, rank_map
-from hpctrain.base.text import count, in_nodes
+from hpctrain.base.text import count, in_nodes, placed, rank_map
 from hpctrain.data.batches import plan_micro_batches
-from hpctrain.plan.passes import passes_of
+from hpctrain.plan.mesh import passes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.preflight.bounded import Child
-    from hpctrain.preflight.expect import Order
+    from hpctrain.preflight.checks import Order
     from hpctrain.preflight.run import Place
 
 

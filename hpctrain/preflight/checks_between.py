@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from hpctrain.preflight.groups import by_value, odd_ones
+from hpctrain.preflight.facts import by_value, odd_ones
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.preflight.groups import by_value
+from hpctrain.preflight.facts import by_value
 from hpctrain.preflight.report import FAIL, OK, WARN, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.preflight.expect import Expected
+    from hpctrain.preflight.checks import Expected
     from hpctrain.preflight.facts import NodeFacts, Port
 
 VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "ifb", "dummy")

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hpctrain.base.process import die_with_parent
 from hpctrain.preflight.bounded import Unanswered, start
-from hpctrain.preflight.connection import is_loopback, listen
+from hpctrain.preflight.rendezvous import is_loopback, listen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,9 +1,15 @@
-"""What is known of one node. None is unknown, which is not the same as "none there"."""
+"""What is known of one node. None is unknown, which is not the same as "none there".
+
+Who differs from the others? Pure.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,31 @@ class NodeFacts:
             if known.get(name) is not None:
                 known[name] = [kind(**one) for one in known[name]]
         return NodeFacts(**known)
+
+
+if TYPE_CHECKING:
+    V = TypeVar("V", bound=Hashable)
+
+
+def by_value(values: Mapping[str, V]) -> dict[V, list[str]]:
+    """Each value to the nodes that have it, the most frequent first."""
+    found: dict[V, list[str]] = {}
+    for node, value in values.items():
+        found.setdefault(value, []).append(node)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+def odd_ones(values: Mapping[str, V]) -> tuple[V | None, dict[str, V]]:
+    """What more than half of the nodes have, and the nodes that have something else.
+
+    Returns:
+        The value and the others; (None, {}) where no value has the majority: of two nodes that
+        differ, nobody can say which one is wrong.
+    """
+    groups = by_value(values)
+    if not groups:
+        return None, {}
+    usual, nodes = next(iter(groups.items()))
+    if len(nodes) * 2 <= len(values):
+        return None, {}
+    return usual, {node: value for node, value in values.items() if value != usual}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, HpctrainError
-from hpctrain.preflight.expect import Order
+from hpctrain.preflight.checks import Order
 from hpctrain.preflight.rendezvous import Alone
 from hpctrain.preflight.report import lines
 from hpctrain.preflight.run import Place, tour

@@ -2,6 +2,10 @@
 
 One file beside the user's state for `hpctrain preflight`, one in a run's directory for its
 attempts. tests/unit/test_preflight_bad_nodes.py holds the promises.
+
+Which nodes of a run have been seen to reduce fast, and when: a requeue need not try them again.
+
+tests/unit/test_preflight_proven.py holds the promises.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from typing import TYPE_CHECKING
 from hpctrain.base.files import read_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpctrain.run.layout import RunDir
 
-NAME = "bad-nodes.json"
+BAD_NODES_NAME = "bad-nodes.json"
 HOURS = 24.0
 FORMAT = 1
 
@@ -40,20 +44,20 @@ class BadNode:
     until: float
 
 
-def of_run(run: RunDir) -> Path:
+def bad_nodes_path(run: RunDir) -> Path:
     """The list of a run."""
-    return run.root / NAME
+    return run.root / BAD_NODES_NAME
 
 
-def of_user(environ: Mapping[str, str], cluster: str) -> Path:
+def bad_nodes_of_user(environ: Mapping[str, str], cluster: str) -> Path:
     """The user's list for a cluster; `cluster` is the site's name, or the scheduler's."""
     home = Path(environ.get("HOME") or Path.home())
     state = environ.get("XDG_STATE_HOME", "")
     base = Path(state) if state.startswith("/") else home / ".local" / "state"
-    return base / "hpctrain" / f"{cluster}-{NAME}"
+    return base / "hpctrain" / f"{cluster}-{BAD_NODES_NAME}"
 
 
-def read(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
+def read_bad(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
     """The nodes that are kept out; none without a list. A list that is torn counts as none."""
     now = time.time() if now is None else now
     try:
@@ -64,7 +68,7 @@ def read(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
     return {name: entry for name, entry in found.items() if entry.until > now}
 
 
-def note(
+def record_bad(
     path: Path,
     bad: Mapping[str, str],
     *,
@@ -79,7 +83,7 @@ def note(
     """
     now = time.time() if now is None else now
     gone = set(well)
-    kept = {name: entry for name, entry in read(path, now=now).items() if name not in gone}
+    kept = {name: entry for name, entry in read_bad(path, now=now).items() if name not in gone}
     entries = kept | {name: BadNode(why, now, now + hours * 3600) for name, why in bad.items()}
     if not entries and not path.exists():
         return
@@ -92,4 +96,43 @@ def note(
 
 def excluded(*paths: Path, now: float | None = None) -> list[str]:
     """The names of all nodes that these lists keep out, sorted."""
-    return sorted({name for path in paths for name in read(path, now=now)})
+    return sorted({name for path in paths for name in read_bad(path, now=now)})
+
+
+KNOWN_GOOD_NAME = "proven-nodes.json"
+HOUR_S = 3600.0
+
+
+def known_good_path(run: RunDir) -> Path:
+    """The list of a run."""
+    return run.root / KNOWN_GOOD_NAME
+
+
+def read_known_good(path: Path) -> dict[str, float]:
+    """Each node to the time when it was last proven; a list that is torn or absent has none."""
+    try:
+        raw = json.loads(read_plain(path))
+        return {str(node): float(t) for node, t in raw.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def are_known_good(
+    path: Path, nodes: Sequence[str], hours: float, *, now: float | None = None
+) -> bool:
+    """Whether all of these nodes were proven in the last so many hours."""
+    now = time.time() if now is None else now
+    known = read_known_good(path)
+    return all(now - known.get(node, 0.0) < hours * HOUR_S for node in nodes)
+
+
+def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = None) -> None:
+    """Write down that these nodes are fast together.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    now = time.time() if now is None else now
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    staged.write_text(json.dumps(read_known_good(path) | dict.fromkeys(nodes, now)) + "\n")
+    staged.replace(path)

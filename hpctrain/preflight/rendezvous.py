@@ -4,22 +4,324 @@ Not through the shared directory, which may be what is broken, and not through t
 may be. Nobody but the job's own nodes is heard (`connection.py`). Every call is bounded in time: a
 node that says nothing is left out from then on and named.
 tests/unit/test_preflight_meeting.py holds the promises.
+
+The first node lets the others in; whoever else connects keeps nobody waiting.
+
+All who have connected are listened to at once. tests/unit/test_preflight_meeting.py holds the
+promises.
+
+One connection between two nodes of a job: who is there, and lines of JSON from nobody else.
+
+Both ends prove that they know the job's secret, without sending it, and each line carries a code of
+that secret, of the connection, and of its place in it. So whoever answers on the port, listens in
+between or repeats what was said cannot say anything. Nothing that is received is run.
+tests/unit/test_preflight_meeting.py holds the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
+import secrets
+import selectors
 import socket
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from hpctrain.preflight.acceptor import HELLO_S, Acceptor
-from hpctrain.preflight.connection import Connection, Stranger, listen
+from hpctrain.base.secret import Forged, code, is_code, sign, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import BufferedReader
 
+HELLO_BYTES = 4096
+"""More than any line before both ends know each other."""
+LINE_BYTES = 64 << 20
+TELL_S = 10.0
+HOST, MEMBER = "host", "member"
+
+
+class Stranger(ConnectionError):
+    """The other end does not know the secret."""
+
+
+def listen(address: str, port: int, backlog: int) -> socket.socket:
+    """Listen on a port of this node: on the loopback alone where that is the address, else on all.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if is_loopback(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=backlog)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=backlog)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+class Connection:
+    """Signed lines of JSON, in the order in which they were said."""
+
+    def __init__(self, connection: socket.socket, session: str = "", *, side: str = "") -> None:
+        """Speak through a socket, which is closed with this.
+
+        Args:
+            connection: The socket.
+            session: The secret of this connection; "" until `begin`.
+            side: HOST or MEMBER, whichever this end is.
+        """
+        connection.settimeout(TELL_S)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._reader: BufferedReader = connection.makefile("rb")
+        self._session = session
+        self._side = side
+        self._said = self._heard = 0
+
+    def begin(self, key: str, rank: int, timeout_s: float) -> None:
+        """A member's first words; the host's are `challenge_of`, `rank_of` and `welcome`.
+
+        Raises:
+            Stranger: who answers does not know the secret.
+            OSError: nobody answers.
+        """
+        hello = self._plain(timeout_s)
+        theirs, mine = hello.get("challenge"), challenge()
+        if not isinstance(theirs, str):
+            raise Stranger("it does not speak as hpctrain's nodes do")
+        words = (theirs, mine, rank)
+        proof = code(key, MEMBER, *words)
+        self._send(json.dumps({"rank": rank, "challenge": mine, "proof": proof}))
+        if not is_code(self._plain(timeout_s).get("proof"), key, HOST, *words):
+            raise Stranger("it does not know the secret of this job")
+        self._session, self._side = code(key, "session", *words), MEMBER
+
+    def tell(self, value: Any) -> None:
+        """Say something that JSON holds.
+
+        Raises:
+            OSError: the other end has gone.
+        """
+        about = f"{self._side} {self._said}"
+        self._send(sign(self._session, about, json.dumps(value)))
+        self._said += 1
+
+    def hear(self, timeout_s: float) -> Any:
+        """What the other end says next.
+
+        Raises:
+            OSError: nothing came in time, the other end has gone, or somebody else said it.
+        """
+        line = self._line(timeout_s, LINE_BYTES)
+        about = f"{MEMBER if self._side == HOST else HOST} {self._heard}"
+        try:
+            value = json.loads(verify(self._session, about, line))
+        except (Forged, ValueError, RecursionError):
+            raise Stranger("somebody else has spoken in its place") from None
+        self._heard += 1
+        return value
+
+    def close(self) -> None:
+        """Leave."""
+        with contextlib.suppress(OSError):
+            self._reader.close()
+            self._connection.close()
+
+    def _plain(self, timeout_s: float) -> dict[str, Any]:
+        return plain(self._line(timeout_s, HELLO_BYTES))
+
+    def _line(self, timeout_s: float, limit: int) -> bytes:
+        self._connection.settimeout(max(timeout_s, 0.001))
+        line = self._reader.readline(limit)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the other end has gone")
+        return line[:-1]
+
+    def _send(self, text: str) -> None:
+        self._connection.settimeout(TELL_S)
+        self._connection.sendall(text.encode() + b"\n")
+
+
+def challenge() -> str:
+    """What nobody can have an answer ready for."""
+    return secrets.token_hex(16)
+
+
+def plain(line: bytes) -> dict[str, Any]:
+    """A line that anybody may have sent.
+
+    Raises:
+        Stranger: it is no JSON object.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Stranger("it does not speak as hpctrain's nodes do")
+    return found
+
+
+def welcome(
+    connection: socket.socket, key: str, mine: str, line: bytes, size: int
+) -> tuple[int, Connection]:
+    """A host's answer to a member's first line: its rank, and the connection from here on.
+
+    Args:
+        connection: The socket; nothing but this line was received.
+        key: The job's secret.
+        mine: The challenge that the member got.
+        line: What it answered.
+        size: Number of nodes.
+
+    Raises:
+        Stranger: it does not know the secret, or is no node of ours.
+        OSError: it has gone.
+    """
+    hello = plain(line)
+    rank, theirs = hello.get("rank"), hello.get("challenge")
+    if type(rank) is not int or not 0 < rank < size or not isinstance(theirs, str):
+        raise Stranger("it is none of our nodes")
+    words = (mine, theirs, rank)
+    if not is_code(hello.get("proof"), key, MEMBER, *words):
+        raise Stranger("it does not know the secret of this job")
+    connection.settimeout(TELL_S)
+    connection.sendall(json.dumps({"proof": code(key, HOST, *words)}).encode() + b"\n")
+    return rank, Connection(connection, code(key, "session", *words), side=HOST)
+
+
+HELLO_S = 5.0
+"""Who connects and says nothing is sent away after so long."""
+STRANGERS = 256
+"""So many may be silent at once; then whoever came first has to go. A node answers at once."""
+
+
+@dataclass
+class _Guest:
+    """Somebody who has connected, and may be one of ours."""
+
+    connection: socket.socket
+    challenge: str
+    until: float
+    said: bytes = b""
+
+
+class Acceptor:
+    """Admits each node of a job once."""
+
+    def __init__(self, server: socket.socket, size: int, key: str) -> None:
+        """Wait at a listening socket.
+
+        Args:
+            server: The socket; the caller closes it.
+            size: Number of nodes, this one included.
+            key: The job's secret.
+        """
+        self._server = server
+        self._size = size
+        self._key = key
+        self._selector = selectors.DefaultSelector()
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._members: dict[int, Connection] = {}
+
+    def admit(self, deadline: float) -> dict[int, Connection]:
+        """Rank to connection of those who have come before the deadline, of the monotonic clock."""
+        self._server.settimeout(0)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        try:
+            while len(self._members) < self._size - 1:
+                until = min([deadline, *(guest.until for guest in self._guests.values())])
+                ready = self._selector.select(max(until - time.monotonic(), 0.0))
+                if time.monotonic() >= deadline:
+                    break
+                self._serve([key.fileobj for key, _ in ready])
+        finally:
+            for connection in list(self._guests):
+                self._send_away(connection)
+            self._selector.close()
+        return self._members
+
+    def _serve(self, ready: list[object]) -> None:
+        for connection, guest in list(self._guests.items()):
+            if connection in ready:
+                self._listen_to(guest)
+            elif time.monotonic() >= guest.until:
+                self._send_away(connection)
+        if self._server in ready:
+            self._greet()
+
+    def _greet(self) -> None:
+        if len(self._guests) >= STRANGERS + self._size:
+            self._send_away(next(iter(self._guests)))
+        try:
+            connection = self._server.accept()[0]
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left, or it has gone again
+            if self._guests:
+                self._send_away(next(iter(self._guests)))
+            return
+        guest = _Guest(connection, challenge(), time.monotonic() + HELLO_S)
+        self._guests[connection] = guest
+        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.settimeout(0)
+            connection.send(json.dumps({"challenge": guest.challenge}).encode() + b"\n")
+        except OSError:
+            self._send_away(connection)
+
+    def _listen_to(self, guest: _Guest) -> None:
+        try:
+            more = guest.connection.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        guest.said += more
+        line, newline, rest = guest.said.partition(b"\n")
+        if newline and not rest:
+            self._let_in(guest, line)
+        elif not more or newline or len(guest.said) >= HELLO_BYTES:
+            self._send_away(guest.connection)
+
+    def _let_in(self, guest: _Guest, line: bytes) -> None:
+        """The first who proves to be a rank is it."""
+        try:
+            rank, member = welcome(guest.connection, self._key, guest.challenge, line, self._size)
+        except (Stranger, OSError):
+            self._send_away(guest.connection)
+            return
+        self._forget(guest.connection)
+        if rank in self._members:
+            member.close()
+        else:
+            self._members[rank] = member
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._guests[connection]
+        self._selector.unregister(connection)
+
+    def _send_away(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        with contextlib.suppress(OSError):
+            connection.close()
+
+
+if TYPE_CHECKING:
     Decide = Callable[[dict[int, Any]], Any]
 
 RETRY_S = 0.05

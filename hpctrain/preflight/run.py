@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
 from hpctrain.preflight import shared
-from hpctrain.preflight.bounded import Unanswered, bounded
-from hpctrain.preflight.checks import check_facts
-from hpctrain.preflight.crew import START_S, Crew
-from hpctrain.preflight.expect import Order
+from hpctrain.preflight.bounded import START_S, Crew, Unanswered, bounded
+from hpctrain.preflight.checks import Order, check_facts
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.injected_faults import changed, seconds
 from hpctrain.preflight.probe import probe, resolves
 from hpctrain.preflight.rendezvous import Host, Member
 from hpctrain.preflight.report import UNKNOWN, Report, Result
-from hpctrain.preflight.trial import Trial
+from hpctrain.preflight.slow_nodes import Trial
 from hpctrain.testing import node_faults
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.preflight.rendezvous import Skew
-    from hpctrain.preflight.trial import Tests
+    from hpctrain.preflight.slow_nodes import Tests
 
     Say = Callable[[str], None]
     Faults = dict[str, node_faults.NodeFault]

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.preflight.bounded import Unanswered, bounded
-from hpctrain.run.fresh import look_anew
+from hpctrain.run.fence import look_anew
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

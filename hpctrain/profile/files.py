@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import replace_text
-from hpctrain.run.fresh import left_text
+from hpctrain.run.fence import left_text
 
 if TYPE_CHECKING:
     from pathlib import Path

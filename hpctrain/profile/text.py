@@ -11,10 +11,9 @@ from hpctrain.profile.verdict import Bound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.profile.examine import Profile
     from hpctrain.profile.memory import Memory
     from hpctrain.profile.trace import RankShares
-    from hpctrain.profile.verdict import Verdict
+    from hpctrain.profile.verdict import Profile, Verdict
 
 WIDTH = 80
 MOST_RANKS = 16

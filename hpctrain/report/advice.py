@@ -21,7 +21,7 @@ from hpctrain.report.wording import ended, percent, step_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.history.attempts import AttemptView
     from hpctrain.report.gather import ReportData
 
 SAVE_SHARE = 0.01

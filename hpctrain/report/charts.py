@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.text import count, duration
 from hpctrain.history.goodput import Spent
 from hpctrain.report import curves
-from hpctrain.report.charts_ranks import heat, memory_chart, saves_chart, waits_chart
+from hpctrain.report.charts_ranks import (
+    MOST_LINES,
+    heat,
+    memory_chart,
+    saves_chart,
+    timeline,
+    waits_chart,
+)
 from hpctrain.report.figures import Chart, axis, layout, line, local, time_axis
-from hpctrain.report.timeline import MOST_LINES, timeline
 from hpctrain.report.wording import (
     COLOURS,
     NAMES,
@@ -32,9 +38,9 @@ from hpctrain.report.wording import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.history.attempts import AttemptView
+    from hpctrain.report.charts_ranks import Bar
     from hpctrain.report.gather import ReportData
-    from hpctrain.report.timeline import Bar
 
 MOST_RESUMES = 400
 LINE_PX, LEAST_PX, ALL_PX = 26, 12, 600

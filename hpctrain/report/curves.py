@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.history.rank_samples import RankSample
-    from hpctrain.report.history import Mark, Save
+    from hpctrain.report.gather import Mark, Save
 
 MOST_POINTS = 2000
 """Of one curve: a phone can still draw ten of them."""

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from hpctrain import __version__
-from hpctrain.ledger.derive import RunState
+from hpctrain.history.run_state import RunState
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_charts, comparison_rows, unique_names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, duration
 from hpctrain.history.goodput import Spent
-from hpctrain.ledger.derive import OVER
+from hpctrain.history.run_state import OVER
 from hpctrain.report import curves
 from hpctrain.report.wording import (
     NAMES,
@@ -26,8 +26,8 @@ from hpctrain.report.wording import (
 )
 
 if TYPE_CHECKING:
+    from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
-    from hpctrain.ledger.derive import AttemptView
     from hpctrain.report.gather import ReportData
 
 ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")

@@ -11,7 +11,7 @@ from hpctrain.base.text import duration, fold_nodes
 from hpctrain.history.goodput import Spent
 
 if TYPE_CHECKING:
-    from hpctrain.ledger.derive import AttemptView
+    from hpctrain.history.attempts import AttemptView
 
 NAMES = {
     Spent.STEP: "useful steps",

@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def secret(self) -> Path:
-        """By which processes of its jobs know each other: see `run/secret_file.py`."""
+        """By which processes of its jobs know each other: see `run/ownership.py`."""
         return self.root / "secret"
 
     @property

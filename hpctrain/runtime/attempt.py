@@ -8,8 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import replace_text
-from hpctrain.base.modes import follow_folder
+from hpctrain.base.files import follow_folder, replace_text
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import Attempt, take_attempt
 from hpctrain.world import broadcast

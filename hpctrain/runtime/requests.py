@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
 from hpctrain.profile.files import Request, read_request
-from hpctrain.run.fresh import left_text
+from hpctrain.run.fence import left_text
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.world import one_line
 

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.tensors.save import Place
 from hpctrain.errors import CheckpointError, Fenced, UsageError
 from hpctrain.profile.files import folder_name
 from hpctrain.run.layout import RunDir
-from hpctrain.runtime import tracked
+from hpctrain.runtime import program as program_state
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
     STOP_INTERRUPT,
@@ -169,7 +169,7 @@ class Run:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         data: Any = None,
-        **others: tracked.Stateful,
+        **others: program_state.Stateful,
     ) -> None:
         """Name what a checkpoint holds.
 
@@ -187,7 +187,7 @@ class Run:
         program.optimizer = optimizer if optimizer is not None else program.optimizer
         program.data = data if data is not None else program.data
         for name, thing in others.items():  # said now, not when the first save fails
-            tracked.split(name, tracked.state_of(thing), {})
+            program_state.split(name, program_state.state_of(thing), {})
         program.tracked.update(others)
 
     def steps(self, total: int) -> Iterator[int]:

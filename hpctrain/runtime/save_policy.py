@@ -1,19 +1,103 @@
-"""When is the last moment at which a save still fits before the job's end?
+"""Rank 0: how often to save, learnt from what saves cost and how often this run has died.
+
+Also tells the job's clock what earlier attempts' saves took.
+
+When is the last moment at which a save still fits before the job's end?
 
 Pure: times in, answer out.
+
+A stop is asked for while a save is being written: finish that one, or make a newer one? Pure.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import StopCause
+from hpctrain.plan import interval
+from hpctrain.run import events as ledger
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.tensors.save import Place, Saved
+    from hpctrain.world import World
+
+NEWS = 0.2
+"""An interval that changes by less than this share is not worth a line in the ledger."""
+
+
+class Pace:
+    """The interval between saves; `checkpoint.interval_s` where it is set."""
+
+    def __init__(self, place: Place, world: World, clock: JobClock) -> None:
+        self._settings = place.settings
+        self._is_chosen = interval.as_set(place.settings) is None
+        events = ledger.read(place.run)
+        clock.earlier_s = interval.longest_save_s(events, world.world_size)
+        self._record = interval.failures(events)
+        known = interval.costs(events)
+        self._costs = [] if known is None else [known]
+        self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._job_s = None if clock.end_time is None else clock.end_time - time.time()
+        self._began = time.monotonic()
+        self._told: interval.Interval | None = None
+        self.now = self._choose()
+
+    def saved(self, saved: Saved) -> None:
+        """Learn from a save."""
+        self._costs.append(interval.Costs(saved.stall_s, saved.seconds))
+        self.now = self._choose()
+
+    def news(self) -> dict[str, Any] | None:
+        """What the ledger should hear: the interval, if it is new; each change is told once."""
+        told = self._told
+        if told is not None and abs(self.now.seconds - told.seconds) <= NEWS * told.seconds:
+            return None
+        self._told = self.now
+        cost = self._cost()
+        facts: dict[str, Any] = {"seconds": round(self.now.seconds, 1), "why": self.now.why}
+        if self.now.steps:
+            facts["steps"] = self.now.steps
+        if self._is_chosen and cost is not None:
+            facts |= {"cost_s": round(cost.cost_s, 4), "mtbf_s": round(self._mtbf_s(), 1)}
+        return facts
+
+    def _choose(self) -> interval.Interval:
+        fixed = interval.as_set(self._settings)
+        if fixed is not None:
+            return fixed
+        cost = self._cost()
+        return interval.choose(
+            None if cost is None else cost.cost_s,
+            self._mtbf_s(),
+            max_loss_s=self._settings.max_loss_s,
+            job_s=self._job_s,
+            write_s=0.0 if cost is None else cost.write_s,
+        )
+
+    def _cost(self) -> interval.Costs | None:
+        newest = self._costs[-interval.SAVES_COUNTED :]
+        if not newest:
+            return None
+        return interval.Costs(
+            statistics.median(one.cost_s for one in newest),
+            statistics.median(one.write_s for one in newest),
+        )
+
+    def _mtbf_s(self) -> float:
+        seconds = self._record.observed_s + time.monotonic() - self._began
+        return interval.mtbf_s(interval.Failures(self._record.count, seconds), self._nodes)
+
 
 GUESS_BYTES_PER_S = 200e6
 """Of one rank, before any save was measured: eight ranks of a node write 1.6 GB/s together."""
 GUESS_SHARE = 1 / 8
 """A guess costs a job no more of its time: a wrong one must not keep it from training at all."""
-SAFETY = 1.5
+CLOCK_SAFETY = 1.5
 LEAVE_S = 3.0
 """Kept free before the kill: for the processes to leave and for the agent to requeue."""
 
@@ -53,7 +137,7 @@ class JobClock:
 
     def lead_s(self) -> float:
         """Seconds before the end at which to stop: one more step, one save, the margin."""
-        return self.margin_s + SAFETY * self.expected_save_s() + 2 * self.step_s
+        return self.margin_s + CLOCK_SAFETY * self.expected_save_s() + 2 * self.step_s
 
     def is_late(self, now: float) -> bool:
         """Whether the step that is about to begin may be the last one that fits, or be none."""
@@ -106,3 +190,48 @@ class JobClock:
                 spare_s = max(spare_s, kill_wait_s - LEAVE_S)
             end = None if end is None else end + spare_s
         return None if end is None else max(0.0, end - now)
+
+
+LAST_SAVE_SAFETY = 1.3
+"""What is planned with is an estimate: a save that ends a moment too late is no save."""
+
+
+class LastSave(StrEnum):
+    """What to do before leaving."""
+
+    BOTH = "both"
+    """Wait for the save in flight, then save the step that training has come to."""
+    FINISH = "finish"
+    """Wait for the save in flight and leave with it: a newer one would not be done in time."""
+    FRESH = "fresh"
+    """Give the save in flight up, so that the newer one is done in time."""
+
+
+def flight_left_s(usual_s: float, flying_s: float) -> float:
+    """What a save that has taken so long is likely to take yet.
+
+    One that takes longer than usual may hang: it is believed less and less to end soon.
+    """
+    return max(usual_s - flying_s, flying_s / 4)
+
+
+def patience_s(left_s: float, fresh_s: float) -> float:
+    """How long to wait for the save in flight, so that a new one still fits if it hangs."""
+    return max(0.0, left_s - LAST_SAVE_SAFETY * fresh_s)
+
+
+def last_save(left_s: float | None, *, flight_left_s: float, fresh_s: float) -> LastSave:
+    """What loses the fewest steps.
+
+    Args:
+        left_s: Until the processes are killed; None where nobody says.
+        flight_left_s: What the save in flight is likely to take yet.
+        fresh_s: What a save of the present step is likely to take.
+
+    With too little time for either, the one in flight is finished: it is the further on.
+    """
+    if left_s is None or LAST_SAVE_SAFETY * (flight_left_s + fresh_s) <= left_s:
+        return LastSave.BOTH
+    if LAST_SAVE_SAFETY * fresh_s <= left_s:
+        return LastSave.FRESH
+    return LastSave.FINISH

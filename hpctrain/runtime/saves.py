@@ -13,8 +13,7 @@ from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.tensors.save import Place, Saved, save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
-from hpctrain.runtime.last_save import LastSave, flight_left_s, last_save, patience_s
-from hpctrain.runtime.pace import Pace
+from hpctrain.runtime.save_policy import LastSave, Pace, flight_left_s, last_save, patience_s
 from hpctrain.runtime.step_log import note
 from hpctrain.world import broadcast, gather
 

@@ -3,22 +3,36 @@
 Rank 0 only, and never in the way of training: each tracker works behind a queue in a thread of its
 own (`tracker_lane.py`). docs/tracking.md shows how to write one; tests/unit/test_trackers.py holds
 the promises.
+
+One tracker behind a queue and a thread, so that nothing it does reaches the training loop.
+
+tests/unit/test_trackers.py holds the promises.
+
+Weights & Biases, as one run over all attempts. Imported only where `track.loggers` names wandb.
+
+Where the node has no way to wandb's server it writes offline, below the run's directory;
+`wandb sync` sends that later. docs/tracking.md has the details.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
 import sys
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
-from hpctrain.runtime.board import Board
-from hpctrain.runtime.board_pages import public_settings
-from hpctrain.runtime.tracker_lane import Lane
-from hpctrain.settings.check_hooks import BUILT_IN
+from hpctrain.runtime.tensorboard import Board, public_settings
+from hpctrain.settings.check import BUILT_IN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +40,121 @@ if TYPE_CHECKING:
 
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+MOST = 10_000
+"""Logged steps that may wait for a tracker; what comes then is dropped, counted and told."""
+EVERY_S = 1.0
+"""Between two looks at the queue: woken for each step, the thread would take the GIL as often."""
+
+
+class Lane:
+    """Feeds one tracker.
+
+    The tracker is made, called and closed in a thread of its own. One that raises is told once on
+    stderr and gets nothing more; one that hangs fills its queue, and keeps `flush` and `close` no
+    longer than they allow.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], Tracker], *, most: int = MOST, every_s: float = EVERY_S
+    ) -> None:
+        """Begin.
+
+        Args:
+            name: What the user calls the tracker, for messages.
+            start: Makes the tracker; called in the thread, since it may wait for a network.
+            most: Items that may wait.
+            every_s: Longest time that an item waits for a tracker that is ready.
+        """
+        self.name = name
+        self._start = start
+        self._most = most
+        self._every_s = every_s
+        self._waiting: deque[tuple[int, Mapping[str, float], float]] = deque()
+        self._dropped = 0
+        self._condition = threading.Condition()
+        self._asked = 0
+        self._flushed = 0
+        self._closing = False
+        self._over = False
+        self._thread = threading.Thread(
+            target=self._work, name=f"hpctrain-tracker-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Hand over scalars of a step; never waits."""
+        if self._over:
+            return
+        if len(self._waiting) >= self._most:
+            if not self._dropped:
+                self._tell("it is too slow or hangs; steps are left out of it")
+            self._dropped += 1
+            return
+        self._waiting.append((step, values, t))
+
+    def flush(self, limit_s: float) -> bool:
+        """Wait until all that was put is with the tracker and flushed; whether that is so."""
+        with self._condition:
+            self._asked += 1
+            ticket = self._asked
+            self._condition.notify_all()
+            return self._condition.wait_for(
+                lambda: self._flushed >= ticket or self._over, timeout=limit_s
+            )
+
+    def begin_close(self) -> None:
+        """Let the tracker end; `wait_closed` waits for it."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+
+    def wait_closed(self, limit_s: float) -> bool:
+        """Whether the tracker has ended, after this time at most."""
+        with self._condition:
+            over = self._condition.wait_for(lambda: self._over, timeout=limit_s)
+        if not over:
+            self._tell(f"it was given up: {len(self._waiting)} steps and its end were under way")
+        if self._dropped:
+            self._tell(f"it was too slow for {self._dropped} steps, which it lacks")
+        return over
+
+    def _work(self) -> None:
+        try:
+            tracker = self._start()
+            while not self._round(tracker):
+                pass
+            tracker.close()
+        except Exception as error:  # noqa: BLE001 - a tracker's bug costs its curves, not the run
+            text = " ".join(str(error).split())
+            self._tell(f"{type(error).__name__}: {text}; the run goes on without it")
+        finally:
+            with self._condition:
+                self._over = True
+                self._waiting.clear()
+                self._condition.notify_all()
+
+    def _round(self, tracker: Tracker) -> bool:
+        """Hand over what waits; whether that was the last time."""
+        with self._condition:
+            if self._asked == self._flushed and not self._closing:
+                self._condition.wait(self._every_s)
+            ticket, last = self._asked, self._closing
+        moved = False
+        while self._waiting:
+            tracker.log(*self._waiting.popleft())
+            moved = True
+        if moved or ticket > self._flushed:
+            tracker.flush()
+        with self._condition:
+            self._flushed = ticket
+            self._condition.notify_all()
+        return last
+
+    def _tell(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S")
+        print(f"hpctrain: {stamp} tracker {self.name}: {text}", file=sys.stderr, flush=True)
+
 
 BOARD_IMPORTS = (
     "tensorboard.compat.proto.event_pb2",
@@ -192,3 +321,97 @@ def find(name: str) -> Callable[[TrackedRun], Tracker]:
     module, _, attribute = BUILT_IN.get(name, name).partition(":")
     make: Callable[[TrackedRun], Tracker] = getattr(import_module(module), attribute)
     return make
+
+
+CONNECT_S = 2.0
+FINISH_S = 8.0
+"""After so long wandb gives up on sending the rest, which then lies in its folder."""
+LOGGED = "hpctrain-logged.json"
+
+
+def start(run: TrackedRun) -> WandbTracker:
+    """Begin or go on with the run's wandb run; offline where the server cannot be used.
+
+    Raises:
+        Exception: whatever wandb raises, where not even its offline mode works.
+    """
+    mode = os.environ.get("WANDB_MODE")
+    if mode:
+        return WandbTracker(run, mode)
+    if not is_reachable(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"):
+        return WandbTracker(run, "offline")
+    try:
+        return WandbTracker(run, "online")
+    except Exception as error:  # noqa: BLE001 - no key, no permission: the data is kept all the same
+        text = " ".join(str(error).split())
+        print(f"hpctrain: wandb writes offline: {text}", file=sys.stderr, flush=True)
+        return WandbTracker(run, "offline")
+
+
+def is_reachable(url: str) -> bool:
+    """Whether a TCP connection to the URL's host comes about in 2 s."""
+    parts = urlsplit(url)
+    try:
+        address = (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
+        socket.create_connection(address, timeout=CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+class WandbTracker:
+    """Implements `trackers.Tracker`."""
+
+    def __init__(self, run: TrackedRun, mode: str) -> None:
+        """Begin, or go on with, the wandb run of this id.
+
+        Args:
+            run: The run.
+            mode: wandb's own word: online, offline, disabled, shared.
+        """
+        import wandb
+
+        # wandb makes its folder below the run's, and falls back to /tmp where that is missing.
+        self._logged = run.dir / "wandb" / LOGGED
+        self._logged.parent.mkdir(exist_ok=True)
+        self._step = _read_logged(self._logged)
+        self._told = self._step
+        # Output is kept in the ranks' logs; wandb would put itself between them and the program.
+        wanted = {"console": "off", "finish_timeout": FINISH_S, "silent": True}
+        known = getattr(wandb.Settings, "model_fields", wanted)
+        self._run: Any = wandb.init(
+            id=run.run_id,
+            name=run.name,
+            project=run.project,
+            dir=str(run.dir),
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow",
+            config=run.config,
+            settings={k: v for k, v in wanted.items() if k in known},
+        )
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Tell wandb of a step, unless an earlier attempt has: it cannot take a step back."""
+        if step <= self._told:
+            return
+        self._step = max(self._step, step)
+        self._run.log({**values, "_timestamp": t}, step=step)
+
+    def flush(self) -> None:
+        """Note how far we are, for the next attempt."""
+        if self._step > self._told or not self._logged.exists():
+            staged = self._logged.with_suffix(".new")
+            staged.write_text(json.dumps({"step": self._step}))
+            staged.replace(self._logged)
+
+    def close(self) -> None:
+        """End this attempt's part; wandb marks the run as finished until the next one comes."""
+        self.flush()
+        self._run.finish()
+
+
+def _read_logged(path: Path) -> int:
+    """The last step that an earlier attempt has told wandb of."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return int(json.loads(path.read_text())["step"])
+    return 0

@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_plain
-from hpctrain.base.modes import write_private
+from hpctrain.base.files import read_plain, write_private
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.settings.schema import Settings, sections
 

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.site.cluster_facts import ClusterFacts, PartitionFacts
+    from hpctrain.site.detect import ClusterFacts, PartitionFacts
 
 SOURCE = "slurm"
 _MODES = {"REQUEUE": "requeue", "CANCEL": "cancel", "SUSPEND": "suspend", "GANG": "suspend"}

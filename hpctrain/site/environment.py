@@ -12,13 +12,13 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.site.lock import DERIVED, check_locked
-from hpctrain.site.versions import holds
+from hpctrain.site.names import holds
+from hpctrain.site.sheet import DERIVED, check_locked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from hpctrain.site.preset import Path, Site
+    from hpctrain.site.preset import KeyPath, Site
     from hpctrain.site.schema import When
 
 FLIGHT_RECORDER = "hpctrain's flight recorder"
@@ -168,10 +168,10 @@ def with_settings(
     return Environment(values, unset, notes)
 
 
-def paths_of(site: Site, name: str) -> list[Path]:
+def paths_of(site: Site, name: str) -> list[KeyPath]:
     """Every place of the preset that has a say in a variable: what a user who sets it overrides."""
     groups = ("common", "single_node", "multi_node")
-    found: list[Path] = [("env", g, name) for g in groups if name in getattr(site.env, g)]
+    found: list[KeyPath] = [("env", g, name) for g in groups if name in getattr(site.env, g)]
     for key, when in site.env.when.items():
         found += [("env", "when", key, "set", name)] if name in when.set else []
     made_of = DERIVED.get(name)

@@ -13,10 +13,9 @@ from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.ownership import ROOT, refuse_planted
 from hpctrain.settings.layers import nearest
 from hpctrain.settings.toml_lines import read_toml
-from hpctrain.site.build import OF_ITS_OWN, build
 from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
 from hpctrain.site.schema import IN_WORDS, NAME
-from hpctrain.site.sheet import Sheet, take_apart
+from hpctrain.site.sheet import OF_ITS_OWN, Sheet, build, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

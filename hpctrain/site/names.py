@@ -1,7 +1,12 @@
-"""Which paths a preset can have, and what to say of one that it cannot. Pure."""
+"""Which paths a preset can have, and what to say of one that it cannot. Pure.
+
+Versions and conditions on them: `>=2.21,<2.24`. Pure.
+"""
 
 from __future__ import annotations
 
+import operator
+import re
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING
@@ -9,15 +14,15 @@ from typing import TYPE_CHECKING
 from hpctrain.settings.layers import nearest
 from hpctrain.settings.schema import sections
 from hpctrain.site import schema
-from hpctrain.site.keys import keys_of
+from hpctrain.site.schema import keys_of
 
 if TYPE_CHECKING:
-    from hpctrain.site.preset import Path
+    from hpctrain.site.preset import KeyPath
 
 _ENV_GROUPS = "[env.common], [env.single_node] or [env.multi_node]"
 
 
-def unknown(path: Path, cls: type | None) -> str:
+def unknown(path: KeyPath, cls: type | None) -> str:
     """What to say of a key that its table does not have.
 
     Args:
@@ -33,7 +38,7 @@ def unknown(path: Path, cls: type | None) -> str:
     return f"{'.'.join(path)} is not a key of a site preset; {hint}"
 
 
-def _hint(path: Path, cls: type) -> str:
+def _hint(path: KeyPath, cls: type) -> str:
     table, name = ".".join(path[:-1]), path[-1]
     known = keys_of(cls)
     if cls is schema.EnvGroups and name.isupper():
@@ -68,7 +73,7 @@ def wrong_lock(text: str) -> str | None:
     return f"lock.keys has {text}, which no preset can have; {hint}"
 
 
-def _can_be(path: Path) -> bool:
+def _can_be(path: KeyPath) -> bool:
     head, *rest = path
     if not all(path):
         return False
@@ -124,3 +129,53 @@ def _below(cls: type, at: str) -> list[str]:
 
 def _setting_names(section: str) -> list[str]:
     return [one.name for one in fields(sections()[section])]
+
+
+_CONDITION = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")
+_NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`.
+
+    Raises:
+        ValueError: a part is not an operator with a version.
+    """
+    parts = []
+    for part in text.split(","):
+        match = _CONDITION.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(
+                f'"{text}" is not a condition on a version; it takes parts such as >=2.27, '
+                "joined by commas that mean `and`"
+            )
+        parts.append((match[1], _key(match[2])))
+    return parts
+
+
+def holds(condition: str, version: str) -> bool:
+    """Whether a version meets the condition; 2.9 and 2.9.0 are the same, `+cu128` does not count.
+
+    Raises:
+        ValueError: the condition is not one, or the version does not begin with a number.
+    """
+    match = _NUMBERS.match(version.strip())
+    if match is None:
+        raise ValueError(f'"{version}" does not begin like a version')
+    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in parse_condition(condition))
+
+
+def _key(digits: str) -> tuple[int, ...]:
+    """The numbers without the zeros at the end, so that 2.9 equals 2.9.0."""
+    numbers = [int(part) for part in digits.split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,17 +1,18 @@
 """A site preset as the rest of hpctrain sees it: typed tables, and where each value stands.
 
 Knows no files: `load.py` reads them. tests/unit/test_site.py holds the promises.
+
+What is found in a preset: how bad, of which value, where it stands.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.layers import Layer
 from hpctrain.site import schema
-from hpctrain.site.keys import make
 from hpctrain.site.schema import (
     About,
     Baseline,
@@ -26,16 +27,20 @@ from hpctrain.site.schema import (
     Partition,
     SlurmFacts,
     Storage,
+    make,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FORMAT = 1
 """Of what `as_plain` gives."""
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """A value's place in a preset: ("env", "multi_node", "NCCL_NET"), ("description",)."""
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """The path as messages and [lock] have it: env.multi_node.NCCL_NET."""
     return ".".join(path)
 
@@ -89,9 +94,9 @@ class Site:
     lock: Lock = field(default_factory=Lock)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Defaults of hpctrain's own settings, section to keys, each of its setting's type."""
-    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    leaves: dict[KeyPath, Leaf] = field(default_factory=dict)
     """Every value that some file has, with its place; the winning file's where several have it."""
-    overridden: dict[Path, str] = field(default_factory=dict)
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
     """Locked values that a layer of the user's has changed, with the place of the change."""
     files: tuple[SiteFile, ...] = ()
     """What was read, lowest first."""
@@ -169,3 +174,83 @@ class Site:
                 f"the preset in the run's spec.json is of another version of hpctrain ({error}); "
                 "submit the run anew, or use the version that wrote it"
             ) from None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is to be said of a preset."""
+
+    level: str
+    """error, warning, or debug: a value that should not stay without a reason."""
+    path: str
+    """Of the value: env.multi_node.NCCL_NET."""
+    value: Any
+    """None where it is missing."""
+    where: str
+    """`/etc/hpctrain/sites/juniper.toml:7`; without a value its table's line, or the file."""
+    message: str
+    """What is wrong and what to write, on one line; the path is not always repeated in it."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.path}: {self.message}"
+
+
+def at(site: Site, level: str, path: KeyPath, message: str) -> Finding:
+    """A finding about the value at a path, which may be missing."""
+    leaf = site.leaves.get(path)
+    return Finding(level, dotted(path), leaf.value if leaf else None, place(site, path), message)
+
+
+def error(site: Site, path: KeyPath, message: str) -> Finding:
+    """Something that is wrong."""
+    return at(site, "error", path, message)
+
+
+def warning(site: Site, path: KeyPath, message: str) -> Finding:
+    """Something that may well be wrong."""
+    return at(site, "warning", path, message)
+
+
+def place(site: Site, path: KeyPath) -> str:
+    """File and line of a value; of the first one in its table; else the site's own file."""
+    leaf = _leaf(site, path)
+    if leaf is not None:
+        return leaf.place
+    return site.files[-1].path if site.files else f"site {site.name}"
+
+
+def _leaf(site: Site, path: KeyPath) -> Leaf | None:
+    for length in range(len(path), 0, -1):
+        head = path[:length]
+        leaf = site.leaves.get(head) or next(
+            (other for other_path, other in site.leaves.items() if other_path[:length] == head),
+            None,
+        )
+        if leaf is not None:
+            return leaf
+    return None
+
+
+def sorted_findings(site: Site, found: Iterable[Finding]) -> list[Finding]:
+    """Each finding once, in the order of files and lines, errors first on a line."""
+    files = {one.path: number for number, one in enumerate(site.files)}
+    levels = {"error": 0, "warning": 1, "debug": 2}
+
+    def key(finding: Finding) -> tuple[int, str, int, int]:
+        file, _, line = finding.where.rpartition(":")
+        number = int(line) if file and line.isdigit() else 0
+        name = file if number else finding.where
+        return files.get(name, -1), name, number, levels[finding.level]
+
+    return sorted(dict.fromkeys(_hashable(found)), key=key)
+
+
+def _hashable(found: Iterable[Finding]) -> list[Finding]:
+    """Values as text where they are lists, so that equal findings are known as such."""
+    return [
+        Finding(one.level, one.path, _plain(one.value), one.where, one.message) for one in found
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value

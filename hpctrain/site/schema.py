@@ -3,12 +3,23 @@
 Adding a field here is all it takes: reading, refusing of unknown keys, the JSON Schema and the
 reference page are derived from these classes (see `keys.py`). A key that is missing is unknown, and
 unknown is `None`, "" or empty: nothing is guessed. Standard library only, and no reading of files.
+
+The preset's classes as data: what each key takes, and instances from plain values. Pure.
+
+Whether a value is what its key takes. Pure; messages are without their place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import datetime as dt
+import json
+import math
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SCHEMA = 1
 """The number that a preset's `schema` has."""
@@ -369,3 +380,170 @@ TABLES: dict[str, type] = {
 PARTITIONS = "partitions"
 SETTINGS = "settings"
 SOURCES = "sources"
+
+
+_T = TypeVar("_T")
+
+_FORMS = {
+    "str": "text",
+    "int": "integer",
+    "int | None": "integer",
+    "float": "number",
+    "float | None": "number",
+    "bool": "boolean",
+    "bool | None": "boolean",
+    "list[str]": "texts",
+    "dict[str, str]": "text table",
+    "dict[str, float]": "number table",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a table, as reading, the JSON Schema and the reference page see it."""
+
+    name: str
+    form: str
+    """A value of _FORMS; "table" for a table of its own, "tables" for named ones of one class."""
+    inner: type | None
+    """The class behind "table" and "tables"."""
+    doc: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    keys: str = ""
+    least: float | None = None
+    regex: bool = False
+
+
+_KNOWN: dict[type, dict[str, Key]] = {}
+
+
+def keys_of(cls: type[Any]) -> dict[str, Key]:
+    """The keys of one of the schema's classes, by name, in their order."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = {one.name: _key(one) for one in fields(cls)}
+    return _KNOWN[cls]
+
+
+def _key(one: Field[Any]) -> Key:
+    annotation = str(one.type)
+    if annotation in _FORMS:
+        default = one.default if one.default is not MISSING else _made(one)
+        return Key(one.name, _FORMS[annotation], None, default=default, **one.metadata)
+    inner = annotation.removeprefix("dict[str, ").removesuffix("]")
+    form = "table" if inner == annotation else "tables"
+    cls = globals()[inner]
+    return Key(one.name, form, cls, doc=title_of(cls), default=None)
+
+
+def _made(one: Field[Any]) -> Any:
+    assert one.default_factory is not MISSING  # noqa: S101 - `fact` gives one or the other
+    return one.default_factory()
+
+
+def title_of(cls: type[Any]) -> str:
+    """What a table is, from its class's first line: the words behind "[name]: "."""
+    return (cls.__doc__ or "").splitlines()[0].partition(": ")[2]
+
+
+def make(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    """An instance of one of the schema's classes from plain values, nested tables included."""
+    known = keys_of(cls)
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        inner, form = known[name].inner, known[name].form
+        if inner is None:
+            arguments[name] = value
+        elif form == "table":
+            arguments[name] = make(inner, value)
+        else:
+            arguments[name] = {one: make(inner, table) for one, table in value.items()}
+    return cls(**arguments)
+
+
+TAKES = {
+    "text": "text in quotes",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "texts": "a list of texts",
+    "text table": "a table of NAME = text",
+    "number table": "a table of NAME = number",
+    "table": "a table",
+    "tables": "tables under names of their own",
+}
+"""What each form of `keys.Key` takes, for messages."""
+
+
+def checked(key: Key, value: Any, told: str) -> Any:
+    """The value as its key takes it; of a table with free names, one of its values.
+
+    TOML's unquoted dates and times of day pass as text: `reviewed = 2026-01-31`.
+
+    Args:
+        key: The key.
+        value: As the file has it.
+        told: How messages name it.
+
+    Raises:
+        ValueError: it is of another type or form.
+    """
+    form = key.form.removesuffix(" table")
+    converted = _converted(value, form)
+    if converted is None:
+        raise ValueError(f"{told} is {shown(value)}; it takes {TAKES[form]}")
+    if form == "text":
+        if converted:
+            _check_text(key, converted, f"{told} is {shown(converted)}")
+        elif key.choices and "" not in key.choices:
+            raise ValueError(f'{told} is ""; it takes one of {", ".join(key.choices)}')
+    elif form == "texts":
+        for text in converted:
+            _check_text(key, text, f"{told} has {shown(text)}")
+    elif form != "boolean" and key.least is not None and converted < key.least:
+        raise ValueError(f"{told} is {shown(value)}; it takes at least {key.least:g}")
+    return converted
+
+
+def _converted(value: Any, form: str) -> Any:
+    """The value as that form, or None where it is of another."""
+    if form == "texts":
+        texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return list(value) if texts else None
+    if isinstance(value, bool) or form == "boolean":
+        return value if isinstance(value, bool) and form == "boolean" else None
+    if form == "integer":
+        return value if isinstance(value, int) else None
+    if form == "number":
+        finite = isinstance(value, int | float) and math.isfinite(value)
+        return float(value) if finite else None
+    if isinstance(value, dt.date | dt.time) and not isinstance(value, dt.datetime):
+        return value.isoformat()
+    return value if isinstance(value, str) else None
+
+
+def _check_text(key: Key, text: str, told: str) -> None:
+    if not text:
+        raise ValueError(f"{told}; leave empty texts out")
+    if not text.isprintable():
+        raise ValueError(f"{told}; it takes one line without control characters")
+    if key.choices and text not in key.choices:
+        raise ValueError(f"{told}; it takes one of {', '.join(filter(None, key.choices))}")
+    if key.pattern and not re.fullmatch(key.pattern, text):
+        raise ValueError(f"{told}; it takes {in_words(key.pattern)}")
+    if key.regex:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"{told}, which is no regular expression: {error}") from None
+
+
+def in_words(pattern: str) -> str:
+    """What a pattern of the schema's asks for."""
+    return IN_WORDS.get(pattern, f"what matches {pattern}")
+
+
+def shown(value: Any) -> str:
+    """A value as its owner wrote it, near enough for a message."""
+    return json.dumps(value, ensure_ascii=False, default=str)

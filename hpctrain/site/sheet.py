@@ -1,26 +1,32 @@
 """One site file taken apart into checked values, each with its line. Reads no files.
 
 What several files give together is `build.py`'s. tests/unit/test_site_schema.py has the promises.
+
+Sheets of several files to one preset: bases, layers, `_add`, sources, locks. Pure.
+
+tests/unit/test_site_load.py holds the promises.
+
+[lock]: values of a preset that a user changes only with --allow-locked. Pure.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.environ import from_table
-from hpctrain.settings.layers import Layer, nearest, resolve
-from hpctrain.settings.schema import sections
+from hpctrain.settings.layers import Layer, from_table, nearest, resolve
+from hpctrain.settings.schema import Settings, sections
 from hpctrain.site import schema
-from hpctrain.site.keys import Key, keys_of
 from hpctrain.site.names import unknown, wrong_lock
 from hpctrain.site.paths import ADMINS
-from hpctrain.site.preset import Leaf, Path, dotted
-from hpctrain.site.values import TAKES, checked, in_words, shown
+from hpctrain.site.preset import KeyPath, Leaf, Site, SiteFile, dotted
+from hpctrain.site.schema import TAKES, Key, checked, in_words, keys_of, make, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from hpctrain.settings.toml_lines import TomlFile
 
 ADD = "_add"
@@ -38,10 +44,10 @@ class Sheet:
     """Of the preset in it."""
     layer: str
     file: str
-    leaves: dict[Path, Leaf] = field(default_factory=dict)
-    added: dict[Path, Leaf] = field(default_factory=dict)
+    leaves: dict[KeyPath, Leaf] = field(default_factory=dict)
+    added: dict[KeyPath, Leaf] = field(default_factory=dict)
     """Items of `X_add`, by the path of `X`."""
-    tables: dict[Path, int] = field(default_factory=dict)
+    tables: dict[KeyPath, int] = field(default_factory=dict)
     """Named tables such as [partitions.gpu], which may be empty, with their lines."""
     by_root: bool = True
     """Nobody else can have written it: else its locks hold nobody, and higher ones hold it."""
@@ -128,7 +134,7 @@ class _Reader:
                 "give both the same name",
             )
 
-    def _table(self, cls: type, raw: Any, path: Path, source: str) -> None:
+    def _table(self, cls: type, raw: Any, path: KeyPath, source: str) -> None:
         if not self._is_table(raw, path, "table"):
             return
         values = dict(raw)
@@ -144,7 +150,7 @@ class _Reader:
                 self._fault((*path, name), unknown((*path, name), cls))
         self._check_admins(cls, path)
 
-    def _check_admins(self, cls: type, path: Path) -> None:
+    def _check_admins(self, cls: type, path: KeyPath) -> None:
         if cls is not schema.Lock:
             return
         if self.sheet.layer not in ADMINS:
@@ -158,7 +164,7 @@ class _Reader:
             for wrong in filter(None, map(wrong_lock, leaf.value if leaf else ())):
                 self._fault((*path, "keys"), wrong)
 
-    def _value(self, key: Key, raw: Any, path: Path, source: str) -> None:
+    def _value(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         if key.inner is not None and key.form == "table":
             self._table(key.inner, raw, path, source)
         elif key.inner is not None:
@@ -168,7 +174,7 @@ class _Reader:
         else:
             self._leaf(key, raw, path, source)
 
-    def _tables(self, cls: type, raw: Any, path: Path, source: str) -> None:
+    def _tables(self, cls: type, raw: Any, path: KeyPath, source: str) -> None:
         """Tables of one class under names of the site's own, e.g. its partitions."""
         if not self._is_table(raw, path, "tables"):
             return
@@ -182,7 +188,7 @@ class _Reader:
                 self.sheet.tables[at] = self._line(at)
                 self._table(cls, value, at, source)
 
-    def _map(self, key: Key, raw: Any, path: Path, source: str) -> None:
+    def _map(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         """A table whose names are the site's own, e.g. variables."""
         if not self._is_table(raw, path, key.form):
             return
@@ -198,7 +204,7 @@ class _Reader:
             else:
                 self._leaf(key, value, at, source)
 
-    def _settings(self, raw: Any, path: Path, source: str) -> None:
+    def _settings(self, raw: Any, path: KeyPath, source: str) -> None:
         if not self._is_table(raw, path, "tables"):
             return
         values = dict(raw)
@@ -210,7 +216,7 @@ class _Reader:
             elif self._is_table(keys, at, "table"):
                 self._section(section, dict(keys), at, source)
 
-    def _section(self, section: str, values: dict[str, Any], path: Path, source: str) -> None:
+    def _section(self, section: str, values: dict[str, Any], path: KeyPath, source: str) -> None:
         source = self._source(values, path) or source
         kinds = {one.name: one.type for one in fields(sections()[section])}
         for name, raw in values.items():
@@ -225,7 +231,7 @@ class _Reader:
                 continue
             self._keep(at, getattr(getattr(settings, section), key), given, why, adds=adds)
 
-    def _leaf(self, key: Key, raw: Any, path: Path, source: str) -> None:
+    def _leaf(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         try:
             value, given, why = self._unwrap(raw, path, source)
             value = self._checked(key, value, path)
@@ -234,14 +240,14 @@ class _Reader:
             return
         self._keep(path, value, given, why, adds=path[-1] != key.name and key.form == "texts")
 
-    def _keep(self, path: Path, value: Any, source: str, why: str, *, adds: bool) -> None:
+    def _keep(self, path: KeyPath, value: Any, source: str, why: str, *, adds: bool) -> None:
         leaf = Leaf(value, self.sheet.layer, self.file.shown, self._line(path), source, why)
         if adds:
             self.sheet.added[(*path[:-1], path[-1].removesuffix(ADD))] = leaf
         else:
             self.sheet.leaves[path] = leaf
 
-    def _unwrap(self, raw: Any, path: Path, source: str) -> tuple[Any, str, str]:
+    def _unwrap(self, raw: Any, path: KeyPath, source: str) -> tuple[Any, str, str]:
         """Value, source and why: of a plain value, or of { value = ..., source = ..., why = ... }.
 
         Raises:
@@ -261,7 +267,7 @@ class _Reader:
             raise _Fault(f"{dotted(path)} is a table without `value`; add it")
         return raw["value"], raw.get(SOURCE, source), raw.get("why", "")
 
-    def _checked(self, key: Key, value: Any, path: Path) -> Any:
+    def _checked(self, key: Key, value: Any, path: KeyPath) -> Any:
         """The value as its key takes it.
 
         Raises:
@@ -277,7 +283,7 @@ class _Reader:
         except UsageError as error:
             raise _Fault(str(error).removeprefix(": ")) from None
 
-    def _source(self, values: dict[str, Any], path: Path) -> str:
+    def _source(self, values: dict[str, Any], path: KeyPath) -> str:
         """Take a table's own `source` out of it, which holds for all its values."""
         given = values.get(SOURCE)
         if given is None or isinstance(given, dict):  # a partition may be called so
@@ -288,16 +294,238 @@ class _Reader:
         self._fault((*path, SOURCE), f"{SOURCE} is {shown(given)}; it takes a name of [sources]")
         return ""
 
-    def _is_table(self, raw: Any, path: Path, form: str) -> bool:
+    def _is_table(self, raw: Any, path: KeyPath, form: str) -> bool:
         if isinstance(raw, dict):
             return True
         self._fault(path, f"{dotted(path)} is {shown(raw)}; it takes {TAKES[form]}")
         return False
 
-    def _line(self, path: Path) -> int:
+    def _line(self, path: KeyPath) -> int:
         """A key's line; where it has none of its own, that of what it stands in."""
         known = self.file.lines
         return next((known[path[:n]] for n in range(len(path), 0, -1) if path[:n] in known), 0)
 
-    def _fault(self, path: Path, text: str) -> None:
+    def _fault(self, path: KeyPath, text: str) -> None:
         self.faults.append((self._line(path), text))
+
+
+DERIVED = {
+    "NCCL_SOCKET_IFNAME": ("network", "socket_ifnames"),
+    "GLOO_SOCKET_IFNAME": ("network", "socket_ifnames"),
+    "NCCL_IB_HCA": ("network", "hcas"),
+}
+"""Variables that come from a fact: to set one by hand is to change that fact."""
+
+
+def holds(lock: str, path: KeyPath) -> bool:
+    """Whether a path of [lock] covers a value: its own path, or that of a table it stands in."""
+    text = dotted(path)
+    return text == lock or text.startswith(f"{lock}.")
+
+
+def check_locked(site: Site, overridden: Mapping[str, str], *, allow: bool) -> list[str]:
+    """Refuse changes to locked values, or tell of each where they are allowed.
+
+    Args:
+        site: The site; what its own user and project layers have changed counts too.
+        overridden: What else was changed, with its place: "env.NCCL_NET" for a variable of the
+            ranks whatever its group, "settings.slurm.partition" for a setting. Only changes: a
+            setting or variable to which the user gives the preset's own value is none.
+        allow: Whether --allow-locked was given.
+
+    Returns:
+        A line for each, to be shown and recorded.
+
+    Raises:
+        UsageError: there is one and `allow` is False.
+    """
+    changes = {dotted(path): place for path, place in site.overridden.items()} | dict(overridden)
+    told = [
+        f"{path} is locked by {site.where('lock', 'keys')} and changed by {place}"
+        for path, place in changes.items()
+        if any(_covers(site, lock, path) for lock in site.lock.keys)
+    ]
+    if told and not allow:
+        contact = f", or ask {site.about.contact}" if site.about.contact else ""
+        raise UsageError(f"{'; '.join(told)}; leave it out{contact}, or say --allow-locked")
+    return [f"{line} (--allow-locked)" for line in told]
+
+
+def _covers(site: Site, lock: str, path: str) -> bool:
+    head, _, name = path.partition(".")
+    if head != _ENV or "." in name:
+        return holds(lock, tuple(path.split(".")))
+    if lock.startswith(f"{_ENV}.") and lock.endswith(f".{name}"):
+        return True
+    same = (at for at in site.leaves if at[0] == _ENV and at[-1] == name)
+    return any(holds(lock, at) for at in same) or (name in DERIVED and holds(lock, DERIVED[name]))
+
+
+_LOCK = ("lock", "keys")
+OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
+"""Not taken from what a preset extends: who it is, who answers for it, how it is known."""
+
+
+def build(name: str, sheets: Sequence[Sheet]) -> Site:
+    """The preset that the sheets give together.
+
+    Args:
+        name: The site's name.
+        sheets: Lowest first; those of another name are what it extends.
+
+    Raises:
+        UsageError: a value names a source that no sheet has.
+    """
+    leaves: dict[KeyPath, Leaf] = {}
+    tables: dict[KeyPath, None] = {}
+    overridden: dict[KeyPath, str] = {}
+    for sheet in sheets:
+        leaves = _with_sources(leaves, sheet)
+        for path, leaf in _own(sheet, name):
+            if path == _LOCK and not sheet.locks:
+                continue
+            _check_source(leaf, path, sheet, leaves)
+            new = _appended(leaves, path, leaf) if path in sheet.added else leaf
+            if not sheet.locks and _is_locked(leaves, path, new):
+                overridden[path] = f"{sheet.layer} ({leaf.place})"
+            leaves[path] = new
+        tables |= dict.fromkeys(sheet.tables)
+    files = tuple(SiteFile(sheet.layer, sheet.file, sheet.name) for sheet in sheets)
+    leaves = dict(sorted(leaves.items(), key=lambda item: _order(item[0])))
+    return _site(name, leaves, tables, overridden=overridden, files=files)
+
+
+def _own(sheet: Sheet, name: str) -> list[tuple[KeyPath, Leaf]]:
+    """What a sheet gives to the preset of that name: its values, then what it appends."""
+    both = [*sheet.leaves.items(), *sheet.added.items()]
+    return [
+        (path, leaf)
+        for path, leaf in both
+        if path[0] != schema.SOURCES and (sheet.name == name or path[0] not in OF_ITS_OWN)
+    ]
+
+
+def _with_sources(leaves: dict[KeyPath, Leaf], sheet: Sheet) -> dict[KeyPath, Leaf]:
+    """The leaves with a sheet's [sources] among them.
+
+    Files are written apart and each may call its first source "a": where two mean different
+    things, the lower one's is renamed, so that no value is ascribed to the wrong page.
+    """
+    for path, leaf in sheet.leaves.items():
+        if path[0] != schema.SOURCES:
+            continue
+        held = leaves.get(path)
+        if held is not None and held.value != leaf.value:
+            leaves = _renamed(leaves, path[1])
+        leaves[path] = leaf
+    return leaves
+
+
+def _renamed(leaves: dict[KeyPath, Leaf], key: str) -> dict[KeyPath, Leaf]:
+    """The leaves with one source under a free name."""
+    number = 2
+    while (schema.SOURCES, f"{key}.{number}") in leaves:
+        number += 1
+    new = f"{key}.{number}"
+    return {
+        (schema.SOURCES, new) if path == (schema.SOURCES, key) else path: (
+            replace(leaf, source=new) if leaf.source == key else leaf
+        )
+        for path, leaf in leaves.items()
+    }
+
+
+def _check_source(leaf: Leaf, path: KeyPath, sheet: Sheet, leaves: dict[KeyPath, Leaf]) -> None:
+    if not leaf.source or (schema.SOURCES, leaf.source) in leaves:
+        return
+    known = [path[1] for path in leaves if path[0] == schema.SOURCES]
+    near = nearest(leaf.source, known)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+    raise UsageError(
+        f'{sheet.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which [sources] '
+        f"does not have; {hint}"
+    )
+
+
+def _appended(leaves: dict[KeyPath, Leaf], path: KeyPath, leaf: Leaf) -> Leaf:
+    """The list below with the leaf's items behind it, each once; the place is the addition's."""
+    held = leaves.get(path)
+    below = held.value if held else _default(path)
+    value = [*below, *(item for item in leaf.value if item not in below)]
+    return replace(
+        leaf,
+        value=value,
+        source=leaf.source or (held.source if held else ""),
+        why=leaf.why or (held.why if held else ""),
+    )
+
+
+def _default(path: KeyPath) -> list[str]:
+    """What a list is that no file has."""
+    if path[0] == schema.SETTINGS:
+        value: list[str] = getattr(getattr(Settings(), path[1]), path[2])
+        return value
+    cls = schema.Partition if path[0] == schema.PARTITIONS else schema.TABLES[path[0]]
+    for name in path[1:-1]:
+        key = keys_of(cls).get(name)
+        cls = key.inner if key is not None and key.inner is not None else cls
+    default: list[str] = keys_of(cls)[path[-1]].default
+    return default
+
+
+def _is_locked(leaves: dict[KeyPath, Leaf], path: KeyPath, new: Leaf) -> bool:
+    """Whether a value may not change here, and does."""
+    locks = leaves.get(_LOCK)
+    if locks is None or not any(holds(lock, path) for lock in locks.value):
+        return False
+    held = leaves.get(path)
+    return held is None or held.value != new.value
+
+
+def _site(
+    name: str,
+    leaves: dict[KeyPath, Leaf],
+    tables: dict[KeyPath, None],
+    *,
+    overridden: dict[KeyPath, str],
+    files: tuple[SiteFile, ...],
+) -> Site:
+    nested: dict[str, Any] = {}
+    for path in tables:
+        _at(nested, path)
+    for path, leaf in leaves.items():
+        _at(nested, path[:-1])[path[-1]] = leaf.value
+    about = {key: nested[key] for key in keys_of(schema.About) if key in nested}
+    once: dict[str, Any] = {
+        key: make(cls, nested.get(key, {})) for key, cls in schema.TABLES.items()
+    }
+    return Site(
+        about=make(schema.About, about | {"name": name}),
+        partitions={
+            key: make(schema.Partition, table)
+            for key, table in nested.get(schema.PARTITIONS, {}).items()
+        },
+        settings=nested.get(schema.SETTINGS, {}),
+        leaves=leaves,
+        overridden=overridden,
+        files=files,
+        **once,
+    )
+
+
+_TOP = [*keys_of(schema.About), *schema.TABLES]
+_TOP.insert(_TOP.index("slurm") + 1, schema.PARTITIONS)
+
+
+def _order(path: KeyPath) -> tuple[int, int]:
+    """Sorts values as the schema has their tables, so that those of several files mix well."""
+    top = _TOP.index(path[0]) if path[0] in _TOP else len(_TOP)
+    inner = list(keys_of(schema.TABLES[path[0]])) if path[0] in schema.TABLES else []
+    return top, inner.index(path[1]) if inner else 0
+
+
+def _at(nested: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    """The table at that path, made where it is missing."""
+    for name in path:
+        nested = nested.setdefault(name, {})
+    return nested

@@ -10,12 +10,12 @@ from hpctrain.errors import UsageError
 from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.nccl.rules import ERROR, Context, check_variable
 from hpctrain.settings.check import time_s
-from hpctrain.site.findings import Finding, error, warning
+from hpctrain.site.preset import Finding, error, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.site.preset import Path, Site
+    from hpctrain.site.preset import KeyPath, Site
     from hpctrain.site.schema import Partition
 
 _LINK_OF = {"ib": "InfiniBand", "roce": "Ethernet"}
@@ -76,7 +76,7 @@ def _slurm(site: Site) -> Iterator[Finding]:
         )
 
 
-def _positive(site: Site, path: Path, number: float | None, what: str) -> Iterator[Finding]:
+def _positive(site: Site, path: KeyPath, number: float | None, what: str) -> Iterator[Finding]:
     if number is not None and number <= 0:
         yield error(site, path, f"is {number}, and {what}; write what there is, or leave it out")
 
@@ -126,7 +126,7 @@ def _bin(text: str) -> tuple[int, float]:
     return int(least), int(most) if most else float("inf")
 
 
-def _bins(site: Site, at: Path, partition: Partition, limit: int | None) -> Iterator[Finding]:
+def _bins(site: Site, at: KeyPath, partition: Partition, limit: int | None) -> Iterator[Finding]:
     """Bins of walltime: in order, one beside the other, within the partition's own limits."""
     before: tuple[str, float] | None = None
     for text, time in partition.walltime_bins.items():
@@ -146,7 +146,7 @@ def _bins(site: Site, at: Path, partition: Partition, limit: int | None) -> Iter
 
 
 def _order(
-    site: Site, here: Path, before: tuple[str, float] | None, max_nodes: int | None
+    site: Site, here: KeyPath, before: tuple[str, float] | None, max_nodes: int | None
 ) -> Iterator[Finding]:
     """Whether a bin goes on where the one before ends."""
     text = here[-1]
@@ -211,7 +211,7 @@ def _requeue(site: Site, name: str) -> Iterator[Finding]:
         )
 
 
-def _signal(site: Site, at: Path, name: str, grace_s: int | None) -> Iterator[Finding]:
+def _signal(site: Site, at: KeyPath, name: str, grace_s: int | None) -> Iterator[Finding]:
     full = name if name.startswith("SIG") else f"SIG{name}"
     if full not in signal.Signals.__members__:
         yield error(site, (*at, "signal"), f"is {name}, which is no signal; write e.g. SIGTERM")
@@ -271,7 +271,7 @@ def _network(site: Site) -> Iterator[Finding]:
     yield from _places(site)
 
 
-def _names(site: Site, path: Path, names: Sequence[str], most: int) -> Iterator[Finding]:
+def _names(site: Site, path: KeyPath, names: Sequence[str], most: int) -> Iterator[Finding]:
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
         yield error(site, path, f"has {', '.join(doubles)} more than once; write each once")

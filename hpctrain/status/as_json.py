@@ -10,14 +10,14 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.rank_map import placed
+from hpctrain.base.text import placed
 from hpctrain.history.goodput import Spent
 from hpctrain.status.text import in_words, next_commands
 
 if TYPE_CHECKING:
+    from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
     from hpctrain.history.save_record import Saving
-    from hpctrain.ledger.derive import AttemptView
     from hpctrain.status.status import RunStatus
 
 

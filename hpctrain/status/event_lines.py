@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import count, duration, fold_nodes, size, step_time
-from hpctrain.run.values import number, text, whole
+from hpctrain.run.event_fields import as_number, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ def _step(value: object) -> str:
 
 
 def _loss(data: Data) -> str:
-    loss = number(data.get("loss"))
+    loss = as_number(data.get("loss"))
     return "" if loss is None else f", loss {loss:.4g}"
 
 
@@ -85,7 +85,7 @@ def _if(value: object, words: str) -> str:
 
 def _seconds(data: Data, name: str, words: str, least: float = 0.0) -> str:
     """Words with a time in them, where the event has that time."""
-    seconds = number(data.get(name))
+    seconds = as_number(data.get(name))
     if seconds is None or seconds < least:
         return ""
     return words.format(step_time(seconds) if seconds < 60 else duration(seconds))  # noqa: PLR2004
@@ -185,7 +185,7 @@ def _restored(data: Data) -> str:
 
 def _steps(data: Data) -> str:
     first, last = whole(data.get("first")), whole(data.get("last"))
-    seconds, each = number(data.get("seconds")), ""
+    seconds, each = as_number(data.get("seconds")), ""
     if first is not None and last is not None and seconds is not None and last >= first:
         each = f", {step_time(seconds / (last - first + 1))}/step"
     which = f"step {_step(last)}" if first == last else f"steps {_step(first)} to {_step(last)}"
@@ -194,7 +194,7 @@ def _steps(data: Data) -> str:
 
 
 def _interval(data: Data) -> str:
-    steps, seconds = whole(data.get("steps")), number(data.get("seconds"))
+    steps, seconds = whole(data.get("steps")), as_number(data.get("seconds"))
     every = f"{steps} steps" if steps else duration(seconds or 0)
     return f"saves every {every}{_because(data)}"
 

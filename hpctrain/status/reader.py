@@ -1,6 +1,8 @@
 """Everything that `hpctrain status` looks at: ledger, heartbeat, checkpoints, disk, scheduler.
 
 tests/unit/test_status_cli.py holds the promises.
+
+A run's newest job as its scheduler sees it, for `status`, `logs` and `cancel`.
 """
 
 from __future__ import annotations
@@ -9,21 +11,25 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hpctrain.base.records import JobInfo
+from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.run.find_run import runs_flag
+from hpctrain.status.status import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from hpctrain.base.records import Cluster, JobStart, Skipped
     from hpctrain.history.rank_samples import RankSample
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
-    from hpctrain.status.status import Answer, Checkpoint, RunStatus
+    from hpctrain.status.status import Checkpoint, RunStatus
 
+if TYPE_CHECKING:
     _T = TypeVar("_T")
     _Schedulers = Mapping[str, Cluster] | None
     _Starts = tuple[list[JobStart], str]
@@ -67,8 +73,7 @@ class Looker:
         """Put together with the scheduler's word; of a run that is over it is not asked."""
         from hpctrain.history.speed import speed
         from hpctrain.run.heartbeat import read_heartbeat
-        from hpctrain.status.pulse import with_heartbeat
-        from hpctrain.status.status import status_of
+        from hpctrain.status.status import status_of, with_heartbeat
 
         run, events, spec = known.run, known.events, known.spec
         answer, starts = self._scheduler(known, account=account, schedulers=schedulers or {})
@@ -108,7 +113,6 @@ class Looker:
         from hpctrain.run.find_run import look_into
         from hpctrain.run.ownership import is_mine
         from hpctrain.scheduler.base import get_cluster
-        from hpctrain.status.job import job_ids
 
         folder = look_into(self.runs)
         self.unreadable = folder.unreadable
@@ -137,7 +141,6 @@ class Looker:
         self, known: _Known, *, account: bool, schedulers: Mapping[str, Cluster]
     ) -> tuple[Answer, list[JobStart]]:
         """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
-        from hpctrain.status.job import ask, job_starts
         from hpctrain.status.status import Answer
 
         run, events, spec = known.run, known.events, known.spec
@@ -182,7 +185,7 @@ class _Known:
 
 
 def _read(run: RunDir) -> _Known:
-    from hpctrain.ledger.derive import OVER, standing
+    from hpctrain.history.run_state import OVER, standing
     from hpctrain.run import events as ledger
 
     events = ledger.read(run, marks="few")
@@ -238,7 +241,7 @@ def _checkpoints(
 def _being_written(run: RunDir, events: Sequence[Event]) -> set[str]:
     """Checkpoints that the newest attempt has begun, and may yet commit."""
     from hpctrain.checkpoint.store import find
-    from hpctrain.ledger.derive import RunState, standing
+    from hpctrain.history.run_state import RunState, standing
 
     begun = find.staged(run)
     now = standing(events) if begun else None
@@ -268,3 +271,107 @@ def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
             return newest_sample(file.read(), attempt)
     except OSError:
         return None
+
+
+TERMINAL_JOB = "pid-"
+"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
+
+
+def ask(
+    run: RunDir, cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> Answer:
+    """What the scheduler knows of the run's newest job; an answer that did not come is no error.
+
+    Args:
+        run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+        scheduler: Asked in the place of that cluster's own: a `survey` of it.
+    """
+    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.submit.launch import newest_submission
+    from hpctrain.submit.own_job import copied_from, elsewhere, not_own
+
+    token, job_id = newest_submission(list(events))
+    if token is None and job_id is None:
+        return Answer()
+    if job_id is not None and job_id.startswith(TERMINAL_JOB):
+        answer = _ask_machine(job_id, events)
+    else:
+        try:
+            scheduler = scheduler or get_cluster(cluster)
+            if copied_from(run, events) is None and (why := elsewhere(events, scheduler)):
+                return Answer(None, asked=False, problem=why, note=why)
+            found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
+        except AccountingSilent as error:
+            return Answer(None, unaccounted=str(error))
+        except (ClusterError, UsageError) as error:
+            return Answer(None, asked=False, problem=str(error))
+        answer = Answer(found)
+    why = not_own(run, events, token, answer.job) if answer.job is not None else ""
+    return Answer(note=why) if why else answer
+
+
+def job_starts(
+    cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> tuple[list[JobStart], str]:
+    """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
+
+    The jobs that it had on other clusters are left out: the ledger's own times do without.
+
+    Args:
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+        scheduler: See `ask`.
+    """
+    from hpctrain.scheduler.base import get_cluster
+
+    try:
+        scheduler = scheduler or get_cluster(cluster)
+        ids = job_ids(events, scheduler)
+        return (scheduler.starts(ids) if ids else []), ""
+    except (ClusterError, UsageError) as error:  # the ledger's own times do without
+        return [], str(error)
+
+
+def job_ids(events: Sequence[Event], scheduler: Cluster) -> list[str]:
+    """Every job that a run had here, as far as its ledger names them."""
+    from hpctrain.submit.own_job import jobs_here
+
+    return [one for one in jobs_here(events, scheduler) if not one.startswith(TERMINAL_JOB)]
+
+
+def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
+    """Whether the process of `hpctrain train` is still there, as far as this machine can tell."""
+    started = [e for e in events if e.kind == "attempt_started"][-1]
+    nodes = [str(node) for node in started.data.get("nodes") or ()]
+    if nodes != [os.uname().nodename]:
+        return Answer(
+            None, asked=False, problem=f"{job_id} ran in a terminal of {', '.join(nodes)}"
+        )
+    begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    # Another process may have the number by now; ours began before its attempt did.
+    if begun is None or begun > started.t + 1:
+        return Answer()
+    return Answer(JobInfo(job_id, "RUNNING", alive=True, nodes=nodes[0], start_time=begun))
+
+
+def _process_start(pid: str) -> float | None:
+    """When a process began, seconds since the epoch; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        boot = Path("/proc/stat").read_text().split("btime ", 1)[1].split(None, 1)[0]
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return None
+    if fields[0] == "Z":
+        return None
+    return int(boot) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def listens(events: Sequence[Event]) -> bool:
+    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
+    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
+    told = [e for e in events if e.attempt == newest]
+    return any(
+        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"} for e in told
+    )

@@ -1,37 +1,32 @@
-"""All that is known of a run, put together from its ledger and its scheduler's answer. Pure."""
+"""All that is known of a run, put together from its ledger and its scheduler's answer. Pure.
+
+What the newest attempt's heartbeat says over what its ledger says. Pure.
+"""
 
 from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.base.records import JobInfo, Skipped
+from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
+from hpctrain.history.lineage import Progress, progress
+from hpctrain.history.run_state import RunState, Standing, live, run_state, standing
 from hpctrain.history.save_record import Saving, saving
 from hpctrain.history.timeline import past_of
-from hpctrain.ledger.derive import (
-    AttemptView,
-    Progress,
-    RunState,
-    Standing,
-    attempts,
-    live,
-    progress,
-    run_state,
-    standing,
-)
-from hpctrain.run.values import text, whole
+from hpctrain.run.event_fields import text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.base.records import JobStart
+    from hpctrain.history.attempts import Failure
     from hpctrain.history.speed import Speed
-    from hpctrain.ledger.derive import Failure
     from hpctrain.run.events import Event
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
@@ -252,3 +247,23 @@ def exit_status(status: RunStatus) -> int:
         return status.standing.exit_code or 0
     under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
     return UNDER_WAY if under_way else 1
+
+
+def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
+    """The status with what its newest attempt's heartbeat knows better: step and sign of life.
+
+    Step marks are far apart, so that a long run's ledger stays small; the heartbeat is seconds old.
+
+    Args:
+        status: Of a run; given back as it is where the end of its newest attempt is known.
+        t: When the heartbeat was written, seconds since the epoch.
+        step: The last step that was done then.
+    """
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.ended is not None:
+        return status
+    far = status.progress
+    seen = max(t, far.seen or 0.0)
+    done = max(step, newest.last_step or 0)
+    attempts = [*status.attempts[:-1], replace(newest, last_step=done)]
+    return replace(status, progress=replace(far, seen=seen, step=done), attempts=attempts)

@@ -1,4 +1,16 @@
-"""Whether what [track] and [notify] name is there, as far as a login node can tell."""
+"""Whether what [track] and [notify] name is there, as far as a login node can tell.
+
+A user's ds_config.json, read and checked when a run is prepared, so that the run is whole.
+
+What a submit can know of nsys beforehand.
+
+What SLURM knows of the user and of its partitions, asked only where it matters.
+
+Torch and DeepSpeed as the ranks will import them, told on the login node without an import.
+
+Only their names in the interpreter's packages are read. tests/unit/test_versions.py holds the
+promises.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +19,21 @@ import shlex
 import shutil
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import UsageError
-from hpctrain.settings.check_hooks import missing_tracker
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.plan.deepspeed import check_user_config, is_text, read_user_config, resolve_ds_config
+from hpctrain.plan.versions import refusal, untried
+from hpctrain.scheduler.slurm.site_options import module_lines
+from hpctrain.settings.check import missing_tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from hpctrain.settings.schema import Settings
+    from hpctrain.site.preset import Site
 
 
 def check_hooks_here(
@@ -74,3 +91,147 @@ def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path)
         return []
     told = f"{origins.get('notify.command', 'default')}: notify.command"
     return [f"{told} names {program}, which is not here; it must be on the job's first node"]
+
+
+def take_ds_config(
+    settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
+) -> list[str]:
+    """Put the file's text in the place of its path in `engine.ds_config`, checked.
+
+    Args:
+        settings: Checked otherwise; changed in place.
+        cwd: What the path is relative to.
+        is_recipe: The shipped recipe runs, so that its batch sizes are known.
+        data_ranks: At the fewest and at the most nodes.
+
+    Returns:
+        What has no effect, for the user to read.
+
+    Raises:
+        NotFound: there is no such file.
+        UsageError: it cannot be read, is not one, or contradicts the settings.
+    """
+    value = settings.engine.ds_config
+    if not value:
+        return []
+
+    def read(path: str) -> str:
+        try:
+            return (cwd / path).expanduser().read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFound(f"{path} (engine.ds_config) is not there; check the path") from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise UsageError(f"{path} (engine.ds_config) cannot be read: {why}") from None
+
+    text = resolve_ds_config(value, read)
+    where = "engine.ds_config" if is_text(value) else value
+    train = settings.train if is_recipe else None
+    notes = check_user_config(
+        read_user_config(text, where),
+        settings.engine,
+        train=train,
+        data_ranks=data_ranks,
+        where=where,
+    )
+    settings.engine.ds_config = text
+    return notes
+
+
+def nsys_notes(rank: int, cluster: str, environ: Mapping[str, str]) -> list[str]:
+    """A note where the rank will start without nsys.
+
+    Of a SLURM cluster nothing is known here: its login nodes often lack what a module gives the
+    others.
+    """
+    if rank < 0 or cluster != "local" or shutil.which("nsys", path=environ.get("PATH", "")):
+        return []
+    return [f"there is no nsys on PATH: rank {rank} will train without it"]
+
+
+def _nothing(partition: str) -> None:
+    """Nobody can say."""
+    del partition
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Questions; each answers None where it cannot be asked, or knows nothing of the user.
+
+    Attributes:
+        accounts: The user's.
+        qos: The user's.
+        cpus_per_gpu: CPUs for each GPU of a job that asks for none, by the partition's name, or ""
+            for the default one.
+    """
+
+    accounts: Callable[[], Collection[str] | None]
+    qos: Callable[[], Collection[str] | None]
+    cpus_per_gpu: Callable[[str], int | None] = _nothing
+
+
+def of_slurm() -> Accounting:
+    """Who answers by sacctmgr and scontrol, each question when it is needed."""
+
+    def accounts() -> Collection[str] | None:
+        from hpctrain.scheduler.slurm import facts
+
+        return facts.accounts()
+
+    def qos() -> Collection[str] | None:
+        from hpctrain.scheduler.slurm import facts
+
+        return facts.qos()
+
+    def cpus_per_gpu(partition: str) -> int | None:
+        from hpctrain.scheduler.slurm import facts
+
+        return facts.cpus_per_gpu(partition)
+
+    return Accounting(accounts, qos, cpus_per_gpu)
+
+
+_INFO = (".dist-info", ".egg-info")
+
+
+def check_versions(settings: Settings, site: Site | None = None, *, python: str = "") -> list[str]:
+    """Refuse an engine that cannot train with what is installed; returns what to know.
+
+    Where the job loads modules or runs lines of its own first, these may bring another torch: then
+    a refusal is only a note, and the ranks decide.
+
+    Args:
+        settings: The run's.
+        site: Its preset.
+        python: The interpreter that the ranks will run; where it is another than this one nothing
+            is known of its packages.
+
+    Raises:
+        UsageError: they are too old.
+    """
+    if python and python != sys.executable:
+        return []
+    versions = {name: installed_version(name) for name in ("torch", "deepspeed")}
+    why = refusal(versions, settings.engine)
+    if why is None:
+        return untried(versions, settings.engine)
+    if settings.slurm.setup or module_lines(site):
+        return [f"{why} (unless the job's modules or slurm.setup bring another)"]
+    raise UsageError(why)
+
+
+def installed_version(package: str) -> str:
+    """Its version; "" where it is not installed here, which a job's module may make up for.
+
+    Told by the name of its folder in the first place that Python would import it from.
+    `importlib.metadata` says the same, and brings the parsers of e-mail: 30 ms at each submit.
+    """
+    for place in sys.path:
+        try:
+            found = list(Path(place).iterdir())
+        except OSError:
+            continue  # Python passes over it as well
+        for path in found:
+            if path.suffix in _INFO and path.stem.lower().startswith(f"{package}-"):
+                return path.stem[len(package) + 1 :].partition("-")[0]
+    return ""

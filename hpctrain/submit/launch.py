@@ -3,6 +3,12 @@
 The intent is written down before the scheduler is asked, with a token by which the job can be
 found again. If `sbatch` times out after it was accepted, or this process dies in between, the next
 command finds the job by its token and adopts it instead of starting a second one.
+
+Nodes that a preflight has found bad: no job gets them until their time is up.
+
+tests/unit/test_bad_nodes_submit.py and tests/slurm/test_fitness.py hold the promise.
+
+The environment that a run's ranks would get, as far as the login node can tell it.
 """
 
 from __future__ import annotations
@@ -12,19 +18,24 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpctrain.base.modes import follow_folder, make_private_folder, write_private
+from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
-from hpctrain.ledger.derive import OVER, standing
+from hpctrain.history.run_state import OVER, standing
+from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import run_lock
-from hpctrain.run.secret_file import renew_secret
+from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
+from hpctrain.scheduler.slurm.script import site_of
+from hpctrain.settings.check import node_range
+from hpctrain.site.environment import FLIGHT_RECORDER, Environment, Versions, derive, with_settings
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hpctrain.base.records import Cluster, JobInfo
     from hpctrain.run.layout import RunDir
@@ -224,3 +235,50 @@ def _script(run: RunDir, spec: Spec, token: str) -> str:
     return (
         f"#!/bin/sh\n# local cluster: {spec.python} -P -m hpctrain.entry.local_controller JOB_ID\n"
     )
+
+
+def list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
+    """The user's list for the run's cluster: named by its site, else by SLURM's own name for it.
+
+    Homes are shared between clusters, and n001 of one is not n001 of another.
+    """
+    folder = bad_nodes_of_user(environ, "any").parent
+    if spec.site or not folder.is_dir():
+        return bad_nodes_of_user(environ, spec.site or spec.cluster)
+    return bad_nodes_of_user(environ, name_here(spec))
+
+
+def name_here(spec: Spec) -> str:
+    """What the user's list for this cluster is named by."""
+    if spec.site:
+        return spec.site
+    from hpctrain.scheduler.slurm.facts import cluster_name
+
+    return cluster_name() or spec.cluster
+
+
+def kept_out(run: RunDir, spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Node to why the run's next job must not get it; none but on SLURM.
+
+    Both lists count: the user's, of `hpctrain preflight` on this cluster, and the run's own, of
+    its attempts.
+    """
+    if spec.cluster != "slurm":
+        return {}
+    lists = (list_of_user(spec, environ), bad_nodes_path(run))
+    return {
+        name: f"{bad.reason} ({path})" for path in lists for name, bad in read_bad(path).items()
+    }
+
+
+def expected_environment(spec: Spec) -> Environment:
+    """What the preset and the run's settings give at the most nodes that the run may get.
+
+    Versions are the nodes' to tell, so conditions on them do not hold here; the job's own
+    environment, which wins over all of it, is not there yet either.
+    """
+    _, most = node_range(spec.settings.slurm.nodes)
+    derived = derive(site_of(spec), nodes=most, versions=Versions(), run_dir="")
+    values = {n: v for n, v in derived.values.items() if v.origin != FLIGHT_RECORDER}
+    given = Environment(values, derived.unset, derived.notes)
+    return with_settings(given, spec.env, spec.env_origins)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.run import events as ledger
-from hpctrain.run.values import text
+from hpctrain.run.event_fields import text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

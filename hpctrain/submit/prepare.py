@@ -15,28 +15,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base.modes import can_be_replaced, make_run_folder, make_runs_folder
+from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
-from hpctrain.plan.nodes import meshes
+from hpctrain.plan.mesh import meshes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
-from hpctrain.scheduler.slurm.leak import clean, kept_settings
-from hpctrain.settings.check import check
-from hpctrain.settings.check_profile import profile_flags
-from hpctrain.settings.environ import from_flag, from_table
-from hpctrain.settings.layers import ENV_SECTION, Source, flag_layer, from_toml, nearest, resolve
-from hpctrain.settings.mesh_flag import engine_flags
+from hpctrain.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.settings.check import check, profile_flags
+from hpctrain.settings.check_engine import engine_flags
+from hpctrain.settings.layers import (
+    ENV_SECTION,
+    Source,
+    flag_layer,
+    from_flag,
+    from_table,
+    from_toml,
+    nearest,
+    resolve,
+)
 from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.settings.toml_lines import read_toml
-from hpctrain.submit.checks import check_hooks_here
+from hpctrain.submit.checks import check_hooks_here, check_versions, nsys_notes, take_ds_config
 from hpctrain.submit.disk import check_disk
-from hpctrain.submit.ds_config import take_ds_config
-from hpctrain.submit.nsys import nsys_notes
-from hpctrain.submit.site_checks import check_site, cpu_notes, shell_layer
-from hpctrain.submit.site_choice import choose, dropped_locks
-from hpctrain.submit.site_locks import changed, changed_by_shell, take_locks
-from hpctrain.submit.versions import check_versions
+from hpctrain.submit.site_checks import (
+    changed,
+    changed_by_shell,
+    check_site,
+    cpu_notes,
+    shell_layer,
+    take_locks,
+)
+from hpctrain.submit.site_rules import dropped_locks, find_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +54,7 @@ if TYPE_CHECKING:
     from hpctrain.base.mesh import Mesh
     from hpctrain.settings.secrets import Finding
     from hpctrain.site.preset import Site
-    from hpctrain.submit.accounting import Accounting
+    from hpctrain.submit.checks import Accounting
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"
@@ -133,7 +143,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     """
     config = read_config(request)
     cluster = _choose_cluster(request, config)
-    chosen = choose(request, config, cluster)
+    chosen = find_site(request, config, cluster)
     site = chosen.site
     flags = flag_layer(flags_of(request), request.sets)
     shell = shell_layer(site, request.environ) if site and cluster == "slurm" else None
@@ -350,7 +360,7 @@ def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
 
 def choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
     """The site that counts; None on a SLURM cluster that has none."""
-    return choose(request, config, cluster).site
+    return find_site(request, config, cluster).site
 
 
 def _dropped(request: SubmitRequest, site: Site | None, cluster: str) -> list[str]:

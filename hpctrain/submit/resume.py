@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.beginning import refuse_to_forget
+from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.errors import UsageError
-from hpctrain.plan.nodes import meshes
+from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
-from hpctrain.run.fresh import look_anew
+from hpctrain.run.fence import look_anew
 from hpctrain.scheduler.slurm.script import site_of
 from hpctrain.settings.check import check
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
-from hpctrain.submit.checks import check_hooks_here
-from hpctrain.submit.ds_config import take_ds_config
-from hpctrain.submit.site_checks import check_site, forget_chosen
-from hpctrain.submit.site_locks import changed, take_locks
-from hpctrain.submit.versions import check_versions
+from hpctrain.submit.checks import check_hooks_here, check_versions, take_ds_config
+from hpctrain.submit.site_checks import changed, check_site, forget_chosen, take_locks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
-    from hpctrain.submit.accounting import Accounting
+    from hpctrain.submit.checks import Accounting
 
 SAME_RUN = (
     "seed",

@@ -3,30 +3,35 @@
 Pure, but for a few questions to SLURM that a caller may hand in. Each value that is filled in
 has an origin that begins with `CHOSEN`, so that a resume chooses anew.
 tests/unit/test_site_submit.py holds the promises.
+
+What the user changes of a site's preset, so that its locks can be held against it. Pure.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count
 from hpctrain.errors import UsageError
-from hpctrain.scheduler.slurm.header import check_options, is_exclusive
-from hpctrain.scheduler.slurm.leak import kept_settings
+from hpctrain.scheduler.slurm.environment import kept_settings
+from hpctrain.scheduler.slurm.script import check_options, is_exclusive
 from hpctrain.scheduler.slurm.site_options import is_forbidden
 from hpctrain.settings.check import check, node_range, time_s
 from hpctrain.settings.layers import DEFAULT, Layer, nearest
 from hpctrain.settings.sbatch_options import name_of
 from hpctrain.settings.schema import Settings
-from hpctrain.submit.preemption import preemption_notes
-from hpctrain.submit.site_rules import Need, choose, misfits, time_limit
+from hpctrain.site.environment import Versions, derive, locked_names, paths_of
+from hpctrain.site.preset import dotted
+from hpctrain.site.sheet import check_locked
+from hpctrain.submit.site_rules import Need, choose_partition, misfits, preemption_notes, time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
-    from hpctrain.submit.accounting import Accounting
+    from hpctrain.submit.checks import Accounting
 
 CHOSEN = "chosen from "
 """Beginning of the origin of a value that nobody has given."""
@@ -79,7 +84,7 @@ def check_site(
     if not slurm.partition and site.partitions:
         need = need_of(settings)
         where = site.where("partitions")
-        slurm.partition, why = choose(site.partitions, need, where)
+        slurm.partition, why = choose_partition(site.partitions, need, where)
         origins["slurm.partition"] = f"{CHOSEN}the limits of {where}"
         notes.append(why)
     notes += _check_partitions(settings, origins, site)
@@ -277,3 +282,75 @@ def _refuse_unknown(
         f"{origins.get(f'slurm.{key}', DEFAULT)}: slurm.{key} is {value}, which SLURM's accounting "
         f"does not know for you; {hint}"
     )
+
+
+def changed(
+    site: Site,
+    settings: Settings,
+    origins: Mapping[str, str],
+    env: Mapping[str, str],
+    env_origins: Mapping[str, str],
+) -> dict[str, str]:
+    """Settings and variables of the ranks to which the user gives another value, with the places.
+
+    Args:
+        site: The preset.
+        settings: As they were merged.
+        origins: Setting to its place.
+        env: What hpctrain.toml and flags set for the ranks.
+        env_origins: Variable to its place.
+    """
+    found: dict[str, str] = {}
+    for path, origin in origins.items():
+        section, _, key = path.partition(".")
+        theirs = site.settings.get(section, {}).get(key)
+        now = getattr(getattr(settings, section), key)
+        by_user = not origin.startswith((DEFAULT, CHOSEN, f"site {site.name}"))
+        if by_user and now != theirs:
+            found[f"settings.{path}"] = origin
+    for name, value in env.items():
+        if _differs(site, name, value):
+            found[f"env.{name}"] = env_origins[name]
+    return found
+
+
+def changed_by_shell(
+    site: Site, environ: Mapping[str, str], env: Mapping[str, str]
+) -> dict[str, str]:
+    """Locked variables of the preset that the submitting shell has, and would hand to the job."""
+    if site.slurm.export == "none" or not site.lock.keys:
+        return {}
+    return {
+        f"env.{name}": f"{name} of your shell"
+        for name in locked_names(site)
+        if name in environ
+        and name not in env
+        and name not in site.env.unset
+        and paths_of(site, name)
+        and _differs(site, name, environ[name])
+    }
+
+
+def take_locks(
+    site: Site, changes: Mapping[str, str], *, allow: bool
+) -> tuple[list[str], list[str]]:
+    """Lines for the user, and the locked paths that are changed; both empty where none is.
+
+    Raises:
+        UsageError: one is changed and `allow` is False.
+    """
+    told = check_locked(site, changes, allow=allow)
+    alone = replace(site, overridden={})
+    of_files = {dotted(path): place for path, place in site.overridden.items()}
+    every = of_files | dict(changes)
+    paths = [path for path in every if check_locked(alone, {path: every[path]}, allow=True)]
+    return told, paths
+
+
+def _differs(site: Site, name: str, value: str) -> bool:
+    """Whether a variable's value is another than the preset's, for one node or for several."""
+    for nodes in (1, 2):
+        theirs = derive(site, nodes=nodes, versions=Versions(), run_dir="").values.get(name)
+        if theirs is not None and theirs.value != value:
+            return True
+    return not paths_of(site, name) or any(name in when.set for when in site.env.when.values())

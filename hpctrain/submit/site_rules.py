@@ -1,22 +1,123 @@
-"""Which partition takes a job, from the limits in a site's preset. Pure.
+"""Which site counts: --site, HPCTRAIN_SITE, hpctrain.toml, what is detected here, or none.
+
+tests/unit/test_site_submit.py holds the promises.
+
+Which partition takes a job, from the limits in a site's preset. Pure.
 
 A limit that the preset does not have is unknown, and refuses nothing: SLURM will.
 tests/unit/test_site_submit.py holds the promises.
+
+What preemption costs a run on this site, in words for the user. Pure.
+
+The facts behind it are in docs/preemption.md. tests/unit/test_site_submit.py holds the promises.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import shutil
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import duration
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.settings.check import time_s
+from hpctrain.site.detect import choose as choose_here
+from hpctrain.site.detect import look_around
+from hpctrain.site.load import site_files
+from hpctrain.site.paths import SYSTEM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpctrain.settings.layers import Source
+    from hpctrain.settings.schema import Settings
+    from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
+    from hpctrain.submit.prepare import SubmitRequest
+
+SITE_VARIABLE = "HPCTRAIN_SITE"
+LOCAL_SITE = "local"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A site, or none."""
+
+    site: Site | None
+    notes: list[str] = field(default_factory=list)
+    """How it was chosen, where this command line does not say it itself."""
+
+
+def find_site(request: SubmitRequest, config: Source | None, cluster: str) -> Chosen:
+    """The site of a new run.
+
+    Raises:
+        NotFound: there is no site of that name.
+        UsageError: its preset is wrong or not for use as it is, or several sites match here.
+    """
+    name, by = _named(request, config)
+    if name is None and cluster == "local":
+        name = LOCAL_SITE
+    environ = request.environ
+    site, how = choose_here(
+        name,
+        environ,
+        look_around(environ, lambda: _cluster_name(environ)),
+        project=(request.cwd / request.config).parent if request.config else request.cwd,
+    )
+    if name is None:
+        # Most clusters have no preset: that nothing matched is no news.
+        return Chosen(site, [how] if site is not None or "matches (" in how else [])
+    return Chosen(site, [f"site {name}, as {by} says"] if by else [])
+
+
+def dropped_locks(request: SubmitRequest, config: Source | None, chosen: Chosen) -> list[str]:
+    """Locks of the site that this is, which do not hold because another one was named.
+
+    Empty where no admin's file locks anything: nothing is asked then.
+    """
+    name, _ = _named(request, config)
+    environ = request.environ
+    if name is None or not _anybody_locks(environ):
+        return []
+    try:
+        here, _ = choose_here(None, environ, look_around(environ, lambda: _cluster_name(environ)))
+    except HpctrainError:  # several match, or one is wrong: nobody can say which it would be
+        return []
+    if here is None:
+        return []
+    held = set(chosen.site.lock.keys) if chosen.site is not None else set()
+    return [f"{here.about.name}: {key}" for key in here.lock.keys if key not in held]
+
+
+def _anybody_locks(environ: Mapping[str, str]) -> bool:
+    for files in site_files(environ).values():
+        for layer, path in files:
+            with contextlib.suppress(OSError):
+                if layer == SYSTEM and b"lock" in path.read_bytes():
+                    return True
+    return False
+
+
+def _cluster_name(environ: Mapping[str, str]) -> str | None:
+    """SLURM's ClusterName; None where the user's shell has no scontrol, or no answer came."""
+    if shutil.which("scontrol", path=environ.get("PATH", "")) is None:
+        return None
+    from hpctrain.scheduler.slurm.facts import cluster_name
+
+    return cluster_name()
+
+
+def _named(request: SubmitRequest, config: Source | None) -> tuple[str | None, str]:
+    """The site that was named, and by what; "" where it was the command line itself."""
+    if request.site:
+        return request.site, ""
+    if by_shell := request.environ.get(SITE_VARIABLE):
+        return by_shell, SITE_VARIABLE
+    if config is not None and (given := config.top.get("site")):
+        return given, config.layer.where("site", "")
+    return None, ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +179,9 @@ def misfits(partition: Partition, need: Need, *, time: bool = True) -> list[str]
     return found
 
 
-def choose(partitions: Mapping[str, Partition], need: Need, where: str) -> tuple[str, str]:
+def choose_partition(
+    partitions: Mapping[str, Partition], need: Need, where: str
+) -> tuple[str, str]:
     """The partition that a job goes to where the user named none, and why in a line.
 
     One that is not known to preempt comes before one that does; then the one whose nodes have the
@@ -117,3 +220,87 @@ def is_preemptable(partition: Partition) -> bool:
 def _rank(partition: Partition, need: Need) -> tuple[bool, int]:
     spare = (partition.gpus_per_node or 0) - need.gpus_per_node
     return is_preemptable(partition), max(spare, 0)
+
+
+AGENT_S = 3
+"""Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
+
+
+def preemption_notes(
+    settings: Settings, site: Site, partition: Partition | None, *, is_script: bool
+) -> list[str]:
+    """What the user should know before a job may be preempted; empty where nothing is lost.
+
+    Args:
+        settings: With the partition that was chosen.
+        site: The preset.
+        partition: That partition's facts; None where the preset has none.
+        is_script: The ranks run a script of the user's, which hears signals for itself.
+    """
+    notes = []
+    if site.slurm.requeue is False:
+        notes.append(
+            f"jobs are not requeued here ({site.where('slurm', 'requeue')}): after a preemption "
+            "or a time limit the run waits for `hpctrain resume`"
+        )
+    if partition is None or not is_preemptable(partition):
+        return notes
+    name, facts = settings.slurm.partition, partition.preemption
+    where = site.where("partitions", name, "preemption")
+    short = _short_notice(settings, site, partition, where)
+    notes += [short] if short else []
+    if facts.mode == "cancel" and site.slurm.requeue is not False:
+        notes.append(
+            f"partition {name} cancels what it preempts ({where}): the run comes back only where "
+            "its agents can requeue the job before it is killed; else by `hpctrain resume`"
+        )
+    if facts.mode == "suspend":
+        notes.append(
+            f"partition {name} suspends what it preempts ({where}): ranks stand still, and "
+            "time-outs of collectives may end them when they go on"
+        )
+    if is_script and site.slurm.send_user_signal is False and facts.grace_s:
+        notes.append(
+            f"SLURM sends SIGTERM and no SIGUSR2 at a preemption here "
+            f"({site.where('slurm', 'send_user_signal')}): a script of your own that does not "
+            "handle SIGTERM loses all steps since its last checkpoint"
+        )
+    return notes
+
+
+def _short_notice(settings: Settings, site: Site, partition: Partition, where: str) -> str:
+    """What is lost where the time from the notice to the kill may be too short; "" elsewhere."""
+    name, facts = settings.slurm.partition, partition.preemption
+    lead, cost = settings.slurm.signal_lead_s, _cost(settings)
+    if facts.grace_s is None:
+        return (
+            f"partition {name} preempts jobs ({where}), with how much grace the preset does not "
+            f"say: where a save does not fit into it, a preemption costs {cost}"
+        )
+    window = facts.grace_s or site.slurm.kill_wait_s
+    if window is None:
+        return (
+            f"partition {name} preempts jobs without GraceTime ({where}): a preemption costs {cost}"
+        )
+    named = "GraceTime" if facts.grace_s else "no GraceTime, only KillWait"
+    kills = f"partition {name} kills {window} s after the notice of a preemption ({named}, {where})"
+    if window <= AGENT_S:
+        return f"{kills}, which leaves no time to save: it costs {cost}"
+    if lead > window:
+        return (
+            f"{kills}, sooner than slurm.signal_lead_s ({lead} s) says: where a step and a save "
+            f"take longer, it costs {cost}"
+        )
+    return ""
+
+
+def _cost(settings: Settings) -> str:
+    """The most that a kill without a save takes away."""
+    checkpoint = settings.checkpoint
+    if checkpoint.interval_steps:
+        return f"up to {checkpoint.interval_steps} steps, those since the last checkpoint"
+    seconds = checkpoint.interval_s or checkpoint.max_loss_s
+    key = "interval_s" if checkpoint.interval_s else "max_loss_s"
+    return (
+        f"what was trained since the last checkpoint, up to {duration(seconds)} (checkpoint.{key})"
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base.modes import make_private_folder
+from hpctrain.base.files import make_private_folder
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.settings.spec import Snapshot
 

@@ -8,31 +8,34 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 LOGIN_ROOMS = (
+    "base",
+    "checkpoint.format",
+    "checkpoint.store",
     "cli",
-    "submit",
+    "history",
+    "logs",
+    "nccl",
     "plan",
-    "site",
-    "settings",
-    "slurm",
-    "rundir",
-    "ledger",
-    "checkpoint",
     "preflight",
     "profile",
     "report",
+    "run",
+    "scheduler",
+    "scheduler.local",
+    "scheduler.slurm",
+    "settings",
+    "site",
+    "status",
+    "submit",
 )
-LOGIN_MODULES = ("clusters", "errors", "records", "local.client", "local.control", "local.jobs")
-TENSORS = {
-    *(f"checkpoint.{name}" for name in ("boxes", "dcp", "restore", "save", "saver")),
-    "preflight.collective",
-}
+LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
+TENSORS = {"preflight.collective"}
 BYTES = {
-    f"checkpoint.{name}"
-    for name in (
-        "assemble", "grid", "overlap", "ranged", "reader", "shard", "table", "verify",
-        "writer", "writer_process",
-    )
-}  # fmt: skip
+    *(f"checkpoint.format.{name}" for name in ("geometry", "reader", "shard", "table")),
+    "checkpoint.store.verify",
+    "checkpoint.tensors.writer",
+    "checkpoint.tensors.writer_process",
+}
 """They handle what lies in the files and import numpy; `submit` and `status` need none."""
 CODE = """
 import importlib, sys
@@ -67,7 +70,7 @@ def test_what_handles_a_checkpoints_bytes_imports_without_torch():
 def _modules():
     modules = [f"hpctrain.{name}" for name in LOGIN_MODULES]
     for room in LOGIN_ROOMS:
-        paths = sorted((PACKAGE / room).glob("*.py"))
+        paths = sorted((PACKAGE / room.replace(".", "/")).glob("*.py"))
         assert paths, room
         modules += [f"hpctrain.{room}.{path.stem}" for path in paths if path.stem != "__init__"]
     return modules

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.format.names import staged_name
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, staged_name
 from hpctrain.checkpoint.store import find
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir

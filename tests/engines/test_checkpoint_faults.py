@@ -445,7 +445,7 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, 
     """Trap 8: a checkpoint that proves itself and yet lacks a part, as a wrong writer could do."""
     from dataclasses import replace
 
-    from hpctrain.checkpoint.format import assemble, manifest
+    from hpctrain.checkpoint.format import manifest, table
 
     root = shutil.copytree(saved, tmp_path / "run")
     path = find.step_path(RunDir(root), NEW)
@@ -455,7 +455,7 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, 
     pair = int(chunks.first_dim[chunks.rows_of(number)[-1]])
     chunks.begin[pair] -= 1  # one row twice, another one never
     with pytest.raises(CheckpointError, match=r"model\.embed\.weight"):
-        assemble.require_cover(listed.tensors, chunks)
+        table.require_cover(listed.tensors, chunks)
     content = chunks.dump()
     (path / TABLE_NAME).write_bytes(content)
     listed.files[-1] = table.entry_of(content)

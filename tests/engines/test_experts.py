@@ -251,7 +251,7 @@ class Own(nn.Module):
 
 def places_of(**axes):
     from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.places import join_places
+    from hpctrain.engines.layouts import join_places
     from hpctrain.world import join_world
 
     world = join_world()
@@ -261,7 +261,7 @@ def places_of(**axes):
 def train_own():
     """Outputs and gradients of a user's model with ep, and without it on all ranks' tokens."""
     from hpctrain.engines.experts import expert_parallelize
-    from hpctrain.engines.fsdp import shard
+    from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
     world, places = places_of(dp_shard=2, ep=2)
@@ -295,7 +295,7 @@ def test_a_model_of_ones_own_needs_a_mark_and_nothing_else():
 
 def refusals():
     from hpctrain.engines.experts import expert_parallelize
-    from hpctrain.engines.fsdp import shard
+    from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
     _, places = places_of(dp_shard=4, ep=2)
@@ -332,7 +332,7 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do():
 
 
 def held_of_few_experts():
-    from hpctrain.engines.fsdp import shard
+    from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
     _, places = places_of(dp_shard=3)

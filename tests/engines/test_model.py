@@ -14,12 +14,12 @@ from hpctrain.recipes.lm.model import (
     MODEL_BLOCKS,
     Block,
     LMConfig,
+    MoE,
     count_parameters,
     flops_per_token,
     rotate,
     token_loss,
 )
-from hpctrain.recipes.lm.moe import MoE
 
 SMALL = LMConfig(layers=2, dim=32, heads=2, seq_len=16)
 SPARSE = LMConfig(layers=2, dim=32, heads=2, seq_len=16, experts=5, experts_per_token=2)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hpctrain.engines.loss_scale import LossScale
+from hpctrain.engines.precision import LossScale
 from hpctrain.errors import CheckpointError
 from tests.support.gloo import launch
 

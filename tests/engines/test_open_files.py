@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpctrain.base.open_files import BASE, MOST, PER_RANK, needed, warning
+from hpctrain.base.process import BASE, MOST, PER_RANK, needed, warning
 from tests.support.gloo import launch
 
 LIMITED = """
 import json, resource, socket, sys
-from hpctrain.base.open_files import needed, raise_limit
+from hpctrain.base.process import needed, raise_limit
 soft, hard, world_size = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 limit = raise_limit()

@@ -10,10 +10,9 @@ from dataclasses import asdict
 
 import pytest
 
-from hpctrain.profile.examine import examine
 from hpctrain.profile.files import Request, Window, find
 from hpctrain.profile.trace import Kind
-from hpctrain.profile.verdict import Bound
+from hpctrain.profile.verdict import Bound, examine
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir

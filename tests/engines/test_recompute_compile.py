@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 
-from hpctrain.engines.blocks import every_block, find_blocks
-from hpctrain.engines.compiled import compile_blocks
+from hpctrain.engines.blocks import compile_blocks, every_block, find_blocks
 from hpctrain.errors import UsageError
 from hpctrain.world import World, join_world
 from tests.support import gloo

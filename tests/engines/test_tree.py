@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.engines.exact.norm import LIMBS, exact_norm, limbs_of
-from hpctrain.engines.exact.tree import Counter
+from hpctrain.engines.exact.norm import LIMBS, Counter, exact_norm, limbs_of
 from hpctrain.world import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -130,15 +130,15 @@ def test_an_error_that_passes_costs_nothing_but_a_moment(root):
 @pytest.mark.parametrize("name", [file_name(0), TABLE_NAME])
 def test_a_file_that_one_node_does_not_see_is_not_damaged(root, name):
     def hide(world, root):
-        from hpctrain.checkpoint.format import ranged, table
+        from hpctrain.checkpoint.format import reader, table
 
         if world.rank == 1:  # a client whose directory is older than the checkpoint
             if name == TABLE_NAME:
                 real = table.load
                 table.load = lambda path, manifest: real(path.with_name("not-yet"), manifest)
             else:
-                real_file = ranged.Files._file
-                ranged.Files._file = lambda self, number, _: real_file(self, number, "not-yet")
+                real_file = reader.Files._file
+                reader.Files._file = lambda self, number, _: real_file(self, number, "not-yet")
 
     for (answer,) in launch(load_rank, 2, root=root, cases=[""], spoil=hide):
         assert answer["error"] == "FileSystemFault"

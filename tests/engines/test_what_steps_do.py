@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.engines import fsdp
+from hpctrain.engines import native
 from hpctrain.engines import state as names
 from hpctrain.engines.parallelize import names_of, point_to
 from hpctrain.errors import UsageError
@@ -132,7 +132,7 @@ def policies(offload):
         seen.append(options.get("offload_policy", OffloadPolicy()))
         return fully_shard(module, **options)
 
-    fully_shard, fsdp.fully_shard = fsdp.fully_shard, recording
+    fully_shard, native.fully_shard = native.fully_shard, recording
     lmt.engine_of(join_world(), lmt.lm(), offload=offload)
     return [isinstance(policy, CPUOffloadPolicy) for policy in seen]
 

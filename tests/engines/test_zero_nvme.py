@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.engines.zero.nvme import CHUNK_BYTES, Files
-from hpctrain.engines.zero.zero_nvme import gaps
-from hpctrain.engines.zero.zero_room import take_folder
+from hpctrain.engines.zero.nvme import CHUNK_BYTES, Files, gaps, take_folder
 from tests.support import zero
 
 # ---- files

@@ -21,8 +21,8 @@ from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.scheduler.slurm.control import NODE_DOWN, SlurmControl
+from hpctrain.scheduler.slurm.environment import clean
 from hpctrain.scheduler.slurm.executor import HpctrainExecutor
-from hpctrain.scheduler.slurm.leak import clean
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.slurm_boot import tail
@@ -293,7 +293,8 @@ def test_requeue_lives_through_the_storm(slurm, tmp_path):
     scontrol.chmod(0o755)
     agent = tmp_path / "agent.py"
     agent.write_text(
-        "import os\nfrom hpctrain.agent import signals\nfrom hpctrain.scheduler.slurm.control import *\n"
+        "import os\nfrom hpctrain.agent import signals\n"
+        "from hpctrain.scheduler.slurm.control import *\n"
         "signals.install()\nSlurmControl(os.environ['SLURM_JOB_ID']).requeue()\n"
     )
     step = f"REAL=$PATH PATH={tmp_path}:$PATH exec {sys.executable} {agent}"

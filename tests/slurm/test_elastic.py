@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.ledger.derive import attempts, lineage
+from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import lineage
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit
 

@@ -7,7 +7,8 @@ import hashlib
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.ledger.derive import attempts, lineage
+from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import lineage
 from tests.support.recipe import (
     consumed_by_step,
     full_state,

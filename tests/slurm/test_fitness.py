@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.preflight import proven
-from hpctrain.preflight.node_lists import note, of_user
+from hpctrain.preflight import node_lists
+from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
 from hpctrain.testing.node_faults import VARIABLE
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 
 def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     env = {VARIABLE: "version:n2,of=torch,is=1.0", "XDG_STATE_HOME": str(tmp_path)}
-    note(of_user(env, CLUSTER), {"n4": "slow in a preflight of this morning"})
+    record_bad(bad_nodes_of_user(env, CLUSTER), {"n4": "slow in a preflight of this morning"})
     run = submit(slurm, tmp_path, "--nodes=2-3", "--ranks-per-node=1", env=env)
 
     end = run.wait_event("attempt_ended")
@@ -45,11 +45,11 @@ def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_
 
     assert run.events("attempt_started")[-1].data["nodes"] == ["n1", "n2", "n4"]
     assert [e.data["collective"] for e in run.events("preflight")] == ["fail", "ok"]
-    assert proven.are_proven(proven.of_run(run.dir), ["n1", "n2", "n4"], 1)
+    assert node_lists.are_known_good(node_lists.known_good_path(run.dir), ["n1", "n2", "n4"], 1)
 
 
 def test_where_no_node_is_left_the_refusal_says_who_was_kept_out(slurm, tmp_path):
-    note(of_user(slurm.env, CLUSTER), dict.fromkeys(slurm.nodes, "slow"))
+    record_bad(bad_nodes_of_user(slurm.env, CLUSTER), dict.fromkeys(slurm.nodes, "slow"))
 
     done = cli(slurm, tmp_path, "submit", "--cluster=slurm", "--name=run", "--set=train.steps=1")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find, verify
-from hpctrain.ledger.derive import attempts, lineage
+from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import lineage
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit
 

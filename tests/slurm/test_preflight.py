@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.preflight.checks import Expected
 from hpctrain.preflight.checks_fabric import check_interfaces
-from hpctrain.preflight.expect import Expected
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.probe import Sources, read_interfaces
 from hpctrain.preflight.report import FAIL

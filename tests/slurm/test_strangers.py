@@ -23,8 +23,7 @@ import pytest
 
 from hpctrain.agent.compile_cache import NAME as COMPILED
 from hpctrain.agent.node_check import PORT as MEETING
-from hpctrain.base.ports import PORTS, first_port
-from hpctrain.base.process import own_program
+from hpctrain.base.process import PORTS, first_port, own_program
 from hpctrain.run.layout import RunDir
 from tests.support import processes
 from tests.support.ledger_runs import Story

@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
@@ -306,7 +306,7 @@ def _check_dead(run: RunDir, pair: Pair, kind: str, victims: list[int]) -> Kill:
         kind,
         hit=any(pair.is_saving(rank) for rank in victims),
         staged=bool(find.staged(run)),
-        deleting=any(names.parse_deleting(name) for name in names_in(run)),
+        deleting=any(manifest.parse_deleting(name) for name in names_in(run)),
     )
 
 

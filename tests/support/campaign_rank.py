@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.process import die_with_parent, print_to
-from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.testing import points
 from tests.support import gloo, sharded
 
@@ -154,7 +154,7 @@ class _Rank:
         step = self._restore()
         run, attempt = self.part.run, self.part.attempt
         on_rank_0(self.world, lambda: sweep(run, attempt))
-        left = [name for name in names_in(run) if names.parse_step(name) is None]
+        left = [name for name in names_in(run) if manifest_format.parse_step(name) is None]
         gather(self.world, "looked")
         self.say("swept", step, left=left)
         while True:

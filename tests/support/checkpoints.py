@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.checkpoint.format import shard, table
-from hpctrain.checkpoint.format.assemble import assemble, part_of
-from hpctrain.checkpoint.format.digest import file_digest
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    TABLE_NAME,
+    FileEntry,
+    Manifest,
+    file_digest,
+)
 from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.run.fence import Attempt, take_attempt
 from hpctrain.run.layout import RunDir
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.format.assemble import RankPart
+    from hpctrain.checkpoint.format.table import RankPart
 
 SHARD_0, SHARD_1 = shard.file_name(0), shard.file_name(1)
 BLOCK_BYTES = 512

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint.exchange import ours
+from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.assemble import part_of
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.cli.main import main
@@ -116,9 +116,9 @@ def _share(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> tuple[Piec
 def loaded(run: RunDir, step: int) -> dict[str, torch.Tensor]:
     """All tensors of a committed checkpoint, through the reader that training uses."""
     words = {word: dtype for dtype, word in DTYPES.items()}
-    path, manifest = ours.found(run, step)
+    path, manifest = contents.committed(run, step)
     found = {}
-    for one in ours.tensors(path, manifest):
+    for one in contents.tensors(path, manifest):
         flat = torch.tensor(one.read()) if one.nbytes else torch.empty(0, dtype=torch.uint8)
         found[one.name] = flat.view(words[one.dtype]).reshape(one.shape)
     return found

@@ -35,10 +35,10 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
     "hpctrain.checkpoint.tensors.saver",
-    "hpctrain.engines.fsdp",
+    "hpctrain.engines.native",
     "hpctrain.engines.parallelize",
     "hpctrain.recipes.lm.train",
-    "hpctrain.runtime.board",
+    "hpctrain.runtime.tensorboard",
     "hpctrain.runtime.run",
 )
 """What every rank would import for itself, 0.7 s in each that trains the recipe."""

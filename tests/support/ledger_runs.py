@@ -87,9 +87,9 @@ class Story:
 
 def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     """A job of the embedded cluster as its controller would leave it on disk."""
-    from hpctrain.scheduler.local import jobs
+    from hpctrain.scheduler.local import client
 
-    record = jobs.LocalJobRecord(
+    record = client.LocalJobRecord(
         job_id=job_id,
         token="tok-1",
         run_dir="",

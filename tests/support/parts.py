@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.checkpoint.format import shard, table
-from hpctrain.checkpoint.format.assemble import assemble, part_of
+from hpctrain.checkpoint.format.table import assemble, part_of
 from tests.support import checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.checkpoint.format.assemble import RankPart
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.format.table import RankPart
 
 BLOCK_BYTES = 64
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.ledger.derive import live
+from hpctrain.history.run_state import live
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.node_lists import note, of_run, of_user
+from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, record_bad
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.bad_nodes import kept_out
+from hpctrain.submit.launch import kept_out
 from tests.support.recipe import make_run
 
 
@@ -21,14 +21,14 @@ def run(tmp_path):
 def test_both_lists_count_on_slurm_for_as_long_as_they_say(run, tmp_path):
     environ = {"XDG_STATE_HOME": str(tmp_path / "state")}
     spec = replace(load_spec(run.spec), cluster="slurm", site="mila")
-    note(of_user(environ, "mila"), {"n2": "slow"})
-    note(of_user(environ, "other"), {"n3": "of another cluster"})
-    note(of_run(run), {"n4": "no ib0"})
-    note(of_run(run), {"n5": "long ago"}, hours=1, now=time.time() - 3601)
+    record_bad(bad_nodes_of_user(environ, "mila"), {"n2": "slow"})
+    record_bad(bad_nodes_of_user(environ, "other"), {"n3": "of another cluster"})
+    record_bad(bad_nodes_path(run), {"n4": "no ib0"})
+    record_bad(bad_nodes_path(run), {"n5": "long ago"}, hours=1, now=time.time() - 3601)
 
     found = kept_out(run, spec, environ)
 
     assert list(found) == ["n2", "n4"]
     assert found["n2"].startswith("slow (")
-    assert str(of_run(run)) in found["n4"]
+    assert str(bad_nodes_path(run)) in found["n4"]
     assert kept_out(run, replace(spec, cluster="local"), environ) == {}

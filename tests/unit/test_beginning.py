@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.beginning import asked_step, newest_known
+from hpctrain.checkpoint.store.find import asked_step, newest_known
 from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemFault, TornCheckpoint
 from hpctrain.run import events as ledger

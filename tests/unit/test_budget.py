@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.records import EndReason
-from hpctrain.plan.budget import EXIT_STOPPED, allow, attempts_without_progress
+from hpctrain.plan.decide import EXIT_STOPPED, allow, attempts_without_progress
 from hpctrain.run.events import Event
 from hpctrain.settings.schema import BudgetSettings
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format import assemble as module
-from hpctrain.checkpoint.format.assemble import as_range, assemble
+from hpctrain.checkpoint.format import table as module
 from hpctrain.checkpoint.format.manifest import TensorEntry
 from hpctrain.checkpoint.format.shard import Piece, file_name
+from hpctrain.checkpoint.format.table import as_range, assemble
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
 from tests.support import tilings

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import commit, find, pins, retention, verify
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, set_aside_name
+from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint
 from hpctrain.testing import faults
 from tests.support import checkpoints as support
@@ -210,7 +210,7 @@ def test_an_asked_for_step_of_a_run_without_any_says_so(run):
 
 def test_a_set_aside_one_without_its_note_is_listed_all_the_same(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    commit.rename_away(path, 1000, find.names.set_aside_name)
+    commit.rename_away(path, 1000, set_aside_name)
 
     (aside,) = find.set_aside(run)
 
@@ -262,7 +262,7 @@ def _remove(run, _):
 
 
 def _pin(run, _):
-    pins.pin(run, 2000)
+    retention.pin(run, 2000)
 
 
 @pytest.mark.parametrize("act", [_stage_again, _prune, _prune_best, _remove, _pin])
@@ -304,7 +304,7 @@ def test_a_fifo_in_a_files_place_is_waited_for_by_nobody(run, attempt, name):
             find.look(run, 1000)
         assert find.glance(run, 1000).state == "unreadable"
         return
-    assert "not an ordinary file" in pins.reason_of(path) or name != "PINNED"
+    assert "not an ordinary file" in retention.reason_of(path) or name != "PINNED"
     path.rename(path.with_name("step-0000001000.set-aside-1"))
     (aside,) = find.set_aside(run)
     assert aside.reason in {"no reason was left", "the reason cannot be read: not an ordinary file"}

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from hpctrain.checkpoint.format import manifest, shard, table
-from hpctrain.checkpoint.format.assemble import assemble, part_of
 from hpctrain.checkpoint.format.reader import Source, Target
 from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import TornCheckpoint
 from hpctrain.run.layout import RunDir

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.base.text import size
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import commit, find, pins, retention
+from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.cli import checkpoints_keep
 from hpctrain.cli.main import main
 from hpctrain.settings.spec import load_spec
@@ -107,7 +107,7 @@ def test_a_pin_is_made_shown_and_taken_away(run, call):
 
     assert call("pin", "gpt-a", 1000, "--remove")[1] == "step 1000 of gpt-a is no longer pinned\n"
     assert call("pin", "gpt-a", 1000, "--remove")[1] == "step 1000 of gpt-a was not pinned\n"
-    assert pins.pinned(run) == {}
+    assert retention.pinned(run) == {}
 
 
 def test_a_pin_without_a_word_is_shown_too(run, call):
@@ -150,7 +150,7 @@ def test_pruning_goes_by_the_runs_settings(run, call):
 
 def test_a_dry_run_tells_what_would_go_and_why_the_rest_stays_and_deletes_nothing(run, call):
     save(run, {4000: 4.0, 5000: 5.0})
-    pins.pin(run, 1000, "table 2")
+    retention.pin(run, 1000, "table 2")
     words = ("--keep-last", 1, "--keep-every", 3000, "--keep-best", 1, "--metric", "loss")
 
     code, out, _ = call("prune", "gpt-a", *words, "--dry-run")
@@ -325,7 +325,9 @@ def test_on_a_terminal_the_answer_decides(run, call, terminal):
 
 def test_what_was_pinned_while_the_question_stood_stays(run, call, terminal, monkeypatch):
     terminal("y")
-    monkeypatch.setattr(click.termui, "visible_prompt_func", lambda _: pins.pin(run, 1000) and "y")
+    monkeypatch.setattr(
+        click.termui, "visible_prompt_func", lambda _: retention.pin(run, 1000) and "y"
+    )
 
     assert call("rm", "gpt-a", 1000, 2000)[0] == 3
     assert find.steps(run) == [3000, 2000, 1000]
@@ -341,7 +343,7 @@ def test_a_question_does_not_mix_with_json(run, call, terminal):
 
 def test_what_is_refused_is_not_asked_about(run, call, terminal):
     asked = terminal("y")
-    pins.pin(run, 1000, "table 2")
+    retention.pin(run, 1000, "table 2")
 
     code, _, err = call("rm", "gpt-a", 1000, 2000)
     assert (code, err.count("\n")) == (3, 1)
@@ -349,7 +351,7 @@ def test_what_is_refused_is_not_asked_about(run, call, terminal):
     assert "`hpctrain checkpoints pin gpt-a 1000 --remove`, or add --force" in err
     code, _, err = call("rm", "gpt-a", 1000, 2000, 3000, 1500)
     assert (code, "no checkpoint of step 1500" in err) == (4, True)
-    pins.unpin(run, 1000)
+    retention.unpin(run, 1000)
     code, _, err = call("rm", "gpt-a", 1000, 2000, 3000)
     assert (code, "step 3000 is the last valid checkpoint" in err) == (3, True)
     assert find.steps(run) == [3000, 2000, 1000]

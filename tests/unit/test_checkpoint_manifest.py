@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import manifest as manifests
-from hpctrain.checkpoint.format.digest import bytes_digest, file_digest
-from hpctrain.checkpoint.format.manifest import FileEntry
+from hpctrain.checkpoint.format.manifest import FileEntry, bytes_digest, file_digest
 from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
 from hpctrain.testing import faults
 from tests.support import checkpoints as support

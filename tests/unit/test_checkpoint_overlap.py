@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.geometry import Region, overlap
-from hpctrain.checkpoint.format.grid import Grid
+from hpctrain.checkpoint.format.geometry import Grid, Region, overlap
 from hpctrain.checkpoint.format.shard import DTYPES, Piece
 from hpctrain.checkpoint.format.table import ChunkTable
 from tests.support import checkpoints as support

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import find, pins, retention
+from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import CheckpointError, NotFound
 from hpctrain.run.fence import run_lock
 from tests.support import checkpoints as support
@@ -28,49 +28,49 @@ def attempt(run):
 def test_a_pin_is_a_file_with_the_reason_and_the_checkpoint_stays_whole(run, attempt):
     path, _ = support.save(run, attempt, 1000, 2000)
 
-    assert pins.pin(run, 1000, "table 2 of the paper")
+    assert retention.pin(run, 1000, "table 2 of the paper")
 
     assert (path / "PINNED").read_text() == "table 2 of the paper\n"
-    assert pins.pinned(run) == {1000: "table 2 of the paper"}
+    assert retention.pinned(run) == {1000: "table 2 of the paper"}
     assert find.look(run, 1000).problem is None
 
 
 def test_pinning_twice_changes_nothing_and_another_reason_replaces_the_first(run, attempt):
     support.save(run, attempt, 1000)
-    pins.pin(run, 1000, "first")
+    retention.pin(run, 1000, "first")
 
-    assert not pins.pin(run, 1000, "first")
-    assert pins.pin(run, 1000, "second")
+    assert not retention.pin(run, 1000, "first")
+    assert retention.pin(run, 1000, "second")
 
-    assert pins.pinned(run) == {1000: "second"}
+    assert retention.pinned(run) == {1000: "second"}
 
 
 def test_unpinning_takes_the_file_away_and_twice_changes_nothing(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    pins.pin(run, 1000)
+    retention.pin(run, 1000)
 
-    assert pins.unpin(run, 1000)
-    assert not pins.unpin(run, 1000)
+    assert retention.unpin(run, 1000)
+    assert not retention.unpin(run, 1000)
 
-    assert pins.pinned(run) == {}
+    assert retention.pinned(run) == {}
     assert not (path / "PINNED").exists()
 
 
 def test_a_torn_checkpoint_cannot_be_pinned_but_its_pin_can_be_taken_away(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    pins.pin(run, 1000)
+    retention.pin(run, 1000)
     (path / MANIFEST_NAME).unlink()
 
     with pytest.raises(CheckpointError) as caught:
-        pins.pin(run, 1000, "again")
+        retention.pin(run, 1000, "again")
 
     assert str(caught.value) == (
         "step 1000 of gpt-a is torn and was not pinned: manifest is missing"
     )
-    assert pins.unpin(run, 1000)
+    assert retention.unpin(run, 1000)
 
 
-@pytest.mark.parametrize("act", [pins.pin, pins.unpin])
+@pytest.mark.parametrize("act", [retention.pin, retention.unpin])
 def test_an_unknown_step_is_refused_with_those_that_are_there(run, attempt, act):
     support.save(run, attempt, 1000, 2000)
     support.stage(run, attempt, 1500)
@@ -86,31 +86,31 @@ def test_a_file_made_by_hand_is_a_pin(run, attempt):
     (path / "PINNED").touch()
     (other / "PINNED").mkdir()
 
-    assert pins.pinned(run) == {2000: "the reason cannot be read: Is a directory", 1000: ""}
+    assert retention.pinned(run) == {2000: "the reason cannot be read: Is a directory", 1000: ""}
 
 
 def test_a_reason_is_one_line_that_no_terminal_obeys(run, attempt):
     (path,) = support.save(run, attempt, 1000)
 
-    pins.pin(run, 1000, "two\nlines \x1b[31mred")
-    assert pins.pinned(run) == {1000: "two lines [31mred"}
+    retention.pin(run, 1000, "two\nlines \x1b[31mred")
+    assert retention.pinned(run) == {1000: "two lines [31mred"}
 
     (path / "PINNED").write_bytes(b"\xff\x1b[2J\n")
-    assert pins.pinned(run) == {1000: "\ufffd [2J"}
+    assert retention.pinned(run) == {1000: "\ufffd [2J"}
 
 
 def test_a_full_disk_leaves_no_half_pin_and_the_old_reason(small_disk):
     run = support.new_run(small_disk(1024**2))
     attempt = support.next_attempt(run)
     paths = support.save(run, attempt, 1000, 2000)
-    pins.pin(run, 2000, "old")
+    retention.pin(run, 2000, "old")
     disks.fill(run.root)
 
     for step in (1000, 2000):
         with pytest.raises(CheckpointError, match=rf"step {step} of gpt-a cannot be pinned: .*No"):
-            pins.pin(run, step, "new")
+            retention.pin(run, step, "new")
 
-    assert pins.pinned(run) == {2000: "old"}
+    assert retention.pinned(run) == {2000: "old"}
     assert sorted(path.name for path in paths[0].iterdir()) == sorted(
         [*support.SHARDS, MANIFEST_NAME]
     )
@@ -134,7 +134,7 @@ def test_pinning_waits_for_who_chooses_what_may_go(run, attempt):
     made = threading.Event()
 
     def pin():
-        pins.pin(run, 1000)
+        retention.pin(run, 1000)
         made.set()
 
     with run_lock(run):

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format import ranged, shard
-from hpctrain.checkpoint.format.digest import BLOCK_BYTES
-from hpctrain.checkpoint.format.manifest import TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.format import reader, shard
+from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, TABLE_NAME, TensorEntry
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import Source, Target
 from hpctrain.checkpoint.format.shard import Piece
@@ -70,7 +69,7 @@ def test_any_region_is_read_from_any_tiling(tmp_path_factory, drawn, block, wind
     manifest, table = support.bare(directory, ranks, whole, block_bytes=block)
     targets = [target_of(piece) for piece in wanted]
 
-    with mock.patch.object(ranged, "WINDOW_BYTES", window):
+    with mock.patch.object(reader, "WINDOW_BYTES", window):
         Source(directory, manifest, table).read(targets, threads=threads)
 
     for piece, target in zip(wanted, targets, strict=True):
@@ -316,7 +315,7 @@ def test_names_and_entries_are_those_of_the_manifest(source):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_bytes_that_were_read_are_told(source, monkeypatch, threads):
-    monkeypatch.setattr(ranged, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 1)
     told, reached = [], []
     monkeypatch.setattr(points, "reach", lambda name, **about: reached.append((name, about)))
 
@@ -330,7 +329,7 @@ def test_all_bytes_that_were_read_are_told(source, monkeypatch, threads):
 
 
 def test_threads_read_at_the_same_time(source, monkeypatch):
-    monkeypatch.setattr(ranged, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 1)
     together, came = threading.Barrier(3), set()
 
     def meet(_):
@@ -355,7 +354,7 @@ def test_the_first_damage_stops_all_threads():
         return 0
 
     with pytest.raises(TornCheckpoint, match="the last one's"):
-        ranged.in_threads(range(many), 8, work)
+        reader.in_threads(range(many), 8, work)
     assert len(taken) < many - 8
 
 

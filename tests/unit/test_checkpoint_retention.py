@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import commit, find, pins, retention, usage
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
+from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import Row, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
 from hpctrain.history.run_state import standing
@@ -353,16 +353,16 @@ def test_pruning_keeps_the_best_by_what_their_manifests_say(run, attempt):
 
 def test_pruning_leaves_a_pinned_one_and_takes_it_once_it_is_unpinned(run, attempt):
     support.save(run, attempt, 1000, 2000)
-    pins.pin(run, 1000, "table 2")
+    retention.pin(run, 1000, "table 2")
 
     assert retention.prune(run, keep_last=1, attempt=attempt) == []
-    pins.unpin(run, 1000)
+    retention.unpin(run, 1000)
     assert retention.prune(run, keep_last=1, attempt=attempt) == [1000]
 
 
 def test_a_sweep_leaves_what_carries_a_pin(run, attempt):
     support.save(run, attempt, 1000)
-    deleting = commit.rename_away(find.step_path(run, 1000), 1000, retention.names.deleting_name)
+    deleting = commit.rename_away(find.step_path(run, 1000), 1000, deleting_name)
     staged, _ = support.stage(run, attempt, 2000)
     for path in (deleting, staged):
         (path / "PINNED").touch()
@@ -382,7 +382,7 @@ def test_a_full_disk_can_be_pruned(small_disk):
 
 
 def in_use(story, idle=None):
-    return usage.in_use(ledger.read(story.run), idle)
+    return retention.in_use(ledger.read(story.run), idle)
 
 
 def held(story, idle=None):
@@ -417,7 +417,7 @@ def test_an_attempt_that_has_ended_uses_nothing(run, reason, following):
 
 
 def test_a_run_that_never_began_uses_nothing(run):
-    assert usage.in_use(ledger.read(run)) is None
+    assert retention.in_use(ledger.read(run)) is None
     assert in_use(Story(run.root).submitted()) is None
 
 
@@ -492,7 +492,7 @@ def refused(run, steps, error, said, **options):
 
 def test_where_one_is_refused_none_goes(run, attempt):
     support.save(run, attempt, 1000, 2000, 3000)
-    pins.pin(run, 2000, "table 2")
+    retention.pin(run, 2000, "table 2")
 
     refused(run, [1000, 1500], NotFound, "no checkpoint of step 1500; there are: 3000, 2000, 1000")
     refused(run, [1000, 2000], ChecksFailed, r"step 2000 of gpt-a is pinned \(table 2\)")
@@ -513,7 +513,7 @@ def test_force_takes_a_pinned_one_whole_so_that_the_next_sweep_finds_nothing(
     run, attempt, monkeypatch
 ):
     support.save(run, attempt, 1000, 2000)
-    pins.pin(run, 1000)
+    retention.pin(run, 1000)
 
     def busy(path):
         raise OSError(39, "Directory not empty", str(path))

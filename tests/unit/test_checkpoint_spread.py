@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.shard import Piece
-from hpctrain.checkpoint.format.spread import my_part
 from tests.support import tilings
 from tests.support.checkpoints import elements_of
 from tests.support.parts import whole

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.checkpoint.format import ranged
+from hpctrain.checkpoint.format import reader
 from hpctrain.checkpoint.format import table as tables
-from hpctrain.checkpoint.format.digest import file_digest
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry, file_digest
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
 from tests.support import checkpoints as support
@@ -32,7 +31,7 @@ def attempt(run):
 def test_a_whole_checkpoint_has_no_problems_and_is_read_to_the_last_byte(
     run, attempt, monkeypatch, threads, window
 ):
-    monkeypatch.setattr(ranged, "WINDOW_BYTES", window)
+    monkeypatch.setattr(reader, "WINDOW_BYTES", window)
     support.save(run, attempt, 1000)
     read = []
 
@@ -161,7 +160,7 @@ def test_swapped_shards_of_one_size_are_found(tmp_path):
 
 
 def test_one_large_file_is_read_by_several_threads(run, attempt, monkeypatch):
-    monkeypatch.setattr(ranged, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 1)
     support.save(run, attempt, 1000)
     together, came = threading.Barrier(2), set()
 

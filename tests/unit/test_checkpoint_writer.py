@@ -25,8 +25,8 @@ from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.shard import Piece
 from hpctrain.checkpoint.tensors import writer
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
-from hpctrain.checkpoint.tensors.writer import Request, Writer, WriterTimeout
-from hpctrain.checkpoint.tensors.writer_process import SHIELDED, Failure, frame
+from hpctrain.checkpoint.tensors.writer import Writer, WriterTimeout
+from hpctrain.checkpoint.tensors.writer_process import SHIELDED, Failure, Request, frame
 from hpctrain.errors import CheckpointError
 from hpctrain.testing.faults import armed
 from tests.support import small_disk as disks
@@ -43,7 +43,8 @@ import os, sys
 sys.path[:0] = {path!r}
 from hpctrain.checkpoint.tensors.arena import Arena
 from hpctrain.checkpoint.format.shard import Piece
-from hpctrain.checkpoint.tensors.writer import Request, Writer
+from hpctrain.checkpoint.tensors.writer_process import Request
+from hpctrain.checkpoint.tensors.writer import Writer
 from pathlib import Path
 arena = Arena(16 << 20)
 arena.view(0, 4)[:] = b"abcd"
@@ -629,11 +630,11 @@ def test_what_the_process_says_goes_to_the_ranks_log(arena, tmp_path, capfd, mon
 
 @pytest.mark.parametrize("module", ["writer_process", "writer"])
 def test_neither_side_imports_torch_or_what_else_is_slow(module):
-    code = f"import sys, hpctrain.checkpoint.{module}; print(*sys.modules)"
+    code = f"import sys, hpctrain.checkpoint.tensors.{module}; print(*sys.modules)"
     names = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert f"hpctrain.checkpoint.{module}" in names
+    assert f"hpctrain.checkpoint.tensors.{module}" in names
     assert {"torch", "click", "submitit", "rich", "tensorboard", "multiprocessing"} & {
         *names
     } == set()

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from hpctrain import __version__, errors
-from hpctrain.base.output import table
 from hpctrain.cli import main as cli_main
+from hpctrain.terminal import table
 
 
 def run_main(*argv):
@@ -48,8 +48,8 @@ def test_help_lists_every_command_and_exit_code_without_importing_a_command():
             "hpctrain",
             "hpctrain.cli",
             "hpctrain.cli.main",
-            "hpctrain.terminal",
             "hpctrain.errors",
+            "hpctrain.terminal",
         ]
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.agent import cpus
-from hpctrain.agent.cpu_plan import Machine, as_list, cpus_of, plan
+from hpctrain.agent.cpus import Machine, as_list, cpus_of, plan
 from hpctrain.history.rank_samples import RankSample
 from hpctrain.settings.schema import Settings
 from hpctrain.site.load import load_site

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from hpctrain.base.records import EndReason, JobInfo, Next
-from hpctrain.ledger.derive import RunState, attempts, progress, run_state, standing
+from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import progress
+from hpctrain.history.run_state import RunState, run_state, standing
 from hpctrain.run.events import read
 from tests.support.ledger_runs import Story
 

@@ -16,12 +16,21 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plan.deepspeed import check_user_config
-from hpctrain.plan.ds_config import engine_config, read_user_config, resolve_ds_config
-from hpctrain.plan.ds_keys import MUST_BE, NO_EFFECT, REFUSED, REMOVED, SECTIONS, TOP
+from hpctrain.plan.deepspeed import (
+    MUST_BE,
+    NO_EFFECT,
+    REFUSED,
+    REMOVED,
+    SECTIONS,
+    TOP,
+    check_user_config,
+    engine_config,
+    read_user_config,
+    resolve_ds_config,
+)
 from hpctrain.settings.check_engine import check_engine
 from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
-from hpctrain.submit.ds_config import take_ds_config
+from hpctrain.submit.checks import take_ds_config
 
 ZERO = "zero_optimization"
 CASES = [

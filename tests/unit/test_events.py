@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.records import EndReason, Skipped
-from hpctrain.ledger.derive import progress
+from hpctrain.history.lineage import progress
 from hpctrain.run import events
 from hpctrain.run.events import Event, Tail, append, parse, read
 from hpctrain.run.layout import RunDir

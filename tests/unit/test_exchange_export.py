@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import place as places
 from hpctrain.checkpoint.exchange import safetensors, to_torch
-from hpctrain.checkpoint.exchange.tensors import Tensor, to_dtype, widened
+from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.errors import HpctrainError
 from tests.support.exchange import Commands, bits, made_run, model_of, save, some
 from tests.unit.test_cli_without_torch import HOOK
@@ -216,9 +216,7 @@ class Stopped(BaseException):
 @pytest.mark.parametrize("at", ["write", "compare", "name"])
 def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch, kind, at):
     path = save(run, 1, {f"model.w{n}": torch.full((250,), float(n)) for n in range(5)})
-    tensors = exports.chosen(
-        path, exports.ours.found(run, 1)[1], everything=False, dtype=None, strip=""
-    )
+    tensors = exports.chosen(path, committed(run, 1)[1], everything=False, dtype=None, strip="")
     told = iter(range(100))
     limit = {"write": 2, "compare": 7, "name": 99}[at]
 

@@ -21,17 +21,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hpctrain.checkpoint.exchange import (
+    contents as source_contents,
+)
+from hpctrain.checkpoint.exchange import (
     export,
     from_torch,
     import_into,
     open_source,
-    ours,
     safetensors,
     to_torch,
 )
 from hpctrain.checkpoint.exchange.naming import Request, name_all
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.digest import file_digest
+from hpctrain.checkpoint.format.manifest import file_digest
 from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli.main import main
 from hpctrain.run import events as ledger
@@ -555,7 +557,9 @@ def test_memory_holds_the_largest_tensor_not_the_checkpoint(run, tmp_path):
         import_into.write(run, "id", 5, contents, tensors)
         imported = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        back = export.chosen(*ours.found(run, 5), everything=False, dtype="BF16", strip="")
+        back = export.chosen(
+            *source_contents.committed(run, 5), everything=False, dtype="BF16", strip=""
+        )
         safetensors.write(tmp_path / "out", back)
         to_torch.write(tmp_path / "a.pt", back, step=5)
         exported = tracemalloc.get_traced_memory()[1]

@@ -9,9 +9,8 @@ import os
 import pytest
 
 from hpctrain.agent import ranks
-from hpctrain.agent.failure import collect, torch_error_path
 from hpctrain.agent.node import NoRedirect
-from hpctrain.agent.ranks import failure_path
+from hpctrain.agent.ranks import collect, failure_path, torch_error_path
 
 RAISED = {
     "message": {

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from hpctrain.checkpoint.store import find, pins, retention, verify
+from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
 from hpctrain.run import fence
@@ -132,8 +132,8 @@ def test_a_pin_that_was_told_to_be_made_is_there(run, faults):
     support.save(run, attempt, 1)
 
     def pin_anew():
-        pins.pin(run, 1, reason=os.urandom(4).hex())
-        return pins.pinned(run)
+        retention.pin(run, 1, reason=os.urandom(4).hex())
+        return retention.pinned(run)
 
     for fault, given, raised in faults(pin_anew):
         assert raised is not None or 1 in given, fault

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hpctrain.agent.failure import ECHOES, first_causal, is_echo
+from hpctrain.agent.ranks import ECHOES, first_causal, is_echo
 from hpctrain.base.records import FailureReport
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.checkpoint.store import find, pins, retention
+from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import Fenced
 from hpctrain.preflight import shared
 from hpctrain.run.events import append, read
-from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
-from hpctrain.run.fresh import left_text, look_anew
+from hpctrain.run.fence import left_text, look_anew, publishing, read_fence, run_lock, take_attempt
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
@@ -62,9 +61,9 @@ def test_a_pin_from_the_login_node_holds_from_the_moment_it_is_made(nodes):
     attempt = take_attempt(here, job_id="7", restarts=0)
     for step in (1000, 2000, 3000):
         support.save(here, attempt, step)
-    assert pins.pinned(here) == {}
-    pins.pin(login, 1000)
-    assert pins.pinned(here) == {}, "nothing is cached here: this shows nothing"
+    assert retention.pinned(here) == {}
+    retention.pin(login, 1000)
+    assert retention.pinned(here) == {}, "nothing is cached here: this shows nothing"
 
     assert retention.prune(here, keep_last=1, attempt=attempt) == [2000]
 

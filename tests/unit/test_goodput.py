@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.base.records import JobStart
+from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import Goodput, Spent, goodput, window
 from hpctrain.history.timeline import _CHANGES, _SUBMITS
-from hpctrain.ledger.derive import attempts
 from hpctrain.run.events import Event
 from hpctrain.scheduler.local.client import LocalCluster
 from tests.support.ledger_runs import local_job

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.runtime.last_save import SAFETY, LastSave, last_save
+from hpctrain.runtime.save_policy import LAST_SAVE_SAFETY, LastSave, last_save
 
 seconds = st.floats(0, 1e5)
 left = st.one_of(st.none(), seconds)
 
 
 def fits(left_s, needed_s):
-    return left_s is None or SAFETY * needed_s <= left_s
+    return left_s is None or LAST_SAVE_SAFETY * needed_s <= left_s
 
 
 @given(left, seconds, seconds)

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.agent import log_index
 from hpctrain.agent.log_index import LogClock
-from hpctrain.run.log_times import Guess, LogTimes, Mark, first_offset, times_path
+from hpctrain.run.log_files import Guess, LogTimes, Mark, first_offset, times_path
 
 
 class Rank:

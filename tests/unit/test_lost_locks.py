@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hpctrain.checkpoint.store import commit, find, pins, retention, verify
+from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run.events import append, read
 from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
@@ -122,11 +122,11 @@ def test_a_pin_that_comes_just_before_its_checkpoint_would_go_keeps_it(nodes, at
     attempt = take_attempt(here, job_id="7", restarts=0)
     support.save(here, attempt, 1, 2, 3)
 
-    at("prune.rename", lambda: pins.pin(login, 1, "kept"))
+    at("prune.rename", lambda: retention.pin(login, 1, "kept"))
     gone = retention.prune(here, keep_last=1, attempt=attempt)
 
     assert gone == [2]
-    assert pins.pinned(login) == {1: "kept"}
+    assert retention.pinned(login) == {1: "kept"}
     assert verify.verify(find.look(here, 1)) == []
     assert support.names_in(here) == ["step-0000000001", "step-0000000003"]
 

@@ -16,9 +16,8 @@ from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import telemetry as module
-from hpctrain.runtime.rank_times import sample_every_s, sample_of, slowest
 from hpctrain.runtime.step_log import KEPT, StepMarks, StepTimes, mark_every_s, run_age_s
-from hpctrain.runtime.telemetry import Telemetry
+from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
 from hpctrain.world import World
 
 DAY = 86400.0

@@ -12,19 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.mesh import AXES, Mesh
-from hpctrain.base.rank_map import placed, rank_map
+from hpctrain.base.text import placed, rank_map
 from hpctrain.cli.main import main
 from hpctrain.data.batches import Passes
 from hpctrain.errors import UsageError
 from hpctrain.plan import resume
-from hpctrain.plan.mesh import Planner, plan_mesh
-from hpctrain.plan.nodes import meshes
-from hpctrain.plan.passes import passes_of
-from hpctrain.plan.shape import ModelShape, divisors, shape_of
+from hpctrain.plan.mesh import ModelShape, Planner, divisors, meshes, passes_of, plan_mesh, shape_of
 from hpctrain.run.events import read
 from hpctrain.settings.check import check
+from hpctrain.settings.check_engine import engine_flags, parse_mesh
 from hpctrain.settings.layers import flag_layer, resolve
-from hpctrain.settings.mesh_flag import engine_flags, parse_mesh
 from hpctrain.settings.schema import EngineSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
 from hpctrain.status.screen import as_json, as_text

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hpctrain.base.modes import (
+from hpctrain.base.files import (
     can_be_replaced,
     follow_folder,
     make_private_folder,
@@ -179,7 +179,7 @@ def test_a_local_job_of_such_a_run_ends_in_one_line(tmp_path, program):
     words = {"controller": "local-1", "node": str(run.root)}
 
     done = subprocess.run(
-        own_program(f"hpctrain.local.{program}", words[program]),
+        own_program(f"hpctrain.entry.local_{program}", words[program]),
         env={
             **os.environ,
             "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),

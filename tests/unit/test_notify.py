@@ -13,8 +13,7 @@ import pytest
 
 from hpctrain.agent import notify_child
 from hpctrain.agent.batch_side import BatchSide, Start
-from hpctrain.agent.news import news_of
-from hpctrain.agent.notify import notify
+from hpctrain.agent.notify import news_of, notify
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError
 from hpctrain.run.events import read

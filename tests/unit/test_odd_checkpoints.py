@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import table
-from hpctrain.checkpoint.format.digest import bytes_digest
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, bytes_digest
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
 from hpctrain.errors import EXIT_CODES, HpctrainError

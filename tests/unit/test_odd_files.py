@@ -115,7 +115,7 @@ def _fill(run) -> None:
     (folder / file_name(1, window, PROBLEM)).write_text("RuntimeError: no CUPTI\n")
     run.tensorboard.mkdir()
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"\0" * 64)
-    node_lists.note(node_lists.of_run(run), {"n3": "slow"})
+    node_lists.record_bad(node_lists.bad_nodes_path(run), {"n3": "slow"})
     for path in (run.stop_request, run.profile_request, run.lock, run.events_lock, run.secret):
         path.write_text("{}")
 

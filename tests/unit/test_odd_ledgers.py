@@ -10,20 +10,20 @@ import pytest
 
 from hpctrain.agent.batch_side import BatchSide, Start
 from hpctrain.agent.ending import Aftermath, read_outcome
-from hpctrain.agent.news import news_of
+from hpctrain.agent.notify import news_of
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
-from hpctrain.checkpoint.store.usage import in_use
+from hpctrain.checkpoint.store.retention import in_use
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
 from hpctrain.logs.follow import EndWatch, Turns
 from hpctrain.plan import interval
-from hpctrain.plan.budget import allow, attempts_without_progress
+from hpctrain.plan.decide import allow, attempts_without_progress
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.find_run import all_runs, find_run
-from hpctrain.runtime import board
-from hpctrain.runtime.board_pages import attempts_page
+from hpctrain.runtime import tensorboard
 from hpctrain.runtime.step_log import run_age_s
+from hpctrain.runtime.tensorboard import attempts_page
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.launch import live_job
 from tests.support.fuzzing import Faults, cases, chances, mutated
@@ -158,7 +158,7 @@ def _login(run):
 
 
 def _board(run):
-    attempts_page(board._attempts(run)).encode()
+    attempts_page(tensorboard._attempts(run)).encode()
 
 
 def _follow(run):
@@ -203,7 +203,7 @@ def test_no_reader_fails(tale, begin, end, tmp_path, monkeypatch, capfd):  # noq
     run, lines = tale
     monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
     monkeypatch.setattr("hpctrain.report.page._plotly", lambda: "")
-    for name in ("aftermath", "batch_side"):
+    for name in ("ending", "batch_side"):
         monkeypatch.setattr(f"hpctrain.agent.{name}.notify", lambda *_: None)
     readers = Round(run, str(tmp_path / "page.html"))
     for number, chance in chances(begin, end):

@@ -8,10 +8,9 @@ import threading
 
 import pytest
 
-from hpctrain.agent.signed_store import SignedStore
+from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import code, sign
-from hpctrain.preflight.connection import HOST, MEMBER, Connection, Stranger
-from hpctrain.preflight.rendezvous import Host, Member
+from hpctrain.preflight.rendezvous import HOST, MEMBER, Connection, Host, Member, Stranger
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]

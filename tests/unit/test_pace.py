@@ -10,9 +10,8 @@ import torch
 from hpctrain.checkpoint.tensors.save import Place, Saved
 from hpctrain.plan import interval
 from hpctrain.run.fence import take_attempt
-from hpctrain.runtime import pace as module
-from hpctrain.runtime.pace import Pace
-from hpctrain.runtime.save_policy import JobClock
+from hpctrain.runtime import save_policy as module
+from hpctrain.runtime.save_policy import JobClock, Pace
 from hpctrain.settings.schema import CheckpointSettings
 from hpctrain.world import World
 from tests.support.ledger_runs import Story

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from hpctrain.base.files import is_plain, open_plain, read_plain, replace_text
-from hpctrain.run.fence import read_fence
-from hpctrain.run.fresh import left_text
+from hpctrain.run.fence import left_text, read_fence
 from hpctrain.run.layout import RunDir
 from hpctrain.run.log_files import tail_offset
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.agent.node_check import Fitness
-from hpctrain.preflight.expect import Expected
+from hpctrain.preflight.checks import Expected
 from hpctrain.preflight.slow_nodes import Limits, search
 from hpctrain.settings.schema import Settings
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.checks import check_facts
+from hpctrain.preflight.checks import Expected, Order, check_facts
 from hpctrain.preflight.checks_between import (
     LOGIN,
     apart,
@@ -18,7 +18,6 @@ from hpctrain.preflight.checks_between import (
     check_products,
     check_shared,
 )
-from hpctrain.preflight.expect import Expected, Order
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 from hpctrain.preflight.rendezvous import Skew
 from hpctrain.preflight.report import Report, Result, lines

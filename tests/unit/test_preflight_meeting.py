@@ -12,12 +12,19 @@ import pytest
 
 from hpctrain.base.secret import code
 from hpctrain.errors import ChecksFailed
-from hpctrain.preflight import acceptor
+from hpctrain.preflight import rendezvous
 from hpctrain.preflight import run as preflight_run
-from hpctrain.preflight.acceptor import HELLO_S
-from hpctrain.preflight.connection import HOST, MEMBER, Connection, Stranger
-from hpctrain.preflight.expect import Expected, Order
-from hpctrain.preflight.rendezvous import Alone, Host, Member
+from hpctrain.preflight.checks import Expected, Order
+from hpctrain.preflight.rendezvous import (
+    HELLO_S,
+    HOST,
+    MEMBER,
+    Alone,
+    Connection,
+    Host,
+    Member,
+    Stranger,
+)
 from hpctrain.preflight.run import Place
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 
@@ -173,7 +180,7 @@ def test_silent_strangers_keep_nobody_out(port, nodes):
 
 
 def test_of_more_strangers_than_are_borne_the_first_have_to_go(port, nodes, monkeypatch):
-    monkeypatch.setattr(acceptor, "STRANGERS", 3)
+    monkeypatch.setattr(rendezvous, "STRANGERS", 3)
     waiting = []
 
     def real():
@@ -390,7 +397,7 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
     member_of = (
         "import sys; from pathlib import Path; from hpctrain.preflight.rendezvous import Member\n"
         "from hpctrain.run.layout import RunDir\n"
-        "from hpctrain.run.secret_file import start_secret\n"
+        "from hpctrain.run.ownership import start_secret\n"
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
         f"Member(1, '127.0.0.1', {port}, secret, 0.0)\n"
     )

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.preflight import proven
+from hpctrain.preflight import node_lists
 
 NOW = 1_763_700_000.0
 
 
 def test_only_nodes_that_were_all_proven_lately_are_spared(tmp_path):
-    path = tmp_path / proven.NAME
-    proven.note(path, ["n1", "n2"], now=NOW)
-    proven.note(path, ["n3"], now=NOW + 7200)
+    path = tmp_path / node_lists.KNOWN_GOOD_NAME
+    node_lists.record_known_good(path, ["n1", "n2"], now=NOW)
+    node_lists.record_known_good(path, ["n3"], now=NOW + 7200)
 
-    assert proven.are_proven(path, ["n1", "n3"], 12, now=NOW + 7200)
-    assert not proven.are_proven(path, ["n1", "n4"], 12, now=NOW + 7200)
-    assert not proven.are_proven(path, ["n1", "n3"], 1, now=NOW + 7200)
-    assert proven.are_proven(path, ["n3"], 1, now=NOW + 7200)
+    assert node_lists.are_known_good(path, ["n1", "n3"], 12, now=NOW + 7200)
+    assert not node_lists.are_known_good(path, ["n1", "n4"], 12, now=NOW + 7200)
+    assert not node_lists.are_known_good(path, ["n1", "n3"], 1, now=NOW + 7200)
+    assert node_lists.are_known_good(path, ["n3"], 1, now=NOW + 7200)
 
 
 @pytest.mark.parametrize("text", ["", '{"n1": 17', "[]", '{"n1": "soon"}'])
 def test_a_list_that_is_torn_proves_nobody(tmp_path, text):
-    path = tmp_path / proven.NAME
+    path = tmp_path / node_lists.KNOWN_GOOD_NAME
     path.write_text(text)
 
-    assert not proven.are_proven(path, ["n1"], 12, now=NOW)
+    assert not node_lists.are_known_good(path, ["n1"], 12, now=NOW)
 
-    proven.note(path, ["n1"], now=NOW)
-    assert proven.are_proven(path, ["n1"], 12, now=NOW)
+    node_lists.record_known_good(path, ["n1"], now=NOW)
+    assert node_lists.are_known_good(path, ["n1"], 12, now=NOW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.check_profile import (
+from hpctrain.settings.check import (
     check_profile,
     parse_profile,
     profile_flags,
@@ -13,7 +13,7 @@ from hpctrain.settings.check_profile import (
     step_range,
 )
 from hpctrain.settings.schema import Settings
-from hpctrain.submit.nsys import nsys_notes
+from hpctrain.submit.checks import nsys_notes
 
 
 def settings(**profile):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.base.meter import Meter
+from hpctrain.base.text import Meter
 from hpctrain.cli import progress as shown
 
 GIB = 1 << 30

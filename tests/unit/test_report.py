@@ -20,12 +20,12 @@ from hpctrain.history.goodput import Goodput, Slice, Spent, window
 from hpctrain.report import curves
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
+from hpctrain.report.charts_ranks import MOST_LINES, timeline
 from hpctrain.report.compare import comparison_charts
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, in_script, page
 from hpctrain.report.summary import attempt_rows, facts, failure_groups
 from hpctrain.report.text import as_text, comparison
-from hpctrain.report.timeline import MOST_LINES, timeline
 from hpctrain.run import events as ledger
 from hpctrain.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
@@ -434,7 +434,7 @@ def with_attempts(quiet, *attempts, goodput=None):
 
 
 def failure(view, node, summary="killed by SIGKILL"):
-    from hpctrain.ledger.derive import Failure
+    from hpctrain.history.attempts import Failure
 
     return {"failure": Failure(view, 0, node, "signal", summary), "cause": EndCause.CRASHED}
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.tensors.saver import Outcome
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.runtime.last_save import LastSave
+from hpctrain.runtime.save_policy import LastSave
 from hpctrain.runtime.saves import Saves
 
 

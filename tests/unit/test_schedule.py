@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.recipes.lm.schedule import lr_at
+from hpctrain.recipes.lm.train import lr_at
 
 
 def rates(**changed):

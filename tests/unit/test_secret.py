@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.base.secret import CODE_LENGTH, Forged, code, is_code, new_secret, sign, verify
 from hpctrain.errors import ChecksFailed
-from hpctrain.run import secret_file
+from hpctrain.run import ownership
 from hpctrain.run.layout import RunDir
-from hpctrain.run.secret_file import renew_secret, start_secret
+from hpctrain.run.ownership import renew_secret, start_secret
 from tests.support.users import OWNER, STRANGER, run_as
 
 SECRET = new_secret()
@@ -88,7 +88,7 @@ def test_one_that_others_know_or_can_set_is_none(tmp_path, mode):
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b"x" * 1000, b"\xff" * 200])
 def test_a_file_that_holds_none_is_refused(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(secret_file, "WAIT_S", 0.01)
+    monkeypatch.setattr(ownership, "WAIT_S", 0.01)
     run = RunDir(tmp_path)
     renew_secret(run)
     run.secret.write_bytes(content)
@@ -104,7 +104,7 @@ def test_a_stranger_neither_reads_a_runs_secret_nor_sets_it(common_path):
     runs.chmod(0o1777)
     code_text = (
         "import pathlib, sys; from hpctrain.run.layout import RunDir;"
-        "from hpctrain.run.secret_file import start_secret;"
+        "from hpctrain.run.ownership import start_secret;"
         "print(start_secret(RunDir(pathlib.Path(sys.argv[1])), '7', 0))"
     )
     ask = [sys.executable, "-c", code_text, str(runs / "r")]

@@ -8,8 +8,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import _AT_LEAST, check, node_range, time_s
-from hpctrain.settings.environ import from_flag, from_table
-from hpctrain.settings.layers import flag_layer, resolve
+from hpctrain.settings.layers import flag_layer, from_flag, from_table, resolve
 from hpctrain.settings.schema import sections
 
 

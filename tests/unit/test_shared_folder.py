@@ -10,10 +10,9 @@ import tracemalloc
 import pytest
 
 from hpctrain.run import events as ledger
-from hpctrain.run.events import Tail, parse
+from hpctrain.run.events import BLOCK_BYTES, Tail, parse
 from hpctrain.run.find_run import all_runs, find_run, look_into
 from hpctrain.run.layout import RunDir
-from hpctrain.run.lines import BLOCK_BYTES
 from hpctrain.run.log_files import LogFile
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.agent.signed_store import SignedStore
+from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import sign
 
 

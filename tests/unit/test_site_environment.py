@@ -17,7 +17,7 @@ from hpctrain.site.environment import (
     with_settings,
 )
 from hpctrain.site.load import load_site
-from hpctrain.site.versions import holds
+from hpctrain.site.names import holds
 
 NEW_TORCH = Versions(torch="2.13.0+cu130")
 

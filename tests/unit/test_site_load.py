@@ -9,7 +9,7 @@ import pytest
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.site import paths
 from hpctrain.site.load import identities, load_site, project_name, site_files, site_names
-from hpctrain.site.lock import check_locked
+from hpctrain.site.sheet import check_locked
 
 
 class Layers:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.site.lock import check_locked
 from hpctrain.site.preset import Leaf, Site
 from hpctrain.site.schema import About, Lock
+from hpctrain.site.sheet import check_locked
 
 
 def site(*locks, overridden=None, contact=""):

@@ -11,9 +11,8 @@ import pytest
 from hpctrain.entry import slurm_batch
 from hpctrain.errors import ClusterUnreachable, UsageError
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.header import check_options, export_arguments
-from hpctrain.scheduler.slurm.leak import clean, kept_settings
-from hpctrain.scheduler.slurm.script import render_script
+from hpctrain.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.scheduler.slurm.script import check_options, export_arguments, render_script
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.load import load_site
 

@@ -18,12 +18,12 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.site import load
 from hpctrain.site.load import load_site
 from hpctrain.site.schema import Partition, Preemption
-from hpctrain.submit.accounting import Accounting
+from hpctrain.submit.checks import Accounting
 from hpctrain.submit.launch import without_nodes
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import ResumeRequest, change_spec
 from hpctrain.submit.site_checks import check_site, cpu_notes
-from hpctrain.submit.site_rules import Need, choose, misfits, time_limit
+from hpctrain.submit.site_rules import Need, choose_partition, misfits, time_limit
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(
@@ -88,13 +88,13 @@ def preempted(**more):
     ],
 )
 def test_the_partition_is_chosen_from_the_limits(partitions, asked, best):
-    assert choose(partitions, asked, "site x")[0] == best
+    assert choose_partition(partitions, asked, "site x")[0] == best
 
 
 def test_why_a_partition_is_taken_is_said():
     partitions = {"batch": FRONTIER, "extended": Partition(max_nodes=64)}
 
-    assert choose(partitions, need(2, hours=2, gpus=8), "site x (x.toml:3)")[1] == (
+    assert choose_partition(partitions, need(2, hours=2, gpus=8), "site x (x.toml:3)")[1] == (
         "partition batch is taken, as site x (x.toml:3) says it takes 2 nodes with 8 GPUs for 2h00m"
         " (so would extended: --partition)"
     )
@@ -108,7 +108,7 @@ def test_where_none_fits_each_says_why():
         match=r"^no partition of site x takes 100 nodes for 12h00m \(batch: at most 6h00m "
         r"\(jobs of 92-183 nodes\); extended: at most 64 nodes\); ask for less",
     ):
-        choose(partitions, need(100, hours=12), "site x")
+        choose_partition(partitions, need(100, hours=12), "site x")
 
 
 # ---- submit

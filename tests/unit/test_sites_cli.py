@@ -10,7 +10,7 @@ from hpctrain.cli import sites_detect, sites_show
 from hpctrain.cli.main import main
 from hpctrain.cli.sites import command as sites
 from hpctrain.cli.sites_names import complete_site
-from hpctrain.scheduler.slurm import cluster_name
+from hpctrain.scheduler.slurm import facts
 from hpctrain.site import paths
 
 JUNIPER = """\
@@ -190,7 +190,7 @@ def test_detect_asks_slurm_for_its_name(folder, capsys, tmp_path, monkeypatch):
     scontrol.write_text(
         "#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n"
     )
-    assert cluster_name.cluster_name() is None
+    assert facts.cluster_name() is None
 
 
 def test_names_of_sites_complete(folder):

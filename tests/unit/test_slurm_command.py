@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.command import CommandMissing, run, run_until
-from hpctrain.scheduler.slurm.leak import clean
+from hpctrain.scheduler.slurm.environment import clean
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "HUP"])

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hpctrain.base.ports import PORTS, first_port, free_port
+from hpctrain.base.process import PORTS, first_port, free_port
 from hpctrain.base.records import EndReason
 from hpctrain.entry import slurm_batch
 from hpctrain.entry.slurm_batch import exports

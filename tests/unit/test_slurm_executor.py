@@ -91,19 +91,19 @@ def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("batch", {"torch", "numpy", "submitit", "dataclasses", "click"}),
-        ("client", {"torch", "numpy", "submitit", "click"}),
-        ("script", {"torch", "numpy", "submitit", "click"}),
-        ("after", {"torch", "numpy", "submitit", "click"}),
-        ("executor", {"torch"}),
+        ("entry.slurm_batch", {"torch", "numpy", "submitit", "dataclasses", "click"}),
+        ("scheduler.slurm.client", {"torch", "numpy", "submitit", "click"}),
+        ("scheduler.slurm.script", {"torch", "numpy", "submitit", "click"}),
+        ("entry.slurm_after", {"torch", "numpy", "submitit", "click"}),
+        ("scheduler.slurm.executor", {"torch"}),
     ],
 )
 def test_importing_is_cheap(module, unwanted):
-    code = f"import sys, hpctrain.slurm.{module}; print(*sys.modules)"
+    code = f"import sys, hpctrain.{module}; print(*sys.modules)"
 
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
 
-    assert f"hpctrain.slurm.{module}" in loaded
+    assert f"hpctrain.{module}" in loaded
     assert not unwanted & set(loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.scheduler.slurm.grace import comes_back
+from hpctrain.scheduler.slurm.control import comes_back
 
 IN_GRACE = {
     "JobId": "26",

@@ -14,8 +14,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.header import quote
-from hpctrain.scheduler.slurm.script import body_path, render_script
+from hpctrain.scheduler.slurm.script import body_path, quote, render_script
 from hpctrain.settings.spec import Entry, Spec
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"

@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from hpctrain.history.gpu_peaks import peak_flops
-from hpctrain.history.rank_samples import newest_sample, rank_sample
+from hpctrain.history.rank_samples import newest_sample, peak_flops, rank_sample
 from hpctrain.history.speed import speed
 from hpctrain.run.events import Event
 

@@ -20,12 +20,10 @@ from hpctrain.cli.main import main
 from hpctrain.history.goodput import Spent
 from hpctrain.history.speed import speed
 from hpctrain.run.events import read
-from hpctrain.status.pulse import with_heartbeat
 from hpctrain.status.reader import Looker
-from hpctrain.status.screen import as_json, as_text, runs_as_text
-from hpctrain.status.status import Answer, Checkpoint, status_of
-from hpctrain.status.view_numbers import apportioned
-from hpctrain.status.waiting import explained
+from hpctrain.status.screen import apportioned, as_json, as_text, runs_as_text
+from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
+from hpctrain.status.text import explained
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
@@ -750,9 +748,9 @@ def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
 def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, story, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "hpctrain.status.job.job_starts", lambda *_: asked.append("starts") or ([], "")
+        "hpctrain.status.reader.job_starts", lambda *_: asked.append("starts") or ([], "")
     )
-    monkeypatch.setattr("hpctrain.status.job.ask", lambda *_: asked.append("job") or Answer())
+    monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: asked.append("job") or Answer())
     looker = Looker(runs, ask_every_s=1000, account_every_s=1000)
     looker.look(story.run)
     looker.look(story.run)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler as lr
 
 from hpctrain.errors import CheckpointError
-from hpctrain.runtime import tracked
+from hpctrain.runtime import program
 
 SCHEDULERS = {
     "constant": lambda o: lr.ConstantLR(o, total_iters=4),
@@ -27,12 +27,12 @@ SCHEDULERS = {
 def through_json(name, state):
     """The state as a checkpoint holds it."""
     tensors = {}
-    extra = json.loads(json.dumps(tracked.split(name, state, tensors)))
+    extra = json.loads(json.dumps(program.split(name, state, tensors)))
     loaded = {}
-    tracked.empty_tensors(extra, loaded)
+    program.empty_tensors(extra, loaded)
     for tensor, value in loaded.items():
         value.copy_(tensors[tensor])
-    return tracked.join(extra, loaded)
+    return program.join(extra, loaded)
 
 
 def rates(optimizer, scheduler, steps):
@@ -58,7 +58,7 @@ def test_a_restored_scheduler_goes_on_with_the_rates_of_one_that_was_never_stopp
     begun = rates(first, stopped, 5)
 
     second, resumed = fresh(make)
-    tracked.restore(resumed, through_json("scheduler", tracked.state_of(stopped)))
+    program.restore(resumed, through_json("scheduler", program.state_of(stopped)))
 
     assert begun + rates(second, resumed, 7) == whole
 
@@ -87,4 +87,4 @@ def test_tensors_tuples_and_numbered_dicts_come_back_as_they_were():
 )
 def test_what_cannot_be_saved_is_refused_by_name(state, named):
     with pytest.raises(CheckpointError, match=named):
-        tracked.split("thing", state, {})
+        program.split("thing", state, {})

@@ -15,11 +15,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hpctrain.errors import UsageError
 from hpctrain.run.events import read
-from hpctrain.runtime import track_wandb
-from hpctrain.runtime.board_pages import attempts_page, hparams, settings_page
-from hpctrain.runtime.tracker_lane import Lane
-from hpctrain.runtime.trackers import BEFORE_SAVE_S, ONCE_SLOW_S, TrackedRun, Trackers
-from hpctrain.settings.check_hooks import check_hooks
+from hpctrain.runtime import trackers as run_trackers
+from hpctrain.runtime.tensorboard import attempts_page, hparams, settings_page
+from hpctrain.runtime.trackers import BEFORE_SAVE_S, ONCE_SLOW_S, Lane, TrackedRun, Trackers
+from hpctrain.settings.check import check_hooks
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit.checks import check_hooks_here
@@ -306,10 +305,10 @@ def test_wandb_has_one_run_over_all_attempts_with_each_step_once(tmp_path, monke
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens: offline
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
-    monkeypatch.setattr(track_wandb, "FINISH_S", 60.0)  # its service writes on a busy machine too
+    monkeypatch.setattr(run_trackers, "FINISH_S", 60.0)  # its service writes on a busy machine too
     for attempt, first, last in ((1, 1, 20), (2, 11, 30)):  # 10 steps are done again
         run = TrackedRun("run-id", "gpt", tmp_path, attempt, first - 1, "p", {"train.steps": 30})
-        tracker = track_wandb.start(run)
+        tracker = run_trackers.start(run)
         for step in range(first, last + 1):
             tracker.log(step, {"loss": float(attempt)}, time.time())
         tracker.flush()

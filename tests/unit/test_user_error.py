@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.user_error import LONG_S, is_users
+from hpctrain.plan.decide import LONG_S, is_users
 from hpctrain.run import events as ledger
 from tests.support.ledger_runs import Story
 

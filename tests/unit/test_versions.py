@@ -15,8 +15,8 @@ from hpctrain.errors import UsageError
 from hpctrain.plan.versions import DEEPSPEED, TORCH, refusal, untried
 from hpctrain.settings.schema import EngineSettings, Settings
 from hpctrain.site.schema import Modules
-from hpctrain.submit import versions
-from hpctrain.submit.versions import check_versions
+from hpctrain.submit import checks
+from hpctrain.submit.checks import check_versions
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_is_newer_than_any_that_was_run_is_said():
 
 
 def posed(monkeypatch, **found):
-    monkeypatch.setattr(versions, "installed_version", lambda name: found.get(name, ""))
+    monkeypatch.setattr(checks, "installed_version", lambda name: found.get(name, ""))
 
 
 def test_submit_refuses_what_is_installed_here(monkeypatch):
@@ -106,22 +106,22 @@ def test_a_version_is_the_one_that_pythons_own_means_tell(package):
     except metadata.PackageNotFoundError:
         told = ""
 
-    assert versions.installed_version(package) == told
+    assert checks.installed_version(package) == told
 
 
 def test_the_place_that_python_looks_at_first_counts(tmp_path, monkeypatch):
     for place, name in [("a", "torch-2.9.0+git-py3.egg-info"), ("b", "torch-2.8.0.dist-info")]:
         (tmp_path / place / name).mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "none"), str(tmp_path / "a"), *sys.path])
-    first = versions.installed_version("torch")
+    first = checks.installed_version("torch")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "b"), str(tmp_path / "a")])
 
-    assert (first, versions.installed_version("torch")) == ("2.9.0+git", "2.8.0")
-    assert not versions.installed_version("tor")
+    assert (first, checks.installed_version("torch")) == ("2.9.0+git", "2.8.0")
+    assert not checks.installed_version("tor")
 
 
 def test_asking_brings_no_parsers_of_email():
-    code = "import sys, hpctrain.submit.versions; print(*sys.modules)"
+    code = "import sys, hpctrain.submit.checks; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert {"importlib.metadata", "email"} & {*done.stdout.split()} == set()

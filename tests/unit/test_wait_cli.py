@@ -33,7 +33,7 @@ def world(monkeypatch):
         at.asked += 1
         return Answer(at.job)
 
-    monkeypatch.setattr("hpctrain.status.job.ask", ask)
+    monkeypatch.setattr("hpctrain.status.reader.ask", ask)
     clock = {"sleep": sleep, "monotonic": lambda: at.t, "time": lambda: 1_763_800_000.0}
     monkeypatch.setattr(wait, "time", SimpleNamespace(**clock))
     return at

@@ -14,7 +14,7 @@ from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.profile import files
 from hpctrain.profile.files import Request
-from hpctrain.run.fresh import left_text
+from hpctrain.run.fence import left_text
 from hpctrain.runtime import requests as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.runtime.requests import Watcher

@@ -1,18 +1,35 @@
-"""What was found in a source, before it has our names."""
+"""What was found in a source, before it has our names.
+
+A committed checkpoint of ours as named tensors, each verified while it is read.
+
+A tensor of any source: its name, its type, and its bytes when they are asked for.
+
+Everything here goes tensor by tensor, so that memory holds the largest tensor, not the checkpoint.
+No torch: weights can be exported where there is none.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import CheckpointError
+import numpy as np
+
+from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.shard import DTYPES, Piece
+from hpctrain.checkpoint.store import find
+from hpctrain.errors import CheckpointError, NotFound, TornCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.tensors import Tensor
+    from numpy.typing import NDArray
+
+    from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
+    from hpctrain.run.layout import RunDir
 
 CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 """Fields of a manifest that go with a checkpoint of our own."""
@@ -73,3 +90,176 @@ def carried(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, kinds[name]):
             raise CheckpointError(f"{where} has {name} = {json.dumps(value)[:80]}, not ours")
     return state
+
+
+if TYPE_CHECKING:
+    Bytes = NDArray[np.uint8]
+
+NUMPY: dict[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+"""Those of safetensors' dtypes that numpy has."""
+TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+COMPARED = 4 << 20
+CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
+_ROUND = np.uint32(0x7FFF)
+_QUIET = np.uint32(0x0040_0000)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One whole tensor.
+
+    Attributes:
+        name: Its name where it is going; see `naming`.
+        dtype: In safetensors' words.
+        shape: Its sizes.
+        read: Its bytes, row-major and little-endian; may be asked more than once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape, e.g. ``F32[1024,512]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def scalar(name: str, value: float) -> Tensor:
+    """A number as a tensor without dimensions, as optimizers count their steps."""
+    content = np.array([value], "<f4").view(np.uint8)
+    return Tensor(name, "F32", (), lambda: content)
+
+
+def to_dtype(tensor: Tensor, target: str) -> Tensor:
+    """The same with its values rounded to another floating type; what is no float stays.
+
+    Whole numbers, truth values, complex numbers and 8-bit floats stay as they are.
+
+    Args:
+        tensor: Any.
+        target: One of TARGETS' values.
+    """
+    if tensor.dtype not in CONVERTED or tensor.dtype == target:
+        return tensor
+
+    def read() -> Bytes:
+        return _converted(tensor, target)
+
+    return Tensor(tensor.name, target, tensor.shape, read)
+
+
+def widened(content: Bytes, dtype: str) -> NDArray[Any]:
+    """Values that numpy can calculate with: bf16 and 8-bit floats as float32."""
+    if dtype in NUMPY:
+        return content.view(NUMPY[dtype])
+    if dtype == "BF16":
+        return (content.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    if dtype == "F8_E5M2":
+        return (content.astype("<u2") << np.uint16(8)).view("<f2").astype("<f4")
+    return _E4M3[content]
+
+
+def same(one: Bytes, other: Bytes) -> bool:
+    """Whether two tensors' bytes are equal; compared in parts, so that it takes no memory."""
+    if len(one) != len(other):
+        return False
+    parts = range(0, len(one), COMPARED)
+    return all(np.array_equal(one[at : at + COMPARED], other[at : at + COMPARED]) for at in parts)
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether values of this type are fractions."""
+    return dtype in CONVERTED or dtype.startswith("F8")
+
+
+def _converted(tensor: Tensor, target: str) -> Bytes:
+    values = widened(tensor.read(), tensor.dtype)
+    if target == "BF16":
+        return _to_bf16(values.astype("<f4", copy=False))
+    with np.errstate(over="ignore"):
+        rounded = values.astype(NUMPY[target])
+    lost = np.isinf(rounded) & np.isfinite(values)
+    if lost.any():
+        raise CheckpointError(
+            f"{tensor.name} has {int(lost.sum()):,} values that {target} cannot hold (largest "
+            f"{float(np.abs(values[lost]).max()):.4g}); export with --dtype bf16 or keep"
+        )
+    return rounded.view(np.uint8)
+
+
+def _to_bf16(values: NDArray[Any]) -> Bytes:
+    """To the nearest, ties to even, as torch does."""
+    bits = values.view("<u4")
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + _ROUND)) >> np.uint32(16)
+    # Rounding up could make an infinity, or zero, of a NaN whose payload is in the low bits.
+    nan = (bits | _QUIET) >> np.uint32(16)
+    return np.where(np.isnan(values), nan, rounded).astype("<u2").view(np.uint8)
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """All 256 values of an 8-bit float of 4 exponent and 3 mantissa bits, without infinities."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    size = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
+    )
+    values = np.where(code & 128, -size, size)
+    values[(code & 127) == 127] = np.nan  # noqa: PLR2004 - the one NaN of either sign
+    return values.astype(np.float32)
+
+
+_E4M3 = _e4m3()
+
+
+MODEL, OPTIM, TRACKED, RNG = "model.", "optim.", "tracked.", "rng."
+PREFIXES = (MODEL, OPTIM, TRACKED, RNG)
+
+
+def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
+    """Where a step's checkpoint lies, and its manifest.
+
+    Raises:
+        NotFound: there is none of that step.
+        TornCheckpoint: it is torn.
+    """
+    there = find.steps(run)
+    if step not in there:
+        listed = ", ".join(map(str, there)) or "none"
+        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
+    one = find.look(run, step)
+    if one.problem is not None or one.manifest is None:
+        raise TornCheckpoint(f"step {step} of {run.name} is torn: {one.problem}")
+    return one.path, one.manifest
+
+
+def tensors(path: Path, manifest: Manifest) -> list[Tensor]:
+    """All tensors of a checkpoint, in its order; also of a staged one whose files are written.
+
+    Raises:
+        TornCheckpoint: its chunk table is damaged.
+    """
+    source = Source.open(path, manifest)
+    return [_tensor(source, entry) for entry in manifest.tensors]
+
+
+def _tensor(source: Source, entry: TensorEntry) -> Tensor:
+    def read() -> Bytes:
+        content = np.empty(math.prod(entry.shape) * DTYPES[entry.dtype], np.uint8)
+        whole = (0,) * len(entry.shape)
+        source.read(
+            [Target(Piece(entry.name, entry.dtype, entry.shape, whole, entry.shape), content.data)]
+        )
+        return content
+
+    return Tensor(entry.name, entry.dtype, entry.shape, read)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.exchange import ours
-from hpctrain.checkpoint.exchange.tensors import is_floating, same, widened
+from hpctrain.checkpoint.exchange import contents
+from hpctrain.checkpoint.exchange.contents import is_floating, same, widened
 from hpctrain.checkpoint.format.reader import Source
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hpctrain.checkpoint.exchange.tensors import Tensor
+    from hpctrain.checkpoint.exchange.contents import Tensor
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
 
@@ -134,7 +134,7 @@ def compare(
 
 
 def _side(path: Path, manifest: Manifest) -> _Side:
-    tensors = {tensor.name: tensor for tensor in ours.tensors(path, manifest)}
+    tensors = {tensor.name: tensor for tensor in contents.tensors(path, manifest)}
     numbers = {entry.name: number for number, entry in enumerate(manifest.tensors)}
     return _Side(manifest, Source.open(path, manifest).table, tensors, numbers)
 

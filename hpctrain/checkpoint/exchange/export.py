@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.exchange import ours
-from hpctrain.checkpoint.exchange.contents import CARRIED
-from hpctrain.checkpoint.exchange.tensors import same, to_dtype
+from hpctrain.checkpoint.exchange import contents
+from hpctrain.checkpoint.exchange.contents import CARRIED, same, to_dtype
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.tensors import Tensor
+    from hpctrain.checkpoint.exchange.contents import Tensor
     from hpctrain.checkpoint.format.manifest import Manifest
 
     OnBytes = Callable[[int], object]
@@ -56,20 +55,20 @@ def chosen(
     """
     found: list[Tensor] = []
     hits = 0
-    for tensor in ours.tensors(path, manifest):
-        is_weight = tensor.name.startswith(ours.MODEL)
+    for tensor in contents.tensors(path, manifest):
+        is_weight = tensor.name.startswith(contents.MODEL)
         if not is_weight and not everything:
             continue
         name = tensor.name
         if is_weight:
-            name = name.removeprefix(ours.MODEL)
+            name = name.removeprefix(contents.MODEL)
             hits += bool(strip) and name.startswith(strip)
             name = name.removeprefix(strip)
-            name = ours.MODEL + name if everything else name
+            name = contents.MODEL + name if everything else name
         one = to_dtype(tensor, dtype) if is_weight and dtype else tensor
         found.append(replace(one, name=name))
     if not found:
-        raise CheckpointError(f"{path} holds no weights, whose names start with {ours.MODEL}")
+        raise CheckpointError(f"{path} holds no weights, whose names start with {contents.MODEL}")
     if strip and not hits:
         raise UsageError(
             f"--strip-prefix {strip}: no weight's name starts so, e.g. {found[0].name}"

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exchange.contents import Contents, Leaf, carried
-from hpctrain.checkpoint.exchange.ours import MODEL, PREFIXES
-from hpctrain.checkpoint.exchange.tensors import Tensor
+from hpctrain.checkpoint.exchange.contents import MODEL, PREFIXES, Contents, Leaf, Tensor, carried
 from hpctrain.checkpoint.exchange.untrusted import (
     DTYPE_NAMES,
     Inert,
@@ -27,9 +25,7 @@ from hpctrain.checkpoint.exchange.untrusted import (
     raw,
     unpickled,
 )
-from hpctrain.checkpoint.format.digest import file_digest
-from hpctrain.checkpoint.format.fields import count, require_shape
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, count, file_digest, require_shape
 from hpctrain.checkpoint.format.shard import DTYPES
 from hpctrain.errors import CheckpointError, TornCheckpoint
 
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.tensors import Bytes
+    from hpctrain.checkpoint.exchange.contents import Bytes
 
 METADATA = ".metadata"
 _CORE = "torch.distributed.checkpoint.metadata"

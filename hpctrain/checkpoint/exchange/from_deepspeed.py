@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exchange.contents import Contents, Leaf
-from hpctrain.checkpoint.exchange.tensors import Tensor
+from hpctrain.checkpoint.exchange.contents import Contents, Leaf, Tensor
 from hpctrain.checkpoint.exchange.untrusted import DTYPE_NAMES, Inert, as_tensor, load, raw
 from hpctrain.errors import CheckpointError
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.tensors import Bytes
+    from hpctrain.checkpoint.exchange.contents import Bytes
 
 LATEST = "latest"
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")

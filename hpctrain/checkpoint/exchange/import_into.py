@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain import __version__
-from hpctrain.checkpoint.exchange import ours
+from hpctrain.checkpoint.exchange import contents as source_contents
 from hpctrain.checkpoint.exchange.export import compare
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.assemble import part_of
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.shard import Piece
-from hpctrain.checkpoint.store import commit, find, space
+from hpctrain.checkpoint.format.table import part_of
+from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.contents import Contents
+    from hpctrain.checkpoint.exchange.contents import Bytes, Contents, Tensor
     from hpctrain.checkpoint.exchange.export import OnBytes
-    from hpctrain.checkpoint.exchange.tensors import Bytes, Tensor
     from hpctrain.run.layout import RunDir
 
 ENGINE = "import"
@@ -93,7 +92,7 @@ def write(
         Fenced: the run was started meanwhile.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    problem = space.forecast(run.checkpoints, nbytes, 4)
+    problem = commit.forecast(run.checkpoints, nbytes, 4)
     if problem:
         raise CheckpointError(problem)
     with _errors_named(run):
@@ -103,7 +102,7 @@ def write(
         with _errors_named(run):
             manifest = _manifest(run, run_id, step, contents)
             _write(staged, manifest, tensors, on_bytes)
-            got = {one.name: one for one in ours.tensors(staged, manifest)}
+            got = {one.name: one for one in source_contents.tensors(staged, manifest)}
             verified = compare(tensors, got, on_bytes)
         path = commit.publish(run, staged, manifest, attempt)
     except BaseException:  # also Ctrl-C: nothing half is left
@@ -173,4 +172,4 @@ def _errors_named(run: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(space.describe(error, run.checkpoints)) from error
+        raise CheckpointError(commit.describe(error, run.checkpoints)) from error

@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.exchange.ours import MODEL, OPTIM, PREFIXES
-from hpctrain.checkpoint.exchange.tensors import Tensor, scalar, to_dtype
+from hpctrain.checkpoint.exchange.contents import MODEL, OPTIM, PREFIXES, Tensor, scalar, to_dtype
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

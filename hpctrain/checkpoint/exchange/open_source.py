@@ -8,8 +8,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.exchange.contents import Contents, Leaf, carried
+from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
-from hpctrain.checkpoint.format import names
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, TornCheckpoint
 
@@ -41,9 +41,9 @@ def read(source: Path, kind: str | None = None) -> Contents:
     if kind == "hpctrain":
         return _ours(source)
     if kind == "safetensors":
-        from hpctrain.checkpoint.exchange import from_safetensors
+        from hpctrain.checkpoint.exchange import safetensors
 
-        return from_safetensors.read(source)
+        return safetensors.read(source)
     with needs_torch(f"a source of {kind}"):
         from hpctrain.checkpoint.exchange import from_dcp, from_deepspeed, from_torch
     readers = {"dcp": from_dcp.read, "deepspeed": from_deepspeed.read, "torch": from_torch.read}
@@ -136,17 +136,17 @@ def _of_file(source: Path) -> str:
 
 
 def _ours(source: Path) -> Contents:
-    from hpctrain.checkpoint.exchange import ours
+    from hpctrain.checkpoint.exchange import contents as source_contents
 
     try:
         manifest = manifests.load(source / manifests.MANIFEST_NAME)
         _require_sizes(source, manifest)
-        leaves = [Leaf((one.name,), one) for one in ours.tensors(source, manifest)]
+        leaves = [Leaf((one.name,), one) for one in source_contents.tensors(source, manifest)]
     except TornCheckpoint as error:
         raise TornCheckpoint(f"{source} is torn: {error}") from error
     contents = Contents("hpctrain", source, leaves, full_names=True, step=manifest.step)
     contents.state = carried(vars(manifest), str(source))
-    if names.parse_step(source.name) is None:
+    if manifest_format.parse_step(source.name) is None:
         contents.notes.append(f"{source.name} is not a committed checkpoint's name")
     return contents
 

@@ -1,27 +1,128 @@
-"""Export as safetensors, in Hugging Face's layout. No torch.
+"""Import from safetensors: one file, or a directory as Hugging Face writes it. No torch.
+
+Export as safetensors, in Hugging Face's layout. No torch.
 
 One file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index. Each file is
 written tensor by tensor.
+
+Headers of safetensors files: read with distrust, since anybody may have written them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.exchange import headers
+import numpy as np
+
+from hpctrain.checkpoint.exchange.contents import Contents, Leaf, Tensor, carried
 from hpctrain.checkpoint.exchange.export import Written, compare
 from hpctrain.checkpoint.exchange.place import flush, placing
-from hpctrain.checkpoint.format.shard import encode_header
+from hpctrain.checkpoint.format.shard import DTYPES, encode_header
+from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from hpctrain.checkpoint.exchange.contents import Bytes
     from hpctrain.checkpoint.exchange.export import OnBytes
-    from hpctrain.checkpoint.exchange.tensors import Tensor
+
+MAX_HEADER = 100_000_000
+"""As safetensors itself has it: a longer one is no header."""
+READ_BYTES = 64 << 20
+
+
+@dataclass
+class Header:
+    """What a file holds."""
+
+    tensors: list[Tensor]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, checked to fit the file.
+
+    Raises:
+        CheckpointError: the file is cut, or no safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            if length < 2 or length > min(MAX_HEADER, size - 8):  # noqa: PLR2004 - "{}"
+                raise CheckpointError(
+                    f"{path} is cut or no safetensors file: its header takes {length:,} bytes, the "
+                    f"file has {size:,}"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        raw = json.loads(text, object_pairs_hook=_once)
+        metadata = raw.pop("__metadata__", {})
+        tensors = [_tensor(path, 8 + length, name, entry) for name, entry in raw.items()]
+        spans = sorted(entry["data_offsets"] for entry in raw.values())
+        metadata = {str(key): str(value) for key, value in metadata.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+    end = 0
+    for low, high in spans:
+        if low != end:
+            raise CheckpointError(
+                f"{path} is no safetensors file: its tensors overlap or leave gaps"
+            )
+        end = high
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"{path} is cut or damaged: its header counts {8 + length + end:,} bytes, the file has "
+            f"{size:,}"
+        )
+    return Header(tensors, metadata)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return names
+
+
+def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> Tensor:
+    dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {dtype}, which is not known here")
+    if not all(type(one) is int and one >= 0 for one in (*shape, low, high)):
+        raise ValueError(f"{name} has a shape or an offset that is no whole number")
+    if math.prod(shape) * DTYPES[dtype] != high - low:
+        raise ValueError(f"{name} takes {high - low:,} bytes, which is not {dtype}{shape}")
+
+    def content() -> Bytes:
+        return _read(path, base + low, high - low)
+
+    return Tensor(name, dtype, tuple(shape), content)
+
+
+def _read(path: Path, position: int, count: int) -> Bytes:
+    content = np.empty(count, np.uint8)
+    memory, done = content.data, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while done < count:
+                part = memory[done : done + READ_BYTES]
+                got = os.preadv(file.fileno(), [part], position + done)
+                if not got:
+                    raise CheckpointError(f"{path} ends at byte {position + done:,}: it was cut")
+                done += got
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return content
+
 
 STEM = "model"
 INDEX = f"{STEM}.safetensors.index.json"
@@ -62,8 +163,8 @@ def write(
         UsageError: one of the files is there already.
         CheckpointError: there is no room, the disk refused, or what was read back is not the same.
     """
-    files = _files(tensors, max_shard_bytes, state)
-    index = _index(files) if len(files) > 1 else None
+    files = _split_files(tensors, max_shard_bytes, state)
+    index = _index_bytes(files) if len(files) > 1 else None
     names = [file.name for file in files] + ([INDEX] if index else [])
     need = sum(file.size for file in files) + len(index or b"")
     with placing(directory, names, need) as place:
@@ -75,14 +176,14 @@ def write(
             flush(path)
         verified = 0
         for file in files:
-            got = {one.name: one for one in headers.read(place.temporary(file.name)).tensors}
+            got = {one.name: one for one in read_header(place.temporary(file.name)).tensors}
             verified += compare(file.tensors, got, on_bytes)
         paths = place.finish()
     sizes = [(path, path.stat().st_size) for path in paths]
     return Written(sizes, len(tensors), sum(one.nbytes for one in tensors), verified)
 
 
-def _files(
+def _split_files(
     tensors: Sequence[Tensor], max_bytes: int, state: dict[str, object] | None
 ) -> list[_File]:
     groups: list[list[Tensor]] = []
@@ -122,7 +223,7 @@ def _header(tensors: Sequence[Tensor], about: dict[str, str]) -> bytes:
     return encode_header(entries)
 
 
-def _index(files: Sequence[_File]) -> bytes:
+def _index_bytes(files: Sequence[_File]) -> bytes:
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     where = {tensor.name: file.name for file in files for tensor in file.tensors}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -145,3 +246,95 @@ def _put(descriptor: int, content: memoryview) -> None:
     done = 0
     while done < len(content):
         done += os.write(descriptor, content[done:])
+
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def read(source: Path) -> Contents:
+    """What the files hold.
+
+    Raises:
+        CheckpointError: they are cut, do not belong together, or are none.
+    """
+    contents = Contents("safetensors", source, [])
+    found: dict[str, Tensor] = {}
+    for path in _files(source):
+        header = read_header(path)
+        if "DCP_SHARDING_INFO" in header.metadata:
+            raise CheckpointError(
+                f"{path} is one rank's part of a sharded checkpoint, not a whole one; put them "
+                "together first (torch's consolidate_safetensors_files), or import the whole "
+                "directory of a run's checkpoint"
+            )
+        if STATE_KEY in header.metadata:
+            _take_state(contents, header.metadata[STATE_KEY])
+        for tensor in header.tensors:
+            if found.setdefault(tensor.name, tensor) is not tensor:
+                raise CheckpointError(f"{path} holds {tensor.name}, as another file does")
+    _require_indexed(source, set(found))
+    contents.leaves = [Leaf((name,), tensor) for name, tensor in found.items()]
+    return contents
+
+
+def _take_state(contents: Contents, text: str) -> None:
+    """Our own export of everything has the rest of the manifest in it."""
+    try:
+        state = json.loads(text)
+        contents.step = int(state["step"])
+        contents.state = carried(state, str(contents.source))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{contents.source}: its {STATE_KEY} is not ours: {error}") from None
+    contents.full_names = True
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return _listed(source) if source.name.endswith(INDEX_SUFFIX) else [source]
+    index = _index(source)
+    if index is not None:
+        return _listed(index)
+    found = sorted(source.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{source} has no *.safetensors in it")
+    return found
+
+
+def _index(source: Path) -> Path | None:
+    if source.is_file():
+        return source if source.name.endswith(INDEX_SUFFIX) else None
+    found = sorted(source.glob(f"*{INDEX_SUFFIX}"))
+    if len(found) > 1:
+        raise CheckpointError(f"{source} has {len(found)} indices; name the one that is meant")
+    return found[0] if found else None
+
+
+def _listed(index: Path) -> list[Path]:
+    names = dict.fromkeys(_weight_map(index).values())
+    for name in names:
+        # An index must not be able to name a file outside of its own directory.
+        if "/" in name or name in {"", ".", ".."}:
+            raise CheckpointError(f"{index} names {name!r}, which is no file of its directory")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is missing")
+    return [index.parent / name for name in names]
+
+
+def _require_indexed(source: Path, found: set[str]) -> None:
+    """What the index names and what the files hold is the same."""
+    index = _index(source)
+    if index is None:
+        return
+    named = set(_weight_map(index))
+    for name in sorted(named - found)[:1]:
+        raise CheckpointError(f"{index} names {name}, which none of its files holds")
+    for name in sorted(found - named)[:1]:
+        raise CheckpointError(f"{index} does not name {name}, which one of its files holds")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files: {error}") from None

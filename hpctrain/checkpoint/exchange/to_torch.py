@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint.exchange import ours
+from hpctrain.checkpoint.exchange import contents
+from hpctrain.checkpoint.exchange.contents import Tensor
 from hpctrain.checkpoint.exchange.export import Written, compare
 from hpctrain.checkpoint.exchange.place import flush, placing
-from hpctrain.checkpoint.exchange.tensors import Tensor
 from hpctrain.checkpoint.exchange.untrusted import leaves_of, load
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 
@@ -95,10 +95,10 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
     others: dict[str, _Slot] = {}
     for slot in slots:
         name = slot.tensor.name
-        if name.startswith(ours.MODEL):
-            model[name.removeprefix(ours.MODEL)] = slot
-        elif name.startswith(ours.OPTIM):
-            stem, _, key = name.removeprefix(ours.OPTIM).rpartition(".")
+        if name.startswith(contents.MODEL):
+            model[name.removeprefix(contents.MODEL)] = slot
+        elif name.startswith(contents.OPTIM):
+            stem, _, key = name.removeprefix(contents.OPTIM).rpartition(".")
             optimizer.setdefault(stem, {})[key] = slot
         else:
             others[name] = slot
@@ -118,7 +118,9 @@ def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:
         top, *rest = leaf.path
         if leaf.tensor is None:
             continue
-        prefix = {"model": ours.MODEL if whole else "", "optimizer": ours.OPTIM}.get(str(top), "")
+        prefix = {"model": contents.MODEL if whole else "", "optimizer": contents.OPTIM}.get(
+            str(top), ""
+        )
         found[prefix + ".".join(map(str, rest))] = leaf.tensor
     return found
 

@@ -19,15 +19,14 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 
-from hpctrain.checkpoint.exchange.contents import Leaf
-from hpctrain.checkpoint.exchange.tensors import Tensor
+from hpctrain.checkpoint.exchange.contents import Leaf, Tensor
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hpctrain.checkpoint.exchange.tensors import Bytes
+    from hpctrain.checkpoint.exchange.contents import Bytes
 
 _GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:class|global):?) ([A-Za-z_][\w.]*)")
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): word for dtype, word in DTYPES.items()}

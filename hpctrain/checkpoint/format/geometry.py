@@ -4,25 +4,147 @@ A destination is a box of a tensor, or a range of its row-major elements; so is 
 share is mostly one run of bytes on either side, and those are columns, since a checkpoint of a
 thousand ranks has half a million chunks. Where it is not (a column of what is stored by rows) it is
 a `Grid`: nested loops with strides.
+
+Bytes that lie apart: nested loops with strides, on the side of a chunk and on that of memory.
+
+Pure numbers. However large a box is, a few loops describe it, and any part of it.
+
+Who writes which part of what several ranks hold alike: each byte once, evenly. Pure.
+
+All replicas compute the same cuts from the same boxes, so nothing is exchanged. The boxes are laid
+end to end as one line of bytes and the line is cut into equal parts; a cut inside a box goes to the
+nearest row, so that every part of it is a box again.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.assemble import as_range
-from hpctrain.checkpoint.format.grid import Grid, dot, grid_of, strides_of
+from hpctrain.checkpoint.format.table import as_range
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from hpctrain.checkpoint.format.shard import Piece
     from hpctrain.checkpoint.format.table import ChunkTable
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Bytes as nested loops, outermost first, laid out in a chunk and in a destination.
+
+    The innermost loop runs over neighbouring bytes on both sides. Along the loops, positions in the
+    chunk ascend.
+    """
+
+    counts: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+    source: int
+    target: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.counts)
+
+    def before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of its bytes lie before each of these positions of the chunk."""
+        left = np.maximum(positions - self.source, 0)
+        found = np.zeros(len(positions), np.int64)
+        inner = self.nbytes
+        inside = np.ones(len(positions), bool)
+        for count, stride in zip(self.counts, self.source_strides, strict=True):
+            inner //= count
+            steps = np.minimum(left // stride, count)
+            found += np.where(inside, steps * inner, 0)
+            inside &= steps < count  # behind the last step of a loop, all of it was counted
+            left -= steps * stride
+        return found
+
+    def part(self, low: int, high: int) -> Iterator[Grid]:
+        """Its bytes [low, high), counted along the loops, as few grids."""
+        for begin, counts in _lexicographic(low, high, self.counts):
+            yield Grid(
+                counts,
+                self.source_strides,
+                self.target_strides,
+                self.source + dot(begin, self.source_strides),
+                self.target + dot(begin, self.target_strides),
+            )
+
+    def turned(self) -> Grid:
+        """The same with chunk and destination exchanged."""
+        return Grid(self.counts, self.target_strides, self.source_strides, self.target, self.source)
+
+
+def grid_of(
+    counts: Sequence[int],
+    source_strides: Sequence[int],
+    target_strides: Sequence[int],
+    at: tuple[int, int],
+    itemsize: int,
+) -> Grid:
+    """Loops over elements as loops over bytes, those joined that go on where the inner one ends."""
+    loops = [(itemsize, 1, 1)]
+    for count, source, target in zip(
+        reversed(counts), reversed(source_strides), reversed(target_strides), strict=True
+    ):
+        inner = loops[-1]
+        if (source, target) == (inner[0] * inner[1], inner[0] * inner[2]):
+            loops[-1] = (inner[0] * count, inner[1], inner[2])
+        elif count > 1:
+            loops.append((count, source, target))
+    sizes, sources, targets = zip(*reversed(loops), strict=True)
+    return Grid(sizes, sources, targets, *at)
+
+
+def strides_of(sizes: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes from one index to the next in each dimension of a row-major box."""
+    strides = []
+    for size in reversed(sizes):
+        strides.append(itemsize)
+        itemsize *= size
+    return strides[::-1]
+
+
+def dot(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Where an index lies, in bytes."""
+    return sum(at * stride for at, stride in zip(index, strides, strict=True))
+
+
+def _lexicographic(
+    low: int, high: int, counts: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Steps [low, high) of nested loops as boxes of their indices: begin, counts."""
+    if low >= high:
+        return
+    if not counts:
+        yield (), ()
+        return
+    inner, deeper = math.prod(counts[1:]), counts[1:]
+    (first, head), (last, tail) = divmod(low, inner), divmod(high, inner)
+    if first == last:
+        for begin, size in _lexicographic(head, tail, deeper):
+            yield (first, *begin), (1, *size)
+        return
+    if head:
+        for begin, size in _lexicographic(head, inner, deeper):
+            yield (first, *begin), (1, *size)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in deeper)), (last - first, *deeper)
+    for begin, size in _lexicographic(0, tail, deeper):
+        yield (last, *begin), (1, *size)
+
 
 TWICE = "has elements that are in two chunks"
 
@@ -327,3 +449,63 @@ def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
         bool((np.maximum(low[i], low[:i]) < np.minimum(high[i], high[:i])).all(axis=1).any())
         for i in range(1, len(low))
     )
+
+
+def my_part(pieces: Sequence[Piece], replica: int, replicas: int) -> list[tuple[int, Piece]]:
+    """The part of the pieces that one replica writes; those of all replicas make up the pieces.
+
+    Args:
+        pieces: Boxes, the same on every replica and in the same order.
+        replica: Which replica, from 0.
+        replicas: How many hold these boxes.
+
+    Returns:
+        Number of the piece in `pieces`, and the part of it.
+    """
+    if replicas == 1:
+        return list(enumerate(pieces))
+    starts = [0, *accumulate(piece.nbytes for piece in pieces)]
+    low = _cut(pieces, starts, replica, replicas)
+    high = _cut(pieces, starts, replica + 1, replicas)
+    mine = []
+    for number, piece in enumerate(pieces):
+        begin, end = max(low, starts[number]), min(high, starts[number + 1])
+        if begin < end:
+            mine.append((number, _rows(piece, begin - starts[number], end - starts[number])))
+        elif (
+            not piece.nbytes and replica == 0
+        ):  # an empty tensor has a name and a shape all the same
+            mine.append((number, piece))
+    return mine
+
+
+def _cut(pieces: Sequence[Piece], starts: Sequence[int], number: int, replicas: int) -> int:
+    """The byte of the line at which part `number` starts, moved to the nearest row."""
+    position = starts[-1] * number // replicas
+    if position in {0, starts[-1]}:
+        return position
+    at = bisect.bisect_right(starts, position) - 1
+    row = _row_bytes(pieces[at])
+    return starts[at] + (position - starts[at] + row // 2) // row * row
+
+
+def _row_bytes(piece: Piece) -> int:
+    dimension = _cut_dimension(piece)
+    return piece.nbytes if dimension is None else piece.nbytes // piece.extent[dimension]
+
+
+def _cut_dimension(piece: Piece) -> int | None:
+    """The first dimension that can be cut; those before it have extent 1."""
+    return next((d for d, count in enumerate(piece.extent) if count > 1), None)
+
+
+def _rows(piece: Piece, low: int, high: int) -> Piece:
+    """The box of bytes [low, high) of a piece, which begin and end at rows."""
+    dimension = _cut_dimension(piece)
+    if dimension is None or (low == 0 and high == piece.nbytes):
+        return piece
+    row = _row_bytes(piece)
+    begin, extent = list(piece.begin), list(piece.extent)
+    begin[dimension] += low // row
+    extent[dimension] = (high - low) // row
+    return replace(piece, begin=tuple(begin), extent=tuple(extent))

@@ -3,26 +3,282 @@
 Its last entry is the digest of all bytes before that entry, so every byte counts, also white space
 and the order in which the chunk table counts the tensors. A key that this version does not know is
 ignored; one that a reader must know needs a higher FORMAT.
+
+What the directories of a run's checkpoints are called, and how a name is read back.
+
+    step-0000001000               committed (or torn, if its files are not what its manifest says)
+    step-0000001000.staged-0003   being written by attempt 3
+    step-0000001000.set-aside-1   found damaged and moved away, with its reason inside
+    step-0000001000.deleting-1    on its way out; its bytes may be half gone
+
+Only the first form is ever looked at for loading. A name counts only if it is exactly what this
+module would write, so that no copy (`step-0000001000.bak`) and no half-typed name is taken for a
+checkpoint.
+
+What each field of a manifest must be; looked at once, where it is read.
+
+A manifest that proves itself was written as it is, by whatever program: its digest says nothing
+about its values. What passes here is safe to count with, to show and to ask memory for.
+
+One digest for all that a checkpoint holds: xxh3_64, which costs less than reading the bytes.
+
+What is read in parts (a shard) has a digest for each block, so that a reader proves just the bytes
+that it takes; what is read as a whole (the chunk table, the manifest) has one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_plain
-from hpctrain.checkpoint.format import fields as fields_of
-from hpctrain.checkpoint.format import names
-from hpctrain.checkpoint.format.digest import BLOCK_BYTES, BLOCKS_PREFIX, PREFIX, bytes_digest
+import xxhash
+
+from hpctrain.base.files import open_plain, read_plain
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+MAX_STEP = 10**10 - 1
+
+_STEP = re.compile(r"step-([0-9]{10})")  # not \d, which takes digits of every script
+_STAGED = re.compile(r"step-([0-9]{10})\.staged-([0-9]{4,})")
+_SET_ASIDE = re.compile(r"step-([0-9]{10})\.set-aside-([1-9][0-9]*)")
+_DELETING = re.compile(r"step-([0-9]{10})\.deleting-([1-9][0-9]*)")
+
+
+def step_name(step: int) -> str:
+    """The name of the committed checkpoint of a step, e.g. ``step-0000001000``.
+
+    Raises:
+        ValueError: the step is negative or has more than ten digits.
+    """
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step {step} is not within 0..{MAX_STEP}")
+    return f"step-{step:010d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a committed checkpoint's name; None for every other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def staged_name(step: int, attempt: int) -> str:
+    """The name under which an attempt writes a step, e.g. ``step-0000001000.staged-0003``.
+
+    Raises:
+        ValueError: the step or the attempt is out of range.
+    """
+    return f"{step_name(step)}.staged-{_counted(attempt):04d}"
+
+
+def parse_staged(name: str) -> tuple[int, int] | None:
+    """Step and attempt of a staged checkpoint's name; None for every other name."""
+    match = _STAGED.fullmatch(name)
+    if not match or int(match[2]) < 1 or match[2] != f"{int(match[2]):04d}":
+        return None
+    return int(match[1]), int(match[2])
+
+
+def set_aside_name(step: int, number: int) -> str:
+    """The name of a damaged checkpoint that was moved away, e.g. ``step-0000001000.set-aside-1``.
+
+    Raises:
+        ValueError: the step or the number is out of range.
+    """
+    return f"{step_name(step)}.set-aside-{_counted(number)}"
+
+
+def parse_set_aside(name: str) -> tuple[int, int] | None:
+    """Step and number of a set-aside checkpoint's name; None for every other name."""
+    match = _SET_ASIDE.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def deleting_name(step: int, number: int) -> str:
+    """The name of what is being deleted, e.g. ``step-0000001000.deleting-1``.
+
+    Raises:
+        ValueError: the step or the number is out of range.
+    """
+    return f"{step_name(step)}.deleting-{_counted(number)}"
+
+
+def parse_deleting(name: str) -> tuple[int, int] | None:
+    """Step and number of the name of what is being deleted; None for every other name."""
+    match = _DELETING.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _counted(number: int) -> int:
+    if number < 1:
+        raise ValueError(f"{number} is not a number counted from 1")
+    return number
+
+
+MOST_BLOCK_BYTES = 64 << 20
+"""A reader has memory for one block at least, in each of its threads."""
+MOST = 2**53
+"""Larger whole numbers are not exact in every reader of JSON."""
+MOST_ELEMENTS = 2**58
+"""So that their bytes, and sums of those, are numbers of 64 bits."""
+MOST_DIMENSIONS = 32
+LAST_TIME = 250_000_000_000.0
+"""A little before the year 9900: what comes later no calendar can show."""
+
+_TENSOR = re.compile(r"([A-Z0-9_]{1,16})\[((?:[0-9]{1,19},?)*)\]")
+
+
+def count(value: object, most: int = MOST) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return type(value) is int and 0 <= value <= most
+
+
+def _number(value: object) -> bool:
+    """Whether it is a number; NaN and infinities are, which a loss may be."""
+    return type(value) is float or (type(value) is int and -MOST <= value <= MOST)
+
+
+def _text(value: object) -> bool:
+    return type(value) is str
+
+
+def _dictionary(value: object) -> bool:
+    return type(value) is dict
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "run_id": _text,
+    "name": _text,
+    "step": lambda value: count(value, MAX_STEP),
+    "attempt": count,
+    "attempt_token": _text,
+    "created": lambda value: _number(value) and 0 <= value <= LAST_TIME,
+    "world_size": count,
+    "mesh": lambda value: _dictionary(value) and all(map(count, value.values())),
+    "engine": _text,
+    "block_bytes": lambda value: count(value, MOST_BLOCK_BYTES) and value > 0,
+    "data": _dictionary,
+    "rng": lambda value: value is None or _dictionary(value),
+    "versions": _dictionary,
+    "extra": _dictionary,
+    "files": lambda value: type(value) is list,
+    "tensors": _dictionary,
+    "metrics": lambda value: _dictionary(value) and all(map(_number, value.values())),
+    "self_digest": _text,
+}
+
+
+def require(raw: dict[str, Any]) -> None:
+    """Refuse a manifest with a field that is not what it must be.
+
+    Raises:
+        ValueError: which, and what it holds.
+    """
+    for name, fits in _CHECKS.items():
+        if name in raw and not fits(raw[name]):
+            raise ValueError(f"{name} is {shown(raw[name])}")
+
+
+def file_of(raw: Any) -> tuple[str, int, str]:
+    """Name, bytes and digest of one file.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if type(raw) is not dict:
+        raise ValueError(f"{shown(raw)} stands for a file")
+    name, size, digest = raw.get("name"), raw.get("size"), raw.get("digest")
+    # One condition for what is right: a manifest has a file for each rank.
+    if type(name) is str and type(digest) is str and type(size) is int and 0 <= size <= MOST:
+        return name, size, digest
+    if not (isinstance(name, str) and isinstance(digest, str)):
+        what = f"{shown(name)} for its name, {shown(digest)} for its digest"
+        raise ValueError(f"a file has {what}")  # noqa: TRY004 - one kind for all of them
+    raise ValueError(f"file {shown(name)} has {shown(size)} for its size")
+
+
+def tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of one tensor; whether there is such a dtype its reader knows.
+
+    Raises:
+        ValueError: they are not.
+    """
+    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
+    if not match or not name:
+        raise ValueError(f"tensor {shown(name)} has {shown(text)} for its dtype and shape")
+    shape = tuple(int(size) for size in match[2].split(",") if size)
+    if len(shape) > MOST_DIMENSIONS or 0 in shape or math.prod(shape) > MOST_ELEMENTS:
+        require_shape(shape)
+    return match[1], shape
+
+
+def require_shape(shape: tuple[Any, ...]) -> None:
+    """Refuse sizes that no tensor has.
+
+    Raises:
+        ValueError: they are too many, too large, or no whole numbers.
+    """
+    if len(shape) > MOST_DIMENSIONS or not all(count(size, MOST_ELEMENTS) for size in shape):
+        raise ValueError(f"{shown(shape)} is no tensor's shape")
+    # Also where one of them is 0: those beside it are multiplied too.
+    if math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
+        raise ValueError(f"{shown(shape)} is too large for a tensor")
+
+
+def shown(value: object) -> str:
+    """A value for a message, in one line that no terminal obeys, and not without end."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004
+
+
+PREFIX = "xxh3_64:"
+BLOCKS_PREFIX = "xxh3_64-blocks:"
+BLOCK_BYTES = 256 << 10
+"""Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
+is still in the cache when it is written or used after its digest was taken."""
+READ_BYTES = 1 << 20
+
+
+def bytes_digest(content: bytes) -> str:
+    """The digest of some bytes, e.g. ``xxh3_64:2d06800538d394c2``."""
+    return PREFIX + xxhash.xxh3_64_hexdigest(content)
+
+
+def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) -> str:
+    """The digest of a file's bytes, read in parts: memory stays small whatever its size.
+
+    Args:
+        path: The file.
+        on_bytes: Told after each part how many bytes were read in it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    hasher = xxhash.xxh3_64()
+    part = memoryview(bytearray(READ_BYTES))
+    with open_plain(path) as file:
+        while count := file.readinto(part):
+            hasher.update(part[:count])
+            if on_bytes is not None:
+                on_bytes(count)
+    return PREFIX + hasher.hexdigest()
+
+
+def block_digest(block: memoryview | bytes) -> int:
+    """The digest of one block as an unsigned number of 64 bits."""
+    value: int = xxhash.xxh3_64_intdigest(block)
+    return value
+
 
 FORMAT = 2
 MANIFEST_NAME = "MANIFEST.json"
@@ -170,7 +426,7 @@ def parse(content: bytes) -> Manifest:
 
 def _read(path: Path) -> bytes:
     try:
-        points.reach("read.manifest", path=path, step=names.parse_step(path.parent.name))
+        points.reach("read.manifest", path=path, step=parse_step(path.parent.name))
         return read_plain(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise TornCheckpoint("manifest is missing") from None
@@ -200,11 +456,10 @@ def _built(raw: dict[str, Any]) -> Manifest:
     known = {f.name for f in fields(Manifest)}
     values = {key: value for key, value in raw.items() if key in known}
     try:
-        fields_of.require(values)
-        values["files"] = [FileEntry(*fields_of.file_of(file)) for file in raw["files"]]
+        require(values)
+        values["files"] = [FileEntry(*file_of(file)) for file in raw["files"]]
         values["tensors"] = [
-            TensorEntry(name, *fields_of.tensor_of(name, text))
-            for name, text in raw["tensors"].items()
+            TensorEntry(name, *tensor_of(name, text)) for name, text in raw["tensors"].items()
         ]
         manifest = Manifest(**values)
     except (KeyError, TypeError) as error:
@@ -242,9 +497,9 @@ def _body(manifest: Manifest) -> bytes:
     raw["tensors"] = {entry.name: entry.text for entry in manifest.tensors}
     _require_string_keys(raw, "manifest")
     try:
-        fields_of.require(raw)
+        require(raw)
         for entry in manifest.tensors:
-            fields_of.tensor_of(entry.name, entry.text)
+            tensor_of(entry.name, entry.text)
     except ValueError as error:  # it would be committed, and never loaded
         raise CheckpointError(f"manifest of step {manifest.step}: {error}") from error
     try:

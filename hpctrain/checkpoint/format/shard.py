@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
-from hpctrain.checkpoint.format.digest import BLOCK_BYTES, BLOCKS_PREFIX, block_digest
+from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, BLOCKS_PREFIX, block_digest
 from hpctrain.errors import CheckpointError
 from hpctrain.testing import points
 

@@ -4,6 +4,11 @@ Rank 0 alone calls this. Order is the protocol: the ranks write and flush their 
 directory; every file is checked against the manifest; the manifest is written and flushed last; the
 directory is flushed; under the run's lock, and only by the newest attempt, it is renamed; its
 parent is flushed. Whatever dies in between leaves a staged directory, which nobody loads.
+
+Is there room for a save? Asked before it begins, and said in words when it was refused.
+
+A forecast is no promise: others write too, and many quotas do not show in what a file system says
+of itself. So no answer (None) means only that nothing speaks against trying.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import size
+from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
-from hpctrain.checkpoint.format import names
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, NotWritten
 from hpctrain.run.fence import publishing
@@ -26,11 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.format.assemble import RankPart
     from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.table import RankPart
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
-
 
 REMOVE_TRIES = 100
 """Of a directory from which others remove files at the same time."""
@@ -46,13 +51,17 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
         CheckpointError: the step is committed already, or the directory cannot be made.
         Fenced: a newer attempt has taken the run over.
     """
-    staged = run.checkpoints / names.staged_name(step, attempt.number)
+    staged = run.checkpoints / manifest_format.staged_name(step, attempt.number)
     with _errors_named(f"step {step} of {run.name} cannot be staged"):
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
         with publishing(run, attempt):
             _clear_way(run, step)
-            left = rename_away(staged, step, names.deleting_name) if staged.exists() else None
+            left = (
+                rename_away(staged, step, manifest_format.deleting_name)
+                if staged.exists()
+                else None
+            )
             staged.mkdir()
         points.reach("stage.made", path=staged, step=step)
         if left is not None:
@@ -68,7 +77,7 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     """
     # Not above: pinning and deleting go through this module too, and need no numpy.
     from hpctrain.checkpoint.format import table
-    from hpctrain.checkpoint.format.assemble import assemble
+    from hpctrain.checkpoint.format.table import assemble
 
     files, manifest.tensors, whole = assemble(parts, manifest.block_bytes)
     content = whole.dump()
@@ -95,7 +104,7 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
         Fenced: a newer attempt has taken the run over.
     """
     step = manifest.step
-    if staged.name != names.staged_name(step, attempt.number):
+    if staged.name != manifest_format.staged_name(step, attempt.number):
         raise CheckpointError(
             f"{staged.name} is not what attempt {attempt.number} staged for step {step}; "
             f"nothing was published"
@@ -130,7 +139,7 @@ def discard(staged: Path) -> None:
     Raises:
         ValueError: the name is not that of a staged checkpoint.
     """
-    if names.parse_staged(staged.name) is None:
+    if manifest_format.parse_staged(staged.name) is None:
         raise ValueError(f"{staged} is not a staged checkpoint")
     remove_tree(staged)
 
@@ -157,7 +166,7 @@ def set_aside_locked(path: Path, step: int, reason: str) -> Path:
     The move comes first: dying after it leaves nothing that could be chosen, only the note is
     missing.
     """
-    aside = rename_away(path, step, names.set_aside_name)
+    aside = rename_away(path, step, manifest_format.set_aside_name)
     if aside.is_dir():
         with (aside / find.REASON_NAME).open("w") as file:
             file.write(reason + "\n")
@@ -228,3 +237,81 @@ def _errors_named(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise NotWritten(f"{what}: {error}") from error
+
+
+ADVICE = "free some with `hpctrain checkpoints prune`, or keep fewer (checkpoint.keep_last)"
+
+
+def forecast(path: Path, need_bytes: int, need_files: int = 1) -> str | None:
+    """Why a save of this size would not fit; None where it fits or nobody can say.
+
+    What counts is what a user may take (f_bavail), not the reserve of root's (f_bfree).
+
+    Args:
+        path: Where it is to be written; need not be there yet.
+        need_bytes: Bytes that the save adds.
+        need_files: Files and directories that it adds.
+    """
+    stat = _stat(path)
+    if stat is None:
+        return None
+    free = stat.f_bavail * stat.f_frsize
+    # Some FUSE and network file systems report no blocks at all: that is no full disk.
+    if stat.f_blocks > 0 and free < need_bytes:
+        return (
+            f"{path} has {_exact(free)} free and the next checkpoint needs {_exact(need_bytes)}; "
+            f"{ADVICE}"
+        )
+    # The same for inodes: file systems that make them as needed (btrfs, many servers) report none.
+    if stat.f_files > 0 and stat.f_favail < need_files:
+        return (
+            f"{path} has room for {stat.f_favail:,} more files (inodes) and the next checkpoint "
+            f"needs {need_files:,}; {ADVICE}"
+        )
+    return None
+
+
+def describe(error: OSError, path: Path) -> str:
+    """An error of writing, in words that a user can act on: which limit was hit, and what helps."""
+    stat = _stat(path)
+    if error.errno == errno.EDQUOT:
+        return (
+            f"quota exceeded at {path}: a limit of your user, group or project, not of the disk; "
+            f"{ADVICE}, or ask for a larger quota (`quota -s`, `lfs quota`)"
+        )
+    if error.errno != errno.ENOSPC:
+        return f"{path}: {error.strerror or error}"
+    left = _left(stat)
+    # Room first: XFS has no inodes left whenever it has no blocks left.
+    if left and stat is not None and stat.f_files > 0 and stat.f_favail == 0:
+        return f"no file can be added at {path}: the file system is out of inodes; {ADVICE}"
+    # XFS reports a project's quota as a full disk, and others may have freed something meanwhile.
+    hint = "; if that is plenty, it was a quota" if left else ""
+    return f"disk full at {path}{left}{hint}; {ADVICE}"
+
+
+def _stat(path: Path) -> os.statvfs_result | None:
+    """Of the nearest directory that is there; None where the file system does not tell.
+
+    Not an error: a forecast must not fail a save, which meets whatever is wrong and names it.
+    """
+    for place in (path, *path.parents):
+        try:
+            return os.statvfs(place)
+        except (FileNotFoundError, NotADirectoryError):  # not made yet
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def _left(stat: os.statvfs_result | None) -> str:
+    """What is free, where that is told and is more than a block."""
+    if stat is None or stat.f_blocks == 0 or stat.f_bavail <= 1:
+        return ""
+    return f" ({size(stat.f_bavail * stat.f_frsize)} of the file system are free by now)"
+
+
+def _exact(count: int) -> str:
+    """Both forms: rounded ones can look alike when bytes are missing."""
+    return f"{size(count)} ({count:,} bytes)"

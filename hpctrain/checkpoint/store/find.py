@@ -3,6 +3,12 @@
 Nothing is trusted but what a manifest proves: no `latest` file, no modification time, no highest
 number. The bytes themselves are read by `verify.py`. Not collective: rank 0 asks and broadcasts the
 answer, since ranks can see a shared file system at different moments.
+
+Where a run begins: what its ledger asks for, and that it forbids to begin anew unasked.
+
+A run that has saved never starts at step 0 by itself: whatever keeps its checkpoints from being
+found or loaded (a folder that is not mounted, one that somebody has emptied, damage to all of
+them), weeks of training would be forgotten without a word. A person may ask for it.
 """
 
 from __future__ import annotations
@@ -10,20 +16,25 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain
 from hpctrain.base.records import Skipped
+from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
-from hpctrain.checkpoint.format import names
+from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
+from hpctrain.run import events as ledger
+from hpctrain.run.event_fields import whole
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
 REASON_NAME = "SET-ASIDE.txt"
@@ -91,7 +102,7 @@ class SetAside:
 
 def step_path(run: RunDir, step: int) -> Path:
     """Where the committed checkpoint of a step lies, or would lie."""
-    return run.checkpoints / names.step_name(step)
+    return run.checkpoints / manifest_format.step_name(step)
 
 
 def candidates(run: RunDir) -> list[Found]:
@@ -101,7 +112,9 @@ def candidates(run: RunDir) -> list[Found]:
 
 def steps(run: RunDir) -> list[int]:
     """The steps that have a committed checkpoint's name, whole or torn, newest first."""
-    found = [step for name in _listing(run) if (step := names.parse_step(name)) is not None]
+    found = [
+        step for name in _listing(run) if (step := manifest_format.parse_step(name)) is not None
+    ]
     return sorted(found, reverse=True)
 
 
@@ -110,7 +123,7 @@ def staged(run: RunDir) -> list[Staged]:
     found = [
         Staged(*parsed, run.checkpoints / name)
         for name in _listing(run)
-        if (parsed := names.parse_staged(name)) is not None
+        if (parsed := manifest_format.parse_staged(name)) is not None
     ]
     return sorted(found, key=lambda one: (one.step, one.attempt), reverse=True)
 
@@ -120,7 +133,7 @@ def set_aside(run: RunDir) -> list[SetAside]:
     found = [
         SetAside(parsed[0], run.checkpoints / name, _reason(run.checkpoints / name))
         for name in _listing(run)
-        if (parsed := names.parse_set_aside(name)) is not None
+        if (parsed := manifest_format.parse_set_aside(name)) is not None
     ]
     return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
 
@@ -269,3 +282,55 @@ def _reason(path: Path) -> str:
         return "no reason was left"
     except OSError as error:
         return f"the reason cannot be read: {error.strerror}"
+
+
+SHOWN = 3
+
+
+def asked_step(events: Iterable[Event]) -> int | None:
+    """The step of `resume --from STEP`, until an attempt of that submission has restored it."""
+    step: int | None = None
+    for event in events:
+        if event.kind == "submitted":
+            step = whole(event.data.get("from_step"))
+        elif event.kind == "restored":
+            step = None
+    return step
+
+
+def newest_known(events: Iterable[Event]) -> int | None:
+    """The newest step that was saved or imported since the run last began at the beginning."""
+    newest: int | None = None
+    for event in events:
+        step = whole(event.data.get("step"))
+        if event.kind == "restored" and step == 0 and not event.data.get("checkpoint"):
+            newest = None
+        elif event.kind in {"saved", "imported"} and step is not None:
+            newest = step if newest is None else max(newest, step)
+    return newest
+
+
+def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to begin at step 0 where the run has saved; asked where nothing can be loaded.
+
+    Args:
+        run: Which.
+        passed_over: Checkpoints that are damaged or were never committed: step, name, reason.
+
+    Raises:
+        NoCheckpoint: with what became of the checkpoints, and how to begin anew.
+    """
+    # A committed name is a save as well, whatever the ledger has lost.
+    known = [row["step"] for row in passed_over if parse_step(row["name"]) is not None]
+    told = newest_known(ledger.read(run))
+    known += [] if told is None else [told]
+    if not known:
+        return
+    shown = [f"{row['name']}: {row['reason']}" for row in passed_over[:SHOWN]]
+    more = [f"and {len(passed_over) - SHOWN} more"] if len(passed_over) > SHOWN else []
+    why = "; ".join(shown + more) or f"none lies in {run.checkpoints}"
+    raise NoCheckpoint(
+        f"{run.name} has saved up to step {max(known)}, and none of its checkpoints can be loaded: "
+        f"{why}. It does not begin anew unasked: bring one back, or `hpctrain resume {run.name} "
+        "--from 0`"
+    )

@@ -4,34 +4,210 @@ The newest, every so many steps, the best by a metric and the pinned stay. `why_
 pure; `prune` and `remove` act, under the run's lock. Each directory is renamed before its first
 byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
 taken for a checkpoint, and the next sweep takes the rest.
+
+A pin keeps a checkpoint: a file PINNED in its directory, with the reason in it.
+
+The file lies inside, so that a pin goes with the checkpoint wherever that is moved or copied, and
+`touch PINNED` is one too. Whoever deletes asks `carries` first. Pins are made and taken away under
+the run's lock, as is every choice of what may go.
+
+Which checkpoints may a live attempt be using? Asked before a person deletes something.
+
+The ledger says it: an attempt that has begun and restored nothing yet is choosing, and may read any
+of them; later it goes on from what it restored. A dead one may have had no time to write down its
+end, and only the scheduler knows that; hence `idle`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.format import names
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import find, pins
-from hpctrain.checkpoint.store.commit import remove_tree, rename_away
-from hpctrain.checkpoint.store.usage import in_use
-from hpctrain.errors import CheckpointError, ChecksFailed, RunAlive
+from hpctrain.base.files import read_plain
+from hpctrain.checkpoint.format import manifest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
+from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
+from hpctrain.checkpoint.store.find import asked_step
+from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
+from hpctrain.history.run_state import OVER, RunState, live, standing
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import publishing, run_lock
-from hpctrain.run.fresh import look_anew
+from hpctrain.run.event_fields import whole
+from hpctrain.run.fence import look_anew, publishing, run_lock
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.history.run_state import Standing
+    from hpctrain.run.events import Event
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
+
+
+def pin(run: RunDir, step: int, reason: str = "") -> bool:
+    """Keep a checkpoint from being deleted; returns whether that changed anything.
+
+    A second pin replaces the reason. What is written is there whole or not at all.
+
+    Raises:
+        NotFound: there is no checkpoint of that step.
+        CheckpointError: it is torn, or the disk refused.
+    """
+    path = find.step_path(run, step)
+    text = one_line(reason)
+    try:
+        with run_lock(run):
+            require_known(run, [step])
+            problem = find.look(run, step).problem
+            if problem is not None:
+                raise CheckpointError(
+                    f"step {step} of {run.name} is torn and was not pinned: {problem}"
+                )
+            if carries(path) and reason_of(path) == text:
+                return False
+            _write(path, text)
+    except OSError as error:
+        raise CheckpointError(f"step {step} of {run.name} cannot be pinned: {error}") from error
+    return True
+
+
+def unpin(run: RunDir, step: int) -> bool:
+    """Take a pin away; returns whether there was one.
+
+    Raises:
+        NotFound: there is no checkpoint of that step.
+        CheckpointError: the disk refused.
+    """
+    try:
+        with run_lock(run):
+            require_known(run, [step])
+            return take_away(find.step_path(run, step))
+    except OSError as error:
+        raise CheckpointError(f"step {step} of {run.name} cannot be unpinned: {error}") from error
+
+
+def pinned(run: RunDir) -> dict[int, str]:
+    """Step to reason of every pinned checkpoint, newest first."""
+    paths = {step: find.step_path(run, step) for step in find.steps(run)}
+    return {step: reason_of(path) for step, path in paths.items() if carries(path)}
+
+
+def carries(path: Path) -> bool:
+    """Whether a directory is pinned.
+
+    Raises:
+        OSError: nobody can say; "no" would let a pinned checkpoint go for a server's hiccup.
+    """
+    try:
+        os.lstat(path / PINNED_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def take_away(path: Path) -> bool:
+    """Remove a directory's pin, durably; the caller has the run's lock."""
+    if not carries(path):
+        return False
+    (path / PINNED_NAME).unlink()
+    flush_directory(path)
+    return True
+
+
+def require_known(run: RunDir, steps: list[int]) -> None:
+    """Refuse a step that has no checkpoint.
+
+    Raises:
+        NotFound: with the steps that are there.
+    """
+    there = find.steps(run)
+    for step in steps:
+        if step not in there:
+            listed = ", ".join(map(str, there)) or "none"
+            raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
+
+
+def one_line(text: str) -> str:
+    """A reason as it is shown: one line, and nothing in it that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def reason_of(path: Path) -> str:
+    """What a pin says; nothing where it was made without a word."""
+    try:
+        return one_line(read_plain(path / PINNED_NAME).decode(errors="replace"))
+    except OSError as error:  # it is pinned all the same
+        return f"the reason cannot be read: {error.strerror}"
+
+
+def _write(path: Path, reason: str) -> None:
+    """The pin replaces nothing until its last byte is on disk: a full disk leaves no empty pin."""
+    staged = path / f"{PINNED_NAME}.new"
+    try:
+        with staged.open("w") as file:
+            file.write(reason + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path / PINNED_NAME)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    flush_directory(path)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The steps that must stay, and for whom."""
+
+    reason: str
+    since: int | None = None
+    """This step and all newer ones; None for none of them."""
+    only: int | None = None
+    """This step alone."""
+
+    def holds(self, step: int) -> bool:
+        """Whether it must stay."""
+        return step == self.only or (self.since is not None and step >= self.since)
+
+
+def in_use(events: Sequence[Event], idle: Standing | None = None) -> Usage | None:
+    """What must stay for the run as it stands; None where nothing is in use.
+
+    Args:
+        events: The run's ledger.
+        idle: Where the run stood by the ledger when the scheduler knew of no live job for it. It
+            counts as long as nothing has begun since then.
+    """
+    now = standing(events)
+    if now.phase in OVER:
+        return None
+    if idle is not None and (now.attempt, now.token) == (idle.attempt, idle.token):
+        return None
+    if now.phase is RunState.RUNNING:
+        return _running(events, now)
+    asked = asked_step(events)
+    if asked is None:
+        return None
+    return Usage(f"the job that is to go on from step {asked} waits to start", only=asked)
+
+
+def _running(events: Sequence[Event], now: Standing) -> Usage:
+    restored = [
+        whole(event.data.get("step")) or 0
+        for event in live(events)
+        if event.kind == "restored" and event.attempt == now.attempt
+    ]
+    if not restored:
+        return Usage(f"attempt {now.attempt} is choosing which checkpoint to load", since=0)
+    reason = f"attempt {now.attempt} is running on it: it restored step {restored[-1]}"
+    return Usage(reason, since=restored[-1])
+
 
 WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
 
@@ -263,7 +439,7 @@ def remove(
             refuse(run, going, force=force, idle=idle)
             # Before the rename: dying in between must not leave a pin on what no sweep may take.
             for step in going:
-                pins.take_away(find.step_path(run, step))
+                take_away(find.step_path(run, step))
             renamed = _renamed(run, going)
         _remove(renamed)
     except OSError as error:
@@ -279,14 +455,14 @@ def refuse(
     Raises:
         HpctrainError: see `remove`.
     """
-    pins.require_known(run, sorted(steps))
+    require_known(run, sorted(steps))
     look_anew(*(find.step_path(run, step) for step in steps))
     usage = in_use(ledger.read(run), idle)
     for step in sorted(steps):
         if usage is not None and usage.holds(step):
             raise RunAlive(f"step {step} of {run.name} was not deleted: {usage.reason}; {WAIT}")
-        if not force and pins.carries(find.step_path(run, step)):
-            reason = pins.pinned(run)[step]
+        if not force and carries(find.step_path(run, step)):
+            reason = pinned(run)[step]
             why = f" ({reason})" if reason else ""
             raise ChecksFailed(
                 f"step {step} of {run.name} is pinned{why} and was not deleted; unpin it with "
@@ -356,14 +532,12 @@ def sweep(run: RunDir, attempt: Attempt) -> list[str]:
 
 def _barred(run: RunDir, attempt: Attempt) -> list[str]:
     left = [
-        one
-        for one in find.staged(run)
-        if one.attempt < attempt.number and not pins.carries(one.path)
+        one for one in find.staged(run) if one.attempt < attempt.number and not carries(one.path)
     ]
     for one in left:
         # None may be gone meanwhile: its writer has committed it, or taken it back.
         with contextlib.suppress(FileNotFoundError):
-            rename_away(one.path, one.step, names.deleting_name)
+            rename_away(one.path, one.step, manifest.deleting_name)
     return [one.path.name for one in left]
 
 
@@ -375,7 +549,7 @@ def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[R
     rows: list[Row] = []
     valid = 0
     for step in find.steps(run):
-        pinned = pins.carries(find.step_path(run, step))
+        pinned = carries(find.step_path(run, step))
         if step not in known and (enough is None or valid < enough):
             found = find.look(run, step)
             if found.problem is None and found.manifest is not None:
@@ -390,7 +564,7 @@ def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:
     """Without those that somebody on another node has pinned within the last minute."""
     paths = {step: find.step_path(run, step) for step in steps}
     look_anew(*paths.values())
-    return [step for step, path in paths.items() if not pins.carries(path)]
+    return [step for step, path in paths.items() if not carries(path)]
 
 
 def _given_back(run: RunDir, renamed: Mapping[int, Path]) -> list[int]:
@@ -400,7 +574,7 @@ def _given_back(run: RunDir, renamed: Mapping[int, Path]) -> list[int]:
     rename none can: it would be written below a name that is gone.
     """
     look_anew(*renamed.values())
-    pinned = [step for step, path in renamed.items() if pins.carries(path)]
+    pinned = [step for step, path in renamed.items() if carries(path)]
     for step in pinned:
         renamed[step].rename(find.step_path(run, step))
     return [step for step in renamed if step not in pinned]
@@ -411,7 +585,7 @@ def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:
     for step in steps:
         path = find.step_path(run, step)
         points.reach("prune.rename", path=path, step=step)
-        renamed.append(rename_away(path, step, names.deleting_name))
+        renamed.append(rename_away(path, step, manifest.deleting_name))
     return renamed
 
 
@@ -430,5 +604,5 @@ def _half_deleted(run: RunDir) -> list[Path]:
     return [
         path
         for path in run.checkpoints.iterdir()
-        if names.parse_deleting(path.name) is not None and not pins.carries(path)
+        if manifest.parse_deleting(path.name) is not None and not carries(path)
     ]

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint.format import table as tables
-from hpctrain.checkpoint.format.assemble import require_cover
-from hpctrain.checkpoint.format.digest import BLOCKS_PREFIX, block_digest, file_digest
-from hpctrain.checkpoint.format.manifest import TABLE_NAME
-from hpctrain.checkpoint.format.ranged import Files, damage, in_threads, window_blocks
+from hpctrain.checkpoint.format.manifest import BLOCKS_PREFIX, TABLE_NAME, block_digest, file_digest
+from hpctrain.checkpoint.format.reader import Files, damage, in_threads, window_blocks
 from hpctrain.checkpoint.format.shard import blocks_digest
+from hpctrain.checkpoint.format.table import require_cover
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.shard import Piece
-from hpctrain.checkpoint.format.spread import my_part
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

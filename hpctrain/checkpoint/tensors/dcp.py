@@ -32,9 +32,9 @@ from torch.futures import Future
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.assemble import part_of
 from hpctrain.checkpoint.format.reader import Source, Target
 from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES, bytes_of
 from hpctrain.errors import CheckpointError, TornCheckpoint

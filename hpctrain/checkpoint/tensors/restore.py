@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.base.meter import Meter
+from hpctrain.base.text import Meter
+from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.spread import my_part
 from hpctrain.checkpoint.store import find, retention, verify
-from hpctrain.checkpoint.store.beginning import asked_step, refuse_to_forget
+from hpctrain.checkpoint.store.find import asked_step, refuse_to_forget
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held
 from hpctrain.errors import (
     CheckpointError,

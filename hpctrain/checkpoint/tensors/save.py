@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.assemble import RankPart, part_of
-from hpctrain.checkpoint.format.names import step_name
-from hpctrain.checkpoint.store import commit, space
+from hpctrain.checkpoint.format.manifest import step_name
+from hpctrain.checkpoint.format.table import RankPart, part_of
+from hpctrain.checkpoint.store import commit
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
 from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
 from hpctrain.testing import points
@@ -141,9 +141,9 @@ def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
     try:
         place.run.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = space.describe(error, place.run.checkpoints)
+        why = commit.describe(error, place.run.checkpoints)
         raise NotWritten(f"step {step} was not saved: {why}") from error
-    problem = space.forecast(place.run.checkpoints, need, need_files)
+    problem = commit.forecast(place.run.checkpoints, need, need_files)
     if problem:
         raise NotWritten(f"step {step} was not saved: {problem}")
     return commit.stage(place.run, step, place.attempt)
@@ -165,7 +165,7 @@ def _write(
         part = part_of(pieces, write(path) if pieces else None)
         points.reach("report.gather", path=path, step=step, rank=world.rank)
     except OSError as error:
-        return part_of([], None), f"rank {world.rank}: {space.describe(error, path)}", True
+        return part_of([], None), f"rank {world.rank}: {commit.describe(error, path)}", True
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         text = str(error) if isinstance(error, HpctrainError) else one_line(error)
         return part_of([], None), f"rank {world.rank}: {text}", False

@@ -22,7 +22,8 @@ import torch
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
-from hpctrain.checkpoint.tensors.writer import Request, Writer
+from hpctrain.checkpoint.tensors.writer import Writer
+from hpctrain.checkpoint.tensors.writer_process import Request
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.testing import points
 from hpctrain.world import apart, one_line

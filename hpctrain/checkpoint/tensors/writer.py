@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.arena import Arena
 
-__all__ = ["Request", "Writer", "WriterTimeout"]
-
 PATIENCE_S = 2.0
 """For a killed process to be gone: one that hangs in the kernel (a dead file system) stays."""
 LOOK_S = 0.2

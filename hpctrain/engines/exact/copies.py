@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from hpctrain.engines.engine import global_sum
 from hpctrain.engines.exact.engine import Exact, Round
-from hpctrain.engines.exact.norm import exact_norm
-from hpctrain.engines.exact.tree import Counter
+from hpctrain.engines.exact.norm import Counter, exact_norm
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:

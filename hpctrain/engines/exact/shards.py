@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from hpctrain.engines.exact.engine import Exact, Round
-from hpctrain.engines.exact.norm import exact_norm
-from hpctrain.engines.exact.tree import Counter
+from hpctrain.engines.exact.norm import Counter, exact_norm
 from hpctrain.engines.norm import local
 from hpctrain.errors import UsageError
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import Parts
-    from hpctrain.engines.places import Places
+    from hpctrain.engines.layouts import Places
 
 
 class ExactShards(Exact):

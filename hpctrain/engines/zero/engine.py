@@ -3,6 +3,8 @@
 What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
 masters of them) is set right around it, and what it does wrong is refused.
 Only here is it imported. tests/engines/test_zero.py holds the promises.
+
+DeepSpeed's loss scale for fp16, told and set in the words of `loss_scale.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpctrain.engines.blocks import every_block
-from hpctrain.engines.compiled import compile_blocks
+from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
-from hpctrain.engines.precision import DTYPES
-from hpctrain.engines.recompute import recompute_blocks
-from hpctrain.engines.zero.nvme import Operator
+from hpctrain.engines.precision import DTYPES, LossScale
+from hpctrain.engines.zero.nvme import Operator, require_room, take_folder
 from hpctrain.engines.zero.state import Holdings
-from hpctrain.engines.zero.zero_room import require_room, take_folder
-from hpctrain.engines.zero.zero_scale import DeepSpeedScale
 from hpctrain.errors import UsageError
-from hpctrain.plan.deepspeed import refuse_unsupported
-from hpctrain.plan.ds_config import engine_config, read_user_config, stage_of
+from hpctrain.plan.deepspeed import engine_config, read_user_config, refuse_unsupported, stage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,6 +37,45 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import Parts
     from hpctrain.settings.schema import EngineSettings
+
+
+class DeepSpeedScale(LossScale):
+    """How far DeepSpeed scales losses; its state goes on under any other engine, and back.
+
+    DeepSpeed itself updates it. A scale that the user's own ds_config.json fixes stays as it is.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        """Take DeepSpeed's scaler: a dynamic one, or one with a fixed scale."""
+        self._scaler = scaler
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by now."""
+        return float(self._scaler.cur_scale)
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        if self._scaler.dynamic:
+            self._scaler.cur_scale = value
+
+    @property
+    def good_steps(self) -> int:
+        """Steps since the scale changed. DeepSpeed doubles it one step later than torch."""
+        if not self._scaler.dynamic:
+            return 0
+        since = int(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1)
+        return since if since <= self.growth_interval else (since - 1) % self.growth_interval + 1
+
+    @good_steps.setter
+    def good_steps(self, value: int) -> None:
+        if self._scaler.dynamic:
+            self._scaler.last_overflow_iter = self._scaler.cur_iter - 1 - value
+
+    @property
+    def growth_interval(self) -> int:  # type: ignore[override]
+        """Good steps after which the scale is doubled."""
+        return int(self._scaler.scale_window) if self._scaler.dynamic else 1
 
 
 class Zero(Engine):

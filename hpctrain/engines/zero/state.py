@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.tensors.boxes import Flat, State
 from hpctrain.engines.state import MODEL, OPTIM
-from hpctrain.engines.zero.zero_nvme import Disk
+from hpctrain.engines.zero.nvme import Disk
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

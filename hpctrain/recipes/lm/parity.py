@@ -30,9 +30,9 @@ from hpctrain.plan.parity import (
     compare,
 )
 from hpctrain.recipes.lm import corpus
-from hpctrain.recipes.lm.schedule import lr_at
 from hpctrain.recipes.lm.train import (
     BETAS,
+    lr_at,
     make_batches,
     make_model,
     microbatches,

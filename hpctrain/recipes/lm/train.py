@@ -2,6 +2,8 @@
 
 It uses nothing that theirs could not. Every rank runs `main`. All that survives an interruption is
 in the engine, in `data`, and in the step.
+
+The learning rate, as a function of the step alone: nothing of it needs saving. No torch.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokens import TokenFile
 from hpctrain.engines.engine import Microbatch
 from hpctrain.engines.parallelize import ModelPlan
-from hpctrain.plan.shape import shape_of
+from hpctrain.plan.mesh import shape_of
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
-from hpctrain.recipes.lm.schedule import lr_at
 from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
@@ -31,6 +32,23 @@ if TYPE_CHECKING:
     from hpctrain.engines.engine import Engine, Loss
     from hpctrain.runtime.run import Run
     from hpctrain.settings.schema import TrainSettings
+
+
+def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.1) -> float:
+    """The rate of the update that follows `step` updates: a rise to `peak`, then half a cosine.
+
+    Args:
+        step: Updates applied so far; the first update is that of step 0.
+        peak: The highest rate, reached by the last of the warm-up's updates.
+        warmup: Updates of the rise; 0 begins at the peak.
+        total: Updates of the run; from there on the rate stays at the floor.
+        floor: The lowest rate, as a part of the peak.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+
 
 BETAS = (0.9, 0.95)
 """Of AdamW."""

@@ -1,15 +1,25 @@
-"""The login side of the embedded cluster."""
+"""The login side of the embedded cluster.
+
+A local job's files: its record, and the requests that clients drop. Standard library only.
+
+There is no daemon: each job has a controller process of its own (`controller.py`), which alone
+writes the record; everybody else drops a request file and reads the record.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
-from typing import TYPE_CHECKING
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.process import own_program
 from hpctrain.base.records import JobInfo, JobStart
-from hpctrain.errors import ClusterError
-from hpctrain.run.values import is_job_id
-from hpctrain.scheduler.local import jobs
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.run.event_fields import is_job_id
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
 
@@ -17,6 +27,143 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.base.records import JobRequest
+
+PREFIX = "local-"
+OVER = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+
+
+def root() -> Path:
+    """Where local jobs live: HPCTRAIN_LOCAL_DIR, or the user's state folder."""
+    given = os.environ.get("HPCTRAIN_LOCAL_DIR")
+    if given:
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "hpctrain" / "local"
+
+
+@dataclass
+class LocalJobRecord:
+    """What is known of one local job."""
+
+    job_id: str
+    token: str
+    run_dir: str
+    min_nodes: int
+    max_nodes: int
+    time_s: float
+    signal_lead_s: float
+    state: str = "PENDING"
+    reason: str | None = None
+    restarts: int = 0
+    nodes: list[str] = field(default_factory=list)
+    controller_pid: int = 0
+    controller_started: float = 0.0
+    """Start time of the controller, from /proc: a reused pid is not mistaken for it."""
+    start_time: float | None = None
+    end_time: float | None = None
+    preempt_time: float | None = None
+    previous_end: str = "unknown"
+    previous_stop: float | None = None
+    """When the start before this one ended, seconds since the epoch."""
+    starts: list[tuple[int, float, float | None, int]] = field(default_factory=list)
+    """Restarts, beginning, end and nodes of every start so far."""
+
+
+def job_dir(job_id: str) -> Path:
+    """Directory of a local job."""
+    return root() / job_id
+
+
+def create(record: LocalJobRecord) -> LocalJobRecord:
+    """Give the job an id and a directory."""
+    root().mkdir(parents=True, exist_ok=True)
+    number = 1 + max((_number(path) for path in root().iterdir()), default=0)
+    while True:
+        record.job_id = f"{PREFIX}{number}"
+        try:
+            job_dir(record.job_id).mkdir()
+        except FileExistsError:  # another terminal was faster
+            number += 1
+            continue
+        write(record)
+        return record
+
+
+def write(record: LocalJobRecord) -> None:
+    """Replace the record. The controller alone calls it once it runs."""
+    path = job_dir(record.job_id) / "job.json"
+    staged = path.with_suffix(".new")
+    staged.write_text(json.dumps(asdict(record)))
+    staged.replace(path)
+
+
+def read(job_id: str) -> LocalJobRecord | None:
+    """The record of a job; None when there is no such job."""
+    try:
+        return LocalJobRecord(**json.loads((job_dir(job_id) / "job.json").read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def all_jobs() -> list[LocalJobRecord]:
+    """Every local job on this machine, oldest first."""
+    if not root().is_dir():
+        return []
+    found = [read(path.name) for path in sorted(root().iterdir(), key=_number)]
+    return [record for record in found if record is not None]
+
+
+def request(job_id: str, operation: str, **fields: Any) -> None:
+    """Drop a request for the job's controller.
+
+    Raises:
+        ClusterError: there is no such job, or it is over.
+        ClusterUnreachable: its controller is gone.
+    """
+    record = read(job_id)
+    if record is None:
+        raise ClusterError(f"there is no local job {job_id}; `hpctrain local list` shows them")
+    if record.state in OVER:
+        raise ClusterError(f"local job {job_id} is over ({record.state.lower()})")
+    if not is_controlled(record):
+        raise ClusterUnreachable(
+            f"the controller of local job {job_id} (pid {record.controller_pid}) is gone"
+        )
+    name = f"request-{time.time_ns()}-{os.getpid()}"
+    staged = job_dir(job_id) / f"{name}.new"
+    staged.write_text(json.dumps({"operation": operation, **fields}))
+    staged.rename(job_dir(job_id) / f"{name}.json")
+
+
+def take_requests(job_id: str) -> list[dict[str, Any]]:
+    """The requests dropped since the last call, oldest first. The controller alone calls it."""
+    taken = []
+    for path in sorted(job_dir(job_id).glob("request-*.json")):
+        taken.append(json.loads(path.read_text()))
+        path.unlink()
+    return taken
+
+
+def is_controlled(record: LocalJobRecord) -> bool:
+    """Whether the job's controller process is alive; one that has yet to start counts as alive."""
+    if record.controller_pid == 0:
+        return True
+    return process_start(record.controller_pid) == record.controller_started
+
+
+def process_start(pid: int) -> float:
+    """Start time of a process in clock ticks since boot; 0 when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = stat.rsplit(")", 1)[1].split()
+    return 0.0 if fields[0] == "Z" else float(fields[19])
+
+
+def _number(path: Path) -> int:
+    digits = path.name.removeprefix(PREFIX)
+    return int(digits) if digits.isdigit() else 0
 
 
 class LocalCluster:
@@ -32,8 +179,8 @@ class LocalCluster:
         """Start the job's controller, detached from this terminal."""
         spec = load_spec(request.run_dir / "spec.json")
         low, high = node_range(spec.settings.slurm.nodes)
-        record = jobs.create(
-            jobs.LocalJobRecord(
+        record = create(
+            LocalJobRecord(
                 job_id="",
                 token=request.token,
                 run_dir=str(request.run_dir),
@@ -56,7 +203,7 @@ class LocalCluster:
 
     def find_job(self, token: str) -> JobInfo | None:
         """The job of this submission."""
-        for record in reversed(jobs.all_jobs()):
+        for record in reversed(all_jobs()):
             if record.token == token:
                 return _info(record)
         return None
@@ -80,15 +227,15 @@ class LocalCluster:
         """Ask the controller to end the job."""
         if not is_job_id(job_id):
             raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
-        jobs.request(job_id, "cancel")
+        request(job_id, "cancel")
 
 
-def _read(job_id: str) -> jobs.LocalJobRecord | None:
+def _read(job_id: str) -> LocalJobRecord | None:
     """The job's record; none for what is no id, which might be a path to anywhere."""
-    return jobs.read(job_id) if is_job_id(job_id) else None
+    return read(job_id) if is_job_id(job_id) else None
 
 
-def _starts(record: jobs.LocalJobRecord) -> list[JobStart]:
+def _starts(record: LocalJobRecord) -> list[JobStart]:
     """A start whose controller died has no end: the ledger knows when it was last heard of."""
     return [
         JobStart(
@@ -100,13 +247,13 @@ def _starts(record: jobs.LocalJobRecord) -> list[JobStart]:
             ",".join(f"local{node}" for node in range(nodes)),
         )
         for position, (index, start, end, nodes) in enumerate(record.starts)
-        if end is not None or jobs.is_controlled(record)
+        if end is not None or is_controlled(record)
     ]
 
 
-def _info(record: jobs.LocalJobRecord) -> JobInfo:
-    alive = record.state not in jobs.OVER and jobs.is_controlled(record)
-    lost = record.state not in jobs.OVER and not alive
+def _info(record: LocalJobRecord) -> JobInfo:
+    alive = record.state not in OVER and is_controlled(record)
+    lost = record.state not in OVER and not alive
     return JobInfo(
         job_id=record.job_id,
         state="NODE_FAIL" if lost else record.state,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import EndReason, JobFacts
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.scheduler.local import jobs
+from hpctrain.scheduler.local import client
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,13 +43,13 @@ class LocalControl:
 
     def requeue(self) -> None:
         """Ask the controller to start the job again."""
-        jobs.request(self._job_id, "requeue")
+        client.request(self._job_id, "requeue")
 
     def forbid_requeue(self) -> None:
         """Without effect: a job that ends by itself is not started again here."""
 
-    def _record(self) -> jobs.LocalJobRecord:
-        record = jobs.read(self._job_id)
+    def _record(self) -> client.LocalJobRecord:
+        record = client.read(self._job_id)
         if record is None:
             raise ClusterUnreachable(f"the record of local job {self._job_id} is gone")
         return record

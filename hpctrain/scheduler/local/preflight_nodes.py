@@ -8,8 +8,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
-from hpctrain.base.ports import free_port
-from hpctrain.base.process import own_program
+from hpctrain.base.process import free_port, own_program
 from hpctrain.preflight.node import KEY
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.scheduler.slurm.leak import clean
+from hpctrain.scheduler.slurm.environment import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,11 +17,11 @@ from submitit.helpers import Checkpointable
 from submitit.slurm.slurm import SlurmJob
 
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.cluster_name import submitted_here
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import job_context
-from hpctrain.scheduler.slurm.header import export_arguments
+from hpctrain.scheduler.slurm.facts import submitted_here
+from hpctrain.scheduler.slurm.script import export_arguments
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission

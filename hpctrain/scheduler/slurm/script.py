@@ -1,22 +1,228 @@
-"""A run's batch script as text: header, exports, and sbatch/body.sh word for word."""
+"""A run's batch script as text: header, exports, and sbatch/body.sh word for word.
+
+The #SBATCH lines of a run's batch script. Pure: settings in, lines out.
+
+There is no task layout among them. `--ntasks-per-node` fixes the number of tasks at the first
+start, so a `--nodes 2-4` job that lost a node would pend for ever, or a range would collapse to its
+minimum (`slurm-facts.md`, `launch.md` table C). The layout stands on the srun line.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import TYPE_CHECKING
 
-from hpctrain.scheduler.slurm.header import header_lines
-from hpctrain.scheduler.slurm.site_options import module_lines, srun_options_of
+from hpctrain.errors import UsageError
+from hpctrain.scheduler.slurm.site_options import (
+    asked_by_user,
+    constraint,
+    gpu_options,
+    is_forbidden,
+    module_lines,
+    more_options,
+    network,
+    refuse_forbidden,
+    refuse_launcher,
+    setting_of,
+    srun_options_of,
+)
+from hpctrain.settings.check import node_range
 from hpctrain.site.paths import data_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import SlurmSettings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
+
+EXPORT_NONE = "#SBATCH --export=NONE"
+EXPORT_UNSET = "# This site wants no --export."
+
+_SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+_LAYOUT = re.compile(
+    r"--(ntasks|tasks|ntasks-per-\w+|tasks-per-node|cpus-per-task|array)(=.*)?|-[nca]\d*(\s.*)?"
+)
+_ELSEWHERE = re.compile(r"--cl|-M")
+"""--clusters and --cluster-constraint, however short."""
+_ARRAY = re.compile(r"--ar|-a")
+
+
+def header_lines(
+    settings: SlurmSettings, name: str, run: RunDir, token: str, site: Site | None = None
+) -> list[str]:
+    """All #SBATCH lines, in a fixed order.
+
+    Raises:
+        UsageError: a value that a header cannot hold, an option that would fix the task layout, or
+            one that the site refuses.
+    """
+    check_options(settings, site, {})
+    options = [
+        ("job-name", name),
+        *asked_options(settings, site),
+        ("open-mode", "append"),
+        ("output", pattern(str(run.jobs / f"{token}.out"))),
+    ]
+    flags = [*_requeue(site), *(["--exclusive"] if is_exclusive(settings, site) else [])]
+    written = [*(f"--{option}={value}" for option, value in options if value), *flags]
+    theirs = [_site_option(o, settings, site) for o in more_options(settings, site, written)]
+    more = [*theirs, *map(_checked, settings.extra)]
+    return [
+        *(f"#SBATCH --{option}={quote(value)}" for option, value in options if value),
+        *(f"#SBATCH {flag}" for flag in flags),
+        *_export_line(site),
+        *(f"#SBATCH {quote(option)}" for option in more),
+    ]
+
+
+def asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
+    """The options that the settings ask for, with their values; "" for what is not asked for.
+
+    Raises:
+        UsageError: the site has no way to ask for GPUs on a range of nodes.
+    """
+    cpus = settings.cpus_per_rank * settings.ranks()
+    return [
+        ("nodes", settings.nodes),
+        *gpu_options(settings, site),
+        ("mincpus", str(cpus) if cpus else ""),
+        ("mem", settings.mem),
+        ("time", settings.time),
+        ("partition", settings.partition),
+        ("account", settings.account),
+        ("qos", settings.qos),
+        ("constraint", constraint(settings, site)),
+        ("reservation", settings.reservation),
+        ("exclude", settings.exclude),
+        ("network", network(settings, site)),
+        ("signal", f"USR2@{settings.signal_lead_s}" if settings.signal_lead_s else ""),
+    ]
+
+
+def check_options(settings: SlurmSettings, site: Site | None, origins: Mapping[str, str]) -> None:
+    """Refuse what the site does not let through, before a job is made.
+
+    Args:
+        settings: What is asked for.
+        site: The preset; without one nothing is refused here.
+        origins: Setting to its place, for messages.
+
+    Raises:
+        UsageError: a forbidden option, one that contradicts a required one, or another launcher.
+    """
+    if site is None:
+        return
+    refuse_launcher(site)
+    asked = [f"--{option}={value}" for option, value in asked_options(settings, site) if value]
+    asked += ["--exclusive"] if is_exclusive(settings, site) else []
+    theirs = [(option, setting_of(option)) for option in asked] + asked_by_user(settings)
+    refuse_forbidden(theirs, site, origins)
+    more_options(settings, site, asked)
+
+
+def is_exclusive(settings: SlurmSettings, site: Site | None = None) -> bool:
+    """Whether whole nodes are asked for; by default where no GPUs are and the site lets one ask."""
+    if settings.exclusive == "auto":
+        return settings.gpus_per_node == 0 and not is_forbidden("--exclusive", site)
+    return settings.exclusive == "yes"
+
+
+def export_arguments(script: str) -> list[str]:
+    """What sbatch's command line has to say of --export for a script of ours.
+
+    It says ALL, so that no SBATCH_EXPORT or site default decides; not where the site's preset does.
+    """
+    header = script.partition("\n\n")[0].splitlines()
+    return [] if EXPORT_NONE in header or EXPORT_UNSET in header else ["--export=ALL"]
+
+
+def _requeue(site: Site | None) -> list[str]:
+    """Said in any case, since JobRequeue differs between sites."""
+    flag = "--no-requeue" if site and site.slurm.requeue is False else "--requeue"
+    return [] if is_forbidden(flag, site) else [flag]
+
+
+def _export_line(site: Site | None) -> list[str]:
+    lines = {"none": [EXPORT_NONE], "unset": [EXPORT_UNSET]}
+    return lines.get(site.slurm.export, []) if site else []
+
+
+def quote(value: str) -> str:
+    """The value as one word of a #SBATCH line.
+
+    sbatch has a parser of its own: a backslash escapes even inside single quotes, and an escaped
+    space still ends the word. So a shell's quoting is read differently; this form is read right.
+
+    Raises:
+        UsageError: the value has a line break, which would end the header's line.
+    """
+    if "\n" in value or "\r" in value:
+        raise UsageError(f"{value!r} has a line break: a batch script's header cannot hold it")
+    if _SAFE.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def pattern(path: str) -> str:
+    """The path for --output, where SLURM would read `%j` in a directory's name as the job's id.
+
+    Raises:
+        UsageError: the path has a backslash, by which SLURM turns patterns off and which it drops.
+    """
+    if "\\" in path:
+        raise UsageError(
+            f"{path!r} has a backslash, which SLURM's file names cannot hold: choose another place"
+        )
+    return path.replace("%", "%%")
+
+
+def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str:
+    """One of the site's options; a task layout only where the number of nodes is fixed anyway."""
+    if site is not None and (_ELSEWHERE.match(option) or _ARRAY.match(option)):
+        raise UsageError(
+            f"{site.where('slurm')} wants {option}: a run is one job, of the cluster on which it "
+            "is submitted"
+        )
+    least, most = node_range(settings.nodes)
+    if site is not None and _LAYOUT.fullmatch(option) and least != most:
+        raise UsageError(
+            f"slurm.nodes is {settings.nodes}, and {site.where('slurm')} wants {option}, with "
+            "which the job could not come back on fewer nodes: give one number of nodes"
+        )
+    return option
+
+
+def _checked(option: str) -> str:
+    """One of the user's own options, unless it keeps the job from coming back on fewer nodes.
+
+    Nor one by which the run would be several jobs, or a job that is not where we would ask for it.
+    """
+    if not option.startswith("-"):
+        raise UsageError(
+            f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
+        )
+    if _ELSEWHERE.match(option):
+        raise UsageError(
+            f"slurm.extra: {option!r} sends the job to another cluster, where nobody would find it "
+            "again: submit on a login node of that cluster"
+        )
+    if _ARRAY.match(option):
+        raise UsageError(
+            f"slurm.extra: {option!r} makes a job array, and a run is one job: submit each by "
+            "itself, with a --name of its own"
+        )
+    if _LAYOUT.fullmatch(option):
+        raise UsageError(
+            f"slurm.extra: {option!r} fixes the job's task layout, so it could not come back on "
+            "fewer nodes: use slurm.nodes, slurm.ranks_per_node and slurm.cpus_per_rank"
+        )
+    return option
+
 
 BODY = "body.sh"
 
