@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
-from hpctrain.checkpoint.tensors.save import Place
+from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.engines import state as engine_state
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return local.detach()
 
 
-def manifest(place: Place, world: World, step: int) -> Manifest:
+def manifest(place: SavePlace, world: World, step: int) -> Manifest:
     """Everything but files and tensors."""
     return Manifest(
         run_id="bench",
@@ -164,7 +164,7 @@ def manifest(place: Place, world: World, step: int) -> Manifest:
     )
 
 
-def new_place(folder: Path, **changes: Any) -> Place:
+def new_place(folder: Path, **changes: Any) -> SavePlace:
     """A run of its own to save into."""
     from hpctrain.run.fence import take_attempt
     from hpctrain.settings.spec import load_spec
@@ -172,7 +172,7 @@ def new_place(folder: Path, **changes: Any) -> Place:
 
     run = make_run(folder, **changes)
     attempt = take_attempt(run, job_id="bench", restarts=0)
-    return Place(run, attempt, load_spec(run.spec).settings.checkpoint)
+    return SavePlace(run, attempt, load_spec(run.spec).settings.checkpoint)
 
 
 # ---- raw I/O of the same bytes

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from _measure import Line, Options
 
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.world import World
 
 IDLE_S = 1.5
@@ -69,7 +69,7 @@ _WINDOWS = ("idle", "ours", "dcp", "gap")
 
 
 def _beside_rank(
-    world: World, place: Place, folder: Path, nbytes: int, repeats: int
+    world: World, place: SavePlace, folder: Path, nbytes: int, repeats: int
 ) -> dict[str, Any]:
     import numpy as np
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from _measure import Line, Options, Turns
 
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.world import World
 
 STEP = 1000
@@ -45,7 +45,7 @@ def main() -> None:
         measure.show(asked, lines, parameters=f"{asked.params} M", saved_by=f"{asked.ranks} ranks")
 
 
-def _save(world: World, place: Place, folder: Path, params: int) -> None:
+def _save(world: World, place: SavePlace, folder: Path, params: int) -> None:
     import _model
     import torch.distributed.checkpoint as dcp
 
@@ -59,7 +59,7 @@ def _save(world: World, place: Place, folder: Path, params: int) -> None:
     _model.write_raw(folder / f"raw-{world.rank}", trained.views())
 
 
-def _same(asked: Options, place: Place, folder: Path) -> list[Line]:
+def _same(asked: Options, place: SavePlace, folder: Path) -> list[Line]:
     results = _load(asked, place, folder, asked.ranks)
     turns = [one["turns"] for one in results]
     raw, ours, dcp = (measure.best_wall(turns, name) for name in ("raw", "ours", "dcp"))
@@ -84,7 +84,7 @@ def _same(asked: Options, place: Place, folder: Path) -> list[Line]:
     ]
 
 
-def _fewer(asked: Options, place: Place, folder: Path) -> list[Line]:
+def _fewer(asked: Options, place: SavePlace, folder: Path) -> list[Line]:
     ranks = max(1, asked.ranks - 1)
     results = _load(asked, place, folder, ranks)
     turns = [one["turns"] for one in results]
@@ -100,7 +100,7 @@ def _fewer(asked: Options, place: Place, folder: Path) -> list[Line]:
     return [wall, _bytes(f"load {asked.ranks} -> {ranks} ranks: bytes", results)]
 
 
-def _more(asked: Options, place: Place, folder: Path) -> list[Line]:
+def _more(asked: Options, place: SavePlace, folder: Path) -> list[Line]:
     ranks = 2 * asked.ranks
     results = _load(asked, place, folder, ranks)
     return [_bytes(f"load {asked.ranks} -> {ranks} ranks: bytes", results)]
@@ -114,7 +114,7 @@ def _bytes(name: str, results: list[dict[str, Any]]) -> Line:
     return measure.Line(name, value, ours, 1.15, "x needed", {"dcp.load": dcp})
 
 
-def _load(asked: Options, place: Place, folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _load(asked: Options, place: SavePlace, folder: Path, ranks: int) -> list[dict[str, Any]]:
     return measure.on_ranks(
         _load_rank,
         ranks,
@@ -126,7 +126,7 @@ def _load(asked: Options, place: Place, folder: Path, ranks: int) -> list[dict[s
 
 
 def _load_rank(
-    world: World, place: Place, folder: Path, params: int, repeats: int
+    world: World, place: SavePlace, folder: Path, params: int, repeats: int
 ) -> dict[str, Any]:
     import _model
     import torch.distributed.checkpoint as dcp
@@ -172,7 +172,7 @@ def _wanted(tensors: dict[str, torch.Tensor]) -> Callable[[object], Any]:
 # ---- replicated
 
 
-def _replicated(asked: Options, place: Place, folder: Path) -> list[Line]:
+def _replicated(asked: Options, place: SavePlace, folder: Path) -> list[Line]:
     from hpctrain.checkpoint.tensors.arena import room
 
     ranks = 4 if room().nbytes > 6 * asked.state_bytes else 2
@@ -204,7 +204,7 @@ def _replicated(asked: Options, place: Place, folder: Path) -> list[Line]:
     ]
 
 
-def _replicated_rank(world: World, place: Place, folder: Path, params: int) -> dict[str, Any]:
+def _replicated_rank(world: World, place: SavePlace, folder: Path, params: int) -> dict[str, Any]:
     import _model
     import torch.distributed.checkpoint as dcp
 
@@ -238,7 +238,7 @@ def _replicated_rank(world: World, place: Place, folder: Path, params: int) -> d
 # ---- verify --deep
 
 
-def _verify(asked: Options, place: Place) -> list[Line]:
+def _verify(asked: Options, place: SavePlace) -> list[Line]:
     from hpctrain.checkpoint.store import find, verify
 
     found = find.choose(place.run).found

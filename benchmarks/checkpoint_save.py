@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _model import Trained
 
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.world import World
 
 MB = 1e6
@@ -83,7 +83,7 @@ def _sync(asked: Options, folder: Path) -> list[Line]:
 
 
 def _sync_rank(
-    world: World, place: Place, folder: Path, params: int, repeats: int
+    world: World, place: SavePlace, folder: Path, params: int, repeats: int
 ) -> dict[str, Any]:
     import _model
     import torch.distributed.checkpoint as dcp
@@ -180,7 +180,7 @@ def _behind(asked: Options, folder: Path) -> list[Line]:
 
 
 def _behind_rank(
-    world: World, place: Place, folder: Path, params: int, repeats: int
+    world: World, place: SavePlace, folder: Path, params: int, repeats: int
 ) -> dict[str, Any]:
     import _model
 
@@ -230,7 +230,7 @@ class _Memcpy:
 class _Ours:
     """As a run does it: from "a save is due" to "training goes on"."""
 
-    def __init__(self, world: World, place: Place, trained: Trained) -> None:
+    def __init__(self, world: World, place: SavePlace, trained: Trained) -> None:
         from hpctrain.checkpoint.tensors.saver import Saver
 
         self._world, self._place, self._trained = world, place, trained

@@ -179,19 +179,23 @@ def _part(rank: int) -> RankPart:
     import numpy as np
 
     from hpctrain.checkpoint.format import shard
-    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
     from hpctrain.checkpoint.format.table import part_of
 
     rows = ROWS // RANKS
     shape = (ROWS, COLUMNS)
-    pieces = [Piece(name, "F32", shape, (rank * rows, 0), (rows, COLUMNS)) for name in _names()]
+    pieces = [
+        ShardPiece(name, "F32", shape, (rank * rows, 0), (rows, COLUMNS)) for name in _names()
+    ]
     sizes = [piece.nbytes for piece in pieces]
     offsets = 80_000 + np.cumsum([0, *sizes], dtype=np.int64)
     blocks = sum(shard.blocks_of(size) for size in sizes)
     dice = np.random.default_rng(rank)
     digests = dice.integers(0, 2**64 - 1, blocks, dtype=np.uint64)
     name = shard.file_name(rank)
-    report = Report(name, int(offsets[-1]), "xxh3_64-blocks:" + "0" * 16, offsets[:-1], digests)
+    report = ShardReport(
+        name, int(offsets[-1]), "xxh3_64-blocks:" + "0" * 16, offsets[:-1], digests
+    )
     return part_of(pieces, report)
 
 

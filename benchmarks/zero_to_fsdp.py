@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from _measure import Options
 
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.engines.engine import Engine
     from hpctrain.world import World
 
@@ -97,7 +97,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _save(world: World, place: Place, folder: Path, params: int) -> dict[str, float]:
+def _save(world: World, place: SavePlace, folder: Path, params: int) -> dict[str, float]:
     import _model
 
     from hpctrain.checkpoint.tensors.save import save
@@ -124,7 +124,7 @@ def _save(world: World, place: Place, folder: Path, params: int) -> dict[str, fl
     }  # fmt: skip
 
 
-def _load(world: World, place: Place, params: int) -> dict[str, float]:
+def _load(world: World, place: SavePlace, params: int) -> dict[str, float]:
     from hpctrain.checkpoint.tensors.restore import Wanted, restore
 
     engine = _engine("fsdp2", world, params)

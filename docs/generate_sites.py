@@ -19,9 +19,9 @@ from hpctrain.site.sheet import build, take_apart
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hpctrain.site.preset import Leaf, Site
+    from hpctrain.site.preset import PresetValue, Site
     from hpctrain.site.schema import Partition
-    from hpctrain.site.sheet import Sheet
+    from hpctrain.site.sheet import SiteFileValues
 
 TOP = Path(__file__).resolve().parents[1]
 PRESETS = TOP / "site-configs"
@@ -92,7 +92,7 @@ def load(name: str) -> Site:
     return build(name, _sheets(name))
 
 
-def _sheets(name: str) -> list[Sheet]:
+def _sheets(name: str) -> list[SiteFileValues]:
     file = read_toml(PRESETS / f"{name}.toml", shown=f"site-configs/{name}.toml")
     sheet = take_apart(file, name=name, layer="packaged")
     base = sheet.text("extends")
@@ -362,7 +362,7 @@ def _sources_below(site: Site, table: tuple[str, ...]) -> str:
     return ", ".join(dict.fromkeys(f"`{leaf.source}`" for leaf in below if leaf.source))
 
 
-def _origin(site: Site, leaf: Leaf) -> str:
+def _origin(site: Site, leaf: PresetValue) -> str:
     """A value's source, and the base that it comes from."""
     base = Path(leaf.file).stem
     inherited = f" ({base})" if base != site.name else ""

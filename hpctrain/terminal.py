@@ -45,7 +45,7 @@ def clean_log(line: bytes) -> bytes:
     return _LOG.sub(lambda found: found[0] if found[0].endswith(b"m") else b"?", shown)
 
 
-class Cleaned:
+class CleanedStream:
     """A text stream through which nothing goes that a terminal obeys, but for our colours."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -73,7 +73,7 @@ class Cleaned:
 
 def draw(stream: TextIO, sequence: str) -> None:
     """Write a sequence of our own as it is; what it holds of data is cleaned already."""
-    target = stream.stream if isinstance(stream, Cleaned) else stream
+    target = stream.stream if isinstance(stream, CleanedStream) else stream
     target.write(sequence)
 
 
@@ -92,7 +92,7 @@ def border() -> Iterator[None]:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.stdout, sys.stderr = (
-        stream if isinstance(stream, Cleaned) else cast("TextIO", Cleaned(stream))
+        stream if isinstance(stream, CleanedStream) else cast("TextIO", CleanedStream(stream))
         for stream in before
     )
     if sys.excepthook is sys.__excepthook__:

@@ -141,7 +141,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def apart(world: World, timeout_s: float) -> World:
+def with_own_group(world: World, timeout_s: float) -> World:
     """The same ranks with a control group of their own, for a thread that works beside training.
 
     Collective. Two threads must not share a group: their collectives would meet in any order.

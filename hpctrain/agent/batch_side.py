@@ -42,7 +42,7 @@ UNREAD_S, READ_AGAIN_S = 60.0, 2.0
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStartFacts:
     """This start of the job, as the batch script knows it."""
 
     job_id: str
@@ -72,7 +72,10 @@ class Start:
 
 
 def finish(
-    run: RunDir, start: Start, control: JobControl, sleep: Callable[[float], None] = time.sleep
+    run: RunDir,
+    start: JobStartFacts,
+    control: JobControl,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Finish what the agents of this start began, and tell of it; returns the job's exit code.
 
@@ -81,7 +84,7 @@ def finish(
     deadline = time.monotonic() + (0.0 if start.term else UNREAD_S)
     while True:
         try:
-            side = BatchSide(run, start, control, sleep)
+            side = BatchScriptSide(run, start, control, sleep)
             code = side.finish()
             break
         except OSError as error:
@@ -93,7 +96,9 @@ def finish(
     return code
 
 
-def _without_ledger(start: Start, control: JobControl, sleep: Callable[[float], None]) -> int:
+def _without_ledger(
+    start: JobStartFacts, control: JobControl, sleep: Callable[[float], None]
+) -> int:
     """Requeue where the scheduler's word calls for it.
 
     If the run was over, the next start sees so in the ledger and ends.
@@ -113,13 +118,13 @@ def _without_ledger(start: Start, control: JobControl, sleep: Callable[[float], 
     return 1 if following is Next.STOP else 0
 
 
-class BatchSide:
+class BatchScriptSide:
     """The end of one start of a job, seen from its batch script."""
 
     def __init__(
         self,
         run: RunDir,
-        start: Start,
+        start: JobStartFacts,
         control: JobControl,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -178,7 +183,7 @@ class BatchSide:
     def _forbid_requeue(self) -> None:
         """Where the run is over, or not ours, the scheduler is not to run the job again either.
 
-        Where that cannot be said, a start that comes all the same ends itself (`Aftermath`).
+        Where that cannot be said, a start that comes all the same ends itself (`AttemptEnding`).
         """
         end = self._last("attempt_ended", self._attempt())
         over = end is not None and end["next"] == Next.STOP

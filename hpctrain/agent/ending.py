@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.agent.node import RoundEnd
-    from hpctrain.agent.stop_deadline import StopWatch
+    from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobControl, JobFacts
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -63,7 +63,7 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     }
 
 
-class Aftermath:
+class AttemptEnding:
     """The end of attempts, as node 0's agent sees to it."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Aftermath:
             "it leaves"
         )
 
-    def bury_the_dead(self) -> None:
+    def record_lost_attempt(self) -> None:
         """Write down the end of an attempt that could not do so itself.
 
         Its node died, or it was killed without warning.
@@ -199,7 +199,7 @@ class Aftermath:
         own = self._context.restarts
         return is_requeued(facts, own) or is_cancelled(facts, own)
 
-    def conclude(self, attempt: int, end: RoundEnd, watch: StopWatch) -> int:
+    def conclude(self, attempt: int, end: RoundEnd, watch: StopDeadline) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""
         if not self._is_current(attempt):
             ledger.record(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
@@ -252,7 +252,7 @@ class Aftermath:
         return EXIT_STOPPED
 
     def _outcome(
-        self, attempt: int, end: RoundEnd, watch: StopWatch, left: dict[str, Any]
+        self, attempt: int, end: RoundEnd, watch: StopDeadline, left: dict[str, Any]
     ) -> Outcome:
         if left.get("outcome") == "done":
             return "done"

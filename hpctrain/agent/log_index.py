@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from hpctrain.run.log_files import Mark, mark_line, times_path
+from hpctrain.run.log_files import LogMark, mark_line, times_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ PATIENCE_S = 1.0
 """So long may the last look take; the next attempt does not wait for a file system that hangs."""
 
 
-class _Clock:
+class _LogIndex:
     """Marks of one log."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._marked = Mark(0.0, 0)
-        self._seen = Mark(0.0, 0)
+        self._marked = LogMark(0.0, 0)
+        self._seen = LogMark(0.0, 0)
 
     def look(self, now: float, *, last: bool) -> None:
         """Write a mark where one is due.
@@ -47,7 +47,7 @@ class _Clock:
             OSError: the log is not there yet, or the mark could not be written.
         """
         size = os.stat(self._log).st_size  # noqa: PTH116 - a bare system call beside forks
-        before, self._seen = self._seen, Mark(now, size)
+        before, self._seen = self._seen, LogMark(now, size)
         new, passed = size - self._marked.size, now - self._marked.t
         if new <= 0:
             return
@@ -59,7 +59,7 @@ class _Clock:
         self._write([before, self._seen] if silent and before.t else [self._seen])
         self._marked = self._seen
 
-    def _write(self, marks: Sequence[Mark]) -> None:
+    def _write(self, marks: Sequence[LogMark]) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         # Closed each time: only then do readers on other nodes see it over NFS.
         descriptor = os.open(times_path(self._log), flags, 0o644)
@@ -69,7 +69,7 @@ class _Clock:
             os.close(descriptor)
 
 
-class LogClock:
+class LogIndexer:
     """Looks at the logs of one node's ranks while they run: `with LogClock(logs): ...`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class LogClock:
     ) -> None:
         """Look at these, of so many logs in the whole run."""
         self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
-        self._clocks = [_Clock(log) for log in logs]
+        self._clocks = [_LogIndex(log) for log in logs]
         self._now = now
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-clock", daemon=True)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
 from hpctrain.agent.cpus import cpus_of_ranks
-from hpctrain.agent.ending import Aftermath
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.environment import RankEnvironment
-from hpctrain.agent.node_check import Fitness
+from hpctrain.agent.node_check import NodeCheck
 from hpctrain.base import process
 from hpctrain.base.files import follow_folder
 from hpctrain.base.secret import code
@@ -50,10 +50,10 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     follow_folder(run.root)  # the ranks are forked from here
     spec = job_spec(run)
     first = context.node_rank == 0
-    aftermath = Aftermath(run, spec, context, control)
+    aftermath = AttemptEnding(run, spec, context, control)
     started = time.time()
     if first:
-        aftermath.bury_the_dead()
+        aftermath.record_lost_attempt()
         if why := aftermath.is_over():
             ledger.record(run, "orphan_left", job_id=context.job_id, why=why)
             print(f"hpctrain: {why}", flush=True)
@@ -63,7 +63,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     environment = RankEnvironment(run, spec, context)
     environment.before_imports()
     secret = start_secret(run, context.job_id, context.restarts)
-    fitness = Fitness(run, spec, context, secret)
+    fitness = NodeCheck(run, spec, context, secret)
     fitness.begin()
     _preload()
     try:
@@ -107,7 +107,7 @@ def _run_rounds(
     run: RunDir,
     spec: Spec,
     context: JobContext,
-    aftermath: Aftermath,
+    aftermath: AttemptEnding,
     environment: RankEnvironment,
     *,
     secret: str,
@@ -118,13 +118,13 @@ def _run_rounds(
     from hpctrain.agent.node import NodeAgent, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
-    from hpctrain.agent.stop_deadline import StopWatch
+    from hpctrain.agent.stop_deadline import StopDeadline
 
     imported = time.time()
     cpus = cpus_of_ranks(spec, os.environ)
     # The ledger and the ranks' logs tell what failed; torch's agent would tell it a third time.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    watch = StopWatch(
+    watch = StopDeadline(
         context,
         arrivals=signals.arrivals,
         ask=aftermath.ask,

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from hpctrain.agent.log_index import LogClock
+from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, torch_error_path
 from hpctrain.agent.rendezvous import SignedStore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     from hpctrain.agent.rendezvous import Rendezvous
-    from hpctrain.agent.stop_deadline import StopWatch
+    from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.run.fence import Attempt
 
 POLL_S = 0.1
@@ -87,7 +87,7 @@ class RoundHooks:
     """
 
     begin: Callable[[int], Attempt]
-    watch: StopWatch
+    watch: StopDeadline
     may_restart: Callable[[FailureReport | None], bool]
 
 
@@ -171,7 +171,7 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         self._initialize_workers(group)
         while True:
-            with LogClock(self._logs(), in_all=group.workers[0].world_size):
+            with LogIndexer(self._logs(), in_all=group.workers[0].world_size):
                 end = self._watch_round()
                 self._stop_workers(group)
             orphans.end(spare=telling())

@@ -12,16 +12,16 @@ from hpctrain.preflight import node_lists
 from hpctrain.preflight.checks import Order, expected_of
 from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
-from hpctrain.preflight.run import Place
+from hpctrain.preflight.run import NodePlace
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 
 if TYPE_CHECKING:
-    from hpctrain.agent.ending import Aftermath
+    from hpctrain.agent.ending import AttemptEnding
     from hpctrain.base.records import JobContext
     from hpctrain.preflight.bounded import Child
     from hpctrain.preflight.checks import Expected
-    from hpctrain.preflight.run import Verdict
+    from hpctrain.preflight.run import NodesVerdict
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
@@ -29,7 +29,7 @@ PORT = PORTS - 2
 """Of the job's ports, those that only a run with six restarts in one job comes to."""
 
 
-class Fitness:
+class NodeCheck:
     """One look at the nodes, for the first attempt of a start of the job."""
 
     def __init__(self, run: RunDir, spec: Spec, context: JobContext, secret: str) -> None:
@@ -47,7 +47,7 @@ class Fitness:
             first = self._context.node_rank == 0
             self._child = preflight.begin(self._place(), self._order() if first else None)
 
-    def against(self) -> Verdict | None:
+    def against(self) -> NodesVerdict | None:
         """Why the attempt must not begin on these nodes; None where it may."""
         if self._child is None:
             return None
@@ -65,7 +65,7 @@ class Fitness:
             )
         return verdict if leave else None
 
-    def leave(self, verdict: Verdict, aftermath: Aftermath) -> int:
+    def leave(self, verdict: NodesVerdict, aftermath: AttemptEnding) -> int:
         """End before an attempt has done anything. Returns the exit code of the task."""
         context = self._context
         if context.node_rank != 0:
@@ -91,10 +91,10 @@ class Fitness:
             return aftermath.apart(taken.number, verdict.apart)
         return aftermath.unfit(taken.number, verdict.bad)
 
-    def _place(self) -> Place:
+    def _place(self) -> NodePlace:
         context = self._context
         start = f"{context.job_id}.{context.restarts}"
-        return Place(
+        return NodePlace(
             nodes=list(context.nodes),
             rank=context.node_rank,
             address=context.master_addr,

@@ -77,7 +77,7 @@ _ENDED_ON_WISH = frozenset({EndReason.STOPPED, EndReason.CANCELLED})
 
 
 @dataclass(frozen=True)
-class News:
+class Notification:
     """What a [notify] command and webhook get."""
 
     what: str
@@ -106,7 +106,7 @@ class News:
         return asdict(self)
 
 
-def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> News | None:
+def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> Notification | None:
     """The news of an attempt; None where it has not ended."""
     own = [event for event in events if event.attempt == attempt]
     stuck = _stuck(own)
@@ -122,7 +122,7 @@ def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> News | None:
     saved = max((e.data["step"] for e in events if e.kind == "saved"), default=None)
     lost = None if step is None else max(0, step - (saved or 0))
     reason = end["reason"]
-    return News(
+    return Notification(
         what=what,
         run=run.name,
         run_dir=str(run.root),

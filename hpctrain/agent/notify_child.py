@@ -30,7 +30,7 @@ from hpctrain.run.ownership import job_spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.agent.notify import News
+    from hpctrain.agent.notify import Notification
     from hpctrain.settings.schema import NotifySettings
 
 TAIL = 500
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def deliver(news: News, settings: NotifySettings, folder: Path) -> list[str]:
+def deliver(news: Notification, settings: NotifySettings, folder: Path) -> list[str]:
     """Tell it in every way that is set; what went wrong, in plain words."""
     found = []
     if settings.command:
@@ -72,7 +72,7 @@ def deliver(news: News, settings: NotifySettings, folder: Path) -> list[str]:
     return [problem for problem in found if problem]
 
 
-def run_command(news: News, command: str, folder: Path, timeout_s: float) -> str:
+def run_command(news: Notification, command: str, folder: Path, timeout_s: float) -> str:
     """Run the command with the news on its standard input; what went wrong, or ""."""
     facts = news.as_json()
     named = {f"HPCTRAIN_NOTIFY_{name.upper()}": _plain(value) for name, value in facts.items()}
@@ -105,7 +105,7 @@ def run_command(news: News, command: str, folder: Path, timeout_s: float) -> str
     return "" if code == 0 else f"{words[0]}: exit code {code}{': ' if said else ''}{said}"
 
 
-def post(news: News, path: Path, settings: NotifySettings) -> str:
+def post(news: Notification, path: Path, settings: NotifySettings) -> str:
     """Post the news to the URL that the file holds; what went wrong, or ""."""
     try:
         url = path.read_text().strip()

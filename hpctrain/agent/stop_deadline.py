@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 @dataclass
-class Verdict:
+class KillDecision:
     """What the stopwatch says at one moment."""
 
     kill: bool = False
@@ -46,7 +46,7 @@ class Verdict:
     why: str = ""
 
 
-class StopWatch:
+class StopDeadline:
     """Follows the signals of one agent."""
 
     def __init__(
@@ -80,17 +80,17 @@ class StopWatch:
         self._term_at: float | None = None
         self._asked_at = float("-inf")
 
-    def look(self) -> Verdict:
+    def look(self) -> KillDecision:
         """Take in signals, ask the scheduler where it helps, and say whether the ranks must go."""
         self._take_in()
         if self.cause is not None and self._ask is not None:
             self._ask_scheduler()
             if self.facts is not None and is_cancelled(self.facts, self._context.restarts):
-                return Verdict(kill=True, why="cancelled")
+                return KillDecision(kill=True, why="cancelled")
         left = self.seconds_left()
         if left is not None and left <= 0:
-            return Verdict(kill=True, why="the ranks did not leave in time")
-        return Verdict()
+            return KillDecision(kill=True, why="the ranks did not leave in time")
+        return KillDecision()
 
     def is_told_to_stop(self) -> bool:
         """Whether a program that now returns may have done so because it was asked to stop.

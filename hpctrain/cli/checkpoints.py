@@ -18,7 +18,7 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.checkpoint.store.find import FoundCheckpoint
     from hpctrain.run.layout import RunDir
 
 EXIT_DAMAGED = 7
@@ -163,7 +163,7 @@ def _run(name: str, runs: Path) -> RunDir:
     return find_run(name, runs=runs)
 
 
-def _one(run: RunDir, step: int) -> Found:
+def _one(run: RunDir, step: int) -> FoundCheckpoint:
     from hpctrain.checkpoint.store import find
     from hpctrain.errors import NotFound
 
@@ -174,7 +174,9 @@ def _one(run: RunDir, step: int) -> Found:
     return find.glance(run, step)
 
 
-def _verdicts(wanted: list[Found], *, deep: bool, threads: int, echo: bool) -> list[dict[str, Any]]:
+def _verdicts(
+    wanted: list[FoundCheckpoint], *, deep: bool, threads: int, echo: bool
+) -> list[dict[str, Any]]:
     """Check the checkpoints; all problems of each."""
     from hpctrain.checkpoint.store import verify
 
@@ -219,7 +221,7 @@ def _rows(run: RunDir) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["step"], row["name"]))
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: FoundCheckpoint) -> dict[str, Any]:
     row = _bare(found.step, found.path, found.state, found.problem)
     if found.manifest is not None:
         row["created"] = found.manifest.created
@@ -253,7 +255,7 @@ def _bytes_in(path: Path) -> int | None:
         return None
 
 
-def _pin(found: Found) -> str | None:
+def _pin(found: FoundCheckpoint) -> str | None:
     """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
     from hpctrain.checkpoint.store import retention
 
@@ -263,7 +265,7 @@ def _pin(found: Found) -> str | None:
         return f"nobody can say: {error.strerror}"
 
 
-def _facts(found: Found) -> dict[str, Any]:
+def _facts(found: FoundCheckpoint) -> dict[str, Any]:
     from dataclasses import asdict
 
     facts: dict[str, Any] = {
@@ -292,7 +294,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _size(found: Found) -> int | None:
+def _size(found: FoundCheckpoint) -> int | None:
     return None if found.manifest is None else found.manifest.size
 
 

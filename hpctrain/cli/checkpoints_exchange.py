@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.exchange.contents import Contents, Tensor
     from hpctrain.checkpoint.exchange.export import Written
     from hpctrain.checkpoint.exchange.import_into import Imported
-    from hpctrain.checkpoint.exchange.naming import Request
+    from hpctrain.checkpoint.exchange.naming import NameRequest
     from hpctrain.run.layout import RunDir
 
 GB = 10**9
@@ -187,7 +187,7 @@ def import_command(
     spec = load_spec(directory.spec)
     refuse_alive(directory, spec)
     import_into.refuse_taken(directory, step)
-    request = naming.Request(
+    request = naming.NameRequest(
         prefix, _pairs(renames), _table(table), weights, model_only=what == "model"
     )
     place = Path.cwd() / source.expanduser()
@@ -265,7 +265,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _notes(contents: Contents, request: Request, step: int, tensors: Sequence[Tensor]) -> list[str]:
+def _notes(
+    contents: Contents, request: NameRequest, step: int, tensors: Sequence[Tensor]
+) -> list[str]:
     from hpctrain.checkpoint.exchange.contents import OPTIM
 
     notes = []

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.store.retention import Rules, Verdict
-    from hpctrain.history.run_state import Standing
+    from hpctrain.checkpoint.store.retention import KeepDecision, Rules
+    from hpctrain.history.run_state import LedgerState
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
 
@@ -152,7 +152,7 @@ def _ask(question: str) -> None:
     click.confirm(question, abort=True, err=True)
 
 
-def _idle(run: RunDir, cluster: str) -> Standing | None:
+def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     """Where the run stands, if the scheduler has no live job for it.
 
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
@@ -199,7 +199,7 @@ def _rules(
     )
 
 
-def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[Verdict]) -> None:
+def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[KeepDecision]) -> None:
     """A name that is spelled wrong must not delete what is best by the right one."""
     from hpctrain.errors import UsageError
 
@@ -211,7 +211,9 @@ def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[Verdict]) -> N
         )
 
 
-def _refuse_if_all_in_use(run: RunDir, verdicts: Sequence[Verdict], idle: Standing | None) -> None:
+def _refuse_if_all_in_use(
+    run: RunDir, verdicts: Sequence[KeepDecision], idle: LedgerState | None
+) -> None:
     """Say so where a live attempt is the only reason that nothing goes.
 
     Raises:
@@ -227,7 +229,7 @@ def _refuse_if_all_in_use(run: RunDir, verdicts: Sequence[Verdict], idle: Standi
         raise RunAlive(f"nothing of {run.name} was pruned: {usage.reason}; {WAIT}")
 
 
-def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
+def _settled(verdict: KeepDecision, *, gone: bool) -> KeepDecision:
     """What became of a checkpoint, which may be other than was planned."""
     from dataclasses import replace
 
@@ -237,7 +239,7 @@ def _settled(verdict: Verdict, *, gone: bool) -> Verdict:
 
 
 def _tell_pruned(
-    run: RunDir, rules: Rules, verdicts: Sequence[Verdict], *, dry_run: bool, as_json: bool
+    run: RunDir, rules: Rules, verdicts: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
 ) -> None:
     from hpctrain.base.text import size
     from hpctrain.checkpoint.store.retention import pinned
@@ -275,11 +277,11 @@ def _tell_pruned(
         click.echo(f"deleted {_counted(len(going))} of {run.name}, {size(freed)} freed")
 
 
-def _fact(verdict: Verdict) -> dict[str, Any]:
+def _fact(verdict: KeepDecision) -> dict[str, Any]:
     return {"step": verdict.row.step, "size_bytes": verdict.size_bytes}
 
 
-def _in_words(verdict: Verdict, rules: Rules, reasons: dict[int, str]) -> str:
+def _in_words(verdict: KeepDecision, rules: Rules, reasons: dict[int, str]) -> str:
     from hpctrain.checkpoint.store.retention import Why
 
     row = verdict.row

@@ -68,7 +68,7 @@ def command(
     if not found.events.is_file():
         raise NotFound(f"{found.name} has no ledger: {found.events} is not there")
     number = wanted_attempt(attempt)
-    lines = Lines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
+    lines = EventLines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
     reading = Reading(found, lines)
     first = reading.new(last=not follow)
     for text in first if tail is None else deque(first, maxlen=tail):
@@ -113,7 +113,7 @@ class Reading:
         printed: Lines so far.
     """
 
-    def __init__(self, run: RunDir, lines: Lines) -> None:
+    def __init__(self, run: RunDir, lines: EventLines) -> None:
         from hpctrain.run.events import LONGEST_BYTES
         from hpctrain.run.log_files import LogFile
 
@@ -178,7 +178,7 @@ class Reading:
         yield from self._lines.event(raw, event)
 
 
-class Lines:
+class EventLines:
     """Chooses events and makes lines of them; step marks in a row become one.
 
     Args:

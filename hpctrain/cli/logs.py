@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.logs.printer import Choice
+    from hpctrain.logs.printer import LogSelection
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
@@ -72,13 +72,13 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.logs.printer import Choice
+    from hpctrain.logs.printer import LogSelection
     from hpctrain.logs.sections import both
     from hpctrain.run.find_run import find_run
 
     if context and not err and grep is None:
         raise UsageError("-C shows lines around those of --grep or --err; neither is given")
-    choice = Choice(
+    choice = LogSelection(
         ranks=_wanted(ranks, err=err),
         attempt=wanted_attempt(attempt),
         since=since,
@@ -90,11 +90,13 @@ def command(
     _print(find_run(run, runs=runs), choice, follow=follow, tail=tail, ranks=ranks or "0")
 
 
-def _print(run: RunDir, choice: Choice, *, follow: bool, tail: int | None, ranks: str) -> None:
-    from hpctrain.logs.follow import EndWatch, Follower, Turns, told_by
+def _print(
+    run: RunDir, choice: LogSelection, *, follow: bool, tail: int | None, ranks: str
+) -> None:
+    from hpctrain.logs.follow import EndWatch, Follower, LedgerTail, told_by
     from hpctrain.logs.printer import Printer
 
-    ledger = Turns(run)
+    ledger = LedgerTail(run)
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)
     watch = EndWatch(run, choice.attempt, told_by(printer))
     watch.add(ledger.new())
@@ -180,7 +182,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UsageError(f"--grep {text!r} is no regular expression: {error}") from None
 
 
-def _why_nothing(run: RunDir, events: Sequence[Event], choice: Choice, ranks: str) -> str:
+def _why_nothing(run: RunDir, events: Sequence[Event], choice: LogSelection, ranks: str) -> str:
     if choice.lines is not None:
         return f"{run.name}: no line of that kind is on record"
     if choice.since is not None:

@@ -13,7 +13,7 @@ import click
 from hpctrain.cli.options import json_option, runs_option
 
 if TYPE_CHECKING:
-    from hpctrain.preflight.report import Report, Result
+    from hpctrain.preflight.report import PreflightReport, Result
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
     from hpctrain.submit.preflight import Preflight
@@ -116,10 +116,10 @@ def command(
     return _tell(report, as_json=as_json, strict=strict)
 
 
-def _report(nodes: list[str], results: list[Result]) -> Report:
-    from hpctrain.preflight.report import Report
+def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
+    from hpctrain.preflight.report import PreflightReport
 
-    return Report(nodes, results)
+    return PreflightReport(nodes, results)
 
 
 def _login(
@@ -165,7 +165,7 @@ def _accepted(preflight: Preflight) -> list[Result]:
     return check_accepted(preflight.script, lambda words: run(words, query=False))
 
 
-def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> Report:
+def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
     from hpctrain.submit.preflight import start, wait
     from hpctrain.terminal import echo_note
 
@@ -175,7 +175,7 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
     return wait(preflight, job, timeout_s=timeout_s, say=say)
 
 
-def _note_bad(report: Report, spec: Spec, hours: float) -> None:
+def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
     from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
     from hpctrain.submit.launch import name_here
@@ -186,7 +186,7 @@ def _note_bad(report: Report, spec: Spec, hours: float) -> None:
     record_bad(bad_nodes_of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)
 
 
-def _tell(report: Report, *, as_json: bool, strict: bool) -> int:
+def _tell(report: PreflightReport, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
     from hpctrain.preflight.report import lines, names
     from hpctrain.terminal import echo_json

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.history.run_state import OVER, RunState, run_state
-from hpctrain.profile.files import PROBLEM, TRACE, Request, Window, find, read_request
+from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
 from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger
 from hpctrain.settings.check import MOST_STEPS, rank_set
@@ -18,7 +18,7 @@ from hpctrain.status.reader import ask, listens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.profile.files import Found
+    from hpctrain.profile.files import FoundProfile
     from hpctrain.profile.verdict import Profile
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
@@ -34,7 +34,9 @@ class NotProfiled(HpctrainError):
     """The run ended before it was profiled."""
 
 
-def ask_for(run: RunDir, *, steps: int, ranks: str, memory: bool) -> tuple[Request, set[int]]:
+def ask_for(
+    run: RunDir, *, steps: int, ranks: str, memory: bool
+) -> tuple[ProfileRequest, set[int]]:
     """Leave the request that rank 0 looks for; and the ranks that will be traced.
 
     Raises:
@@ -51,12 +53,12 @@ def ask_for(run: RunDir, *, steps: int, ranks: str, memory: bool) -> tuple[Reque
         raise UsageError(f"--ranks names {wanted[-1]}; {run.name} has ranks 0 to {world_size - 1}")
     job_id = str(started.data.get("job_id"))
     _refuse_second(run, events, job_id)
-    request = Request(job_id, secrets.token_hex(4), steps, wanted, memory, time.time())
+    request = ProfileRequest(job_id, secrets.token_hex(4), steps, wanted, memory, time.time())
     request.write(run.profile_request)
     return request, set(range(world_size) if wanted is None else wanted)
 
 
-def wait_for(run: RunDir, request: Request, expected: set[int]) -> Profile:
+def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profile:
     """Show how far it is until every rank has written; then read it.
 
     Raises:
@@ -99,7 +101,7 @@ def _running(run: RunDir, events: Sequence[Event]) -> Event:
     return started[-1]
 
 
-def under_way(events: Sequence[Event]) -> Window | None:
+def under_way(events: Sequence[Event]) -> StepWindow | None:
     """The profile that was asked for in the newest attempt and is not done yet."""
     newest = max((e.attempt or 0 for e in events), default=0)
     if run_state(events, None, asked=False) is not RunState.RUNNING:
@@ -124,7 +126,7 @@ def _refuse_second(run: RunDir, events: Sequence[Event], job_id: str) -> None:
         )
 
 
-def _found(run: RunDir, request: Request, events: Sequence[Event]) -> Found | None:
+def _found(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> FoundProfile | None:
     """The profile's files, as soon as rank 0 says that its steps are over."""
     asked = _asked(request, events)
     if asked is None:
@@ -139,20 +141,20 @@ def _found(run: RunDir, request: Request, events: Sequence[Event]) -> Found | No
     return None
 
 
-def _asked(request: Request, events: Sequence[Event]) -> Event | None:
+def _asked(request: ProfileRequest, events: Sequence[Event]) -> Event | None:
     told = [e for e in events if e.kind == "profile_requested"]
     return next((e for e in told if e.data.get("token") == request.token), None)
 
 
-def _window(event: Event) -> Window:
-    return Window(int(event.data.get("first") or 0), int(event.data.get("last") or 0))
+def _window(event: Event) -> StepWindow:
+    return StepWindow(int(event.data.get("first") or 0), int(event.data.get("last") or 0))
 
 
-def _have_written(found: Found) -> set[int]:
+def _have_written(found: FoundProfile) -> set[int]:
     return {rank for rank, files in found.files.items() if TRACE in files or PROBLEM in files}
 
 
-def _state_of_attempt(run: RunDir, request: Request, events: Sequence[Event]) -> RunState:
+def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> RunState:
     """Where the run stands; REQUEUED too where a later attempt runs than the one that was asked."""
     asked = _asked(request, events)
     if asked is not None and any((e.attempt or 0) > (asked.attempt or 0) for e in events):
@@ -162,7 +164,7 @@ def _state_of_attempt(run: RunDir, request: Request, events: Sequence[Event]) ->
 
 
 def _progress(
-    request: Request, events: Sequence[Event], found: Found | None, expected: set[int]
+    request: ProfileRequest, events: Sequence[Event], found: FoundProfile | None, expected: set[int]
 ) -> str:
     asked = _asked(request, events)
     if asked is None:

@@ -51,13 +51,13 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def line(sparse_s: float = SPARSE_S) -> Iterator[Line]:
+def line(sparse_s: float = SPARSE_S) -> Iterator[ProgressLine]:
     """A line on stderr that is gone at the end, where stderr is a terminal that can erase.
 
     Args:
         sparse_s: The least time between two lines where it is not, and each news is a new line.
     """
-    one_line = Line(sys.stderr, sparse_s)
+    one_line = ProgressLine(sys.stderr, sparse_s)
     try:
         yield one_line
     finally:
@@ -65,7 +65,7 @@ def line(sparse_s: float = SPARSE_S) -> Iterator[Line]:
 
 
 @dataclass
-class Line:
+class ProgressLine:
     """One line that changes; where it cannot be drawn anew, new text becomes a new line."""
 
     out: TextIO

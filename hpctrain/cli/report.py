@@ -59,11 +59,11 @@ def command(
     """
     from hpctrain.report.gather import gather
     from hpctrain.run.find_run import find_run
-    from hpctrain.status.reader import Looker
+    from hpctrain.status.reader import StatusReader
 
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
     found = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
-    looker = Looker(runs)
+    looker = StatusReader(runs)
     gathered = [gather(run, looker.look(run)) for run in found]
     if as_text:
         pages: list[Path] = []

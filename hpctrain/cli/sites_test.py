@@ -12,7 +12,7 @@ from hpctrain.cli.options import json_option
 from hpctrain.cli.sites_names import site_argument
 
 if TYPE_CHECKING:
-    from hpctrain.submit.sbatch_test import Trial
+    from hpctrain.submit.sbatch_test import SbatchTrial
 
 _COLORS = {"accepted": "green", "refused": "red"}
 
@@ -64,7 +64,7 @@ def command(
         raise ChecksFailed(f"{len(refused)} of {len(trials)} scripts refused; see above")
 
 
-def _row(trial: Trial) -> tuple[Any, ...]:
+def _row(trial: SbatchTrial) -> tuple[Any, ...]:
     word = "accepted" if trial.accepted else "refused"
     gpus = f"{trial.gpus_per_node} GPUs a node" if trial.gpus_per_node else ""
     said = trial.why or gpus

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.site.preset import Finding
+    from hpctrain.site.preset import PresetFinding
 
 _LEVELS = ("error", "warning", "debug")
 _COLORS = {"error": "red", "warning": "yellow", "debug": "cyan"}
@@ -81,12 +81,12 @@ def command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
         raise ChecksFailed(f"{_counts(failing)} in {', '.join(names)}")
 
 
-def _once(found: Iterable[Finding]) -> list[Finding]:
+def _once(found: Iterable[PresetFinding]) -> list[PresetFinding]:
     """Each finding once: what a base says is found in every preset that extends it."""
     return list({(one.where, one.path, one.message): one for one in found}.values())
 
 
-def _shown(found: Sequence[Finding]) -> str:
+def _shown(found: Sequence[PresetFinding]) -> str:
     """The findings as a table."""
     from hpctrain.terminal import table
 
@@ -108,13 +108,13 @@ def _short(where: str) -> str:
     return where.removeprefix(here)
 
 
-def _counts(findings: Sequence[Finding]) -> str:
+def _counts(findings: Sequence[PresetFinding]) -> str:
     counts = [(sum(one.level == level for one in findings), level) for level in _LEVELS]
     told = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
     return ", ".join(told) or "nothing found"
 
 
-def _plain(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+def _plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, Any]:
     keys = ("level", "path", "value", "where", "message")
     return {
         "site": name,

@@ -63,7 +63,7 @@ def command(
     from hpctrain.base.text import count
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
-    from hpctrain.status.reader import Looker
+    from hpctrain.status.reader import StatusReader
     from hpctrain.status.watch import colored, keep_looking, look_at, look_at_all, width
     from hpctrain.terminal import echo_note
 
@@ -71,7 +71,7 @@ def command(
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
     if run is None:
         _require_run({"--exit-status": exit_status, "--ranks": ranks, "--attempts": attempts})
-    looker = Looker(runs)
+    looker = StatusReader(runs)
     if run is None:
         look = partial(look_at_all, looker, thorough=as_json)
     else:

@@ -18,7 +18,7 @@ from hpctrain.terminal import echo_json, echo_warning, table
 
 if TYPE_CHECKING:
     from hpctrain.base.mesh import Mesh
-    from hpctrain.plan.parity import StepRecord, Verdict
+    from hpctrain.plan.parity import ParityResult, StepRecord
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import Settings
 
@@ -94,7 +94,7 @@ def _title(settings: Settings, ranks: int, mesh: Mesh) -> str:
     return f"engine {settings.engine.kind} on {ranks} ranks ({axes}) against one process"
 
 
-def _steps(verdict: Verdict) -> str:
+def _steps(verdict: ParityResult) -> str:
     def cells(record: StepRecord) -> tuple[str, str]:
         return f"{record.loss:.6f}", f"{record.norm:.6f}"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hpctrain.cli.progress import Line
+    from hpctrain.cli.progress import ProgressLine
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.status.status import RunStatus
@@ -122,12 +122,14 @@ def _told(waited: Waited, name: str) -> str:
     )
 
 
-def _look_on(run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: Line) -> Waited:
+def _look_on(
+    run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: ProgressLine
+) -> Waited:
     from hpctrain.history.run_state import OVER, RunState
-    from hpctrain.status.reader import Looker
+    from hpctrain.status.reader import StatusReader
     from hpctrain.status.status import exit_status
 
-    looker = Looker(runs)
+    looker = StatusReader(runs)
     began, ask_at, lost = time.monotonic(), 0.0, 0
     while True:
         events += tail.new()

@@ -38,7 +38,7 @@ def rank_positions(first_position: int, global_batch: int, rank: int, world_size
 
 
 @dataclass(frozen=True)
-class Passes:
+class MicrobatchRules:
     """What an engine asks of the way a step's samples are cut; the same on every rank.
 
     Attributes:
@@ -65,7 +65,7 @@ class Passes:
         return -(-max(needed, self.at_least) // self.multiple_of) * self.multiple_of
 
 
-ANY_PASSES = Passes()
+ANY_PASSES = MicrobatchRules()
 """Nothing is asked: as few passes as there can be, of shares as equal as they can be."""
 
 
@@ -82,7 +82,7 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    global_batch: int, world_size: int, micro_batch: int, passes: Passes = ANY_PASSES
+    global_batch: int, world_size: int, micro_batch: int, passes: MicrobatchRules = ANY_PASSES
 ) -> MicroBatchPlan:
     """The fewest passes in which no rank holds more than `micro_batch` samples (0: any number).
 
@@ -125,7 +125,7 @@ def pieces(positions: range, count: int) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicrobatchSamples:
     """The samples of one forward and backward pass of one rank; never empty."""
 
     indices: list[int]
@@ -142,7 +142,7 @@ class StepBatch:
     first: int
     last: int
     """The step takes the global positions [first, last), over all ranks."""
-    pieces: list[Piece]
+    pieces: list[MicrobatchSamples]
     """One for each pass; equally many on every rank."""
 
     @property
@@ -163,7 +163,7 @@ def cut_step(
     micro_batch: int,
     *,
     index: Callable[[int], int],
-    passes: Passes = ANY_PASSES,
+    passes: MicrobatchRules = ANY_PASSES,
 ) -> StepBatch:
     """One rank's part of the global positions of a step.
 
@@ -192,7 +192,7 @@ def cut_step(
         full = passes.equal or (passes.leaves and leaf is None)
         missing = (plan.largest_piece if full else 1) - len(taken)
         found.append(
-            Piece(
+            MicrobatchSamples(
                 [*map(index, taken), *([spare] * missing)],
                 [1.0] * len(taken) + [0.0] * missing,
                 leaf,
@@ -231,7 +231,7 @@ class GlobalBatches:
         micro_batch: int,
         *,
         consumed: int = 0,
-        passes: Passes = ANY_PASSES,
+        passes: MicrobatchRules = ANY_PASSES,
     ) -> None:
         self.order = order
         self.global_batch = global_batch

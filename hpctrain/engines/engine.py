@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.data.batches import Passes
+from hpctrain.data.batches import MicrobatchRules
 from hpctrain.engines.precision import precision_of
 from hpctrain.errors import UsageError
 
@@ -50,7 +50,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineInputs:
     """What every engine is made from, beside the model and its optimizer.
 
     Attributes:
@@ -84,13 +84,15 @@ class Engine(abc.ABC):
 
     loss_scale: LossScale | None = None
 
-    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+    ) -> None:
         self.kind = kind
         self.model = model
         self.optimizer = optimizer
         self.world = parts.world
         self.mesh = parts.mesh
-        self.passes = Passes()
+        self.passes = MicrobatchRules()
         self.precision = precision_of(parts.settings.precision, parts.world.device)
         self.clip_norm = parts.settings.clip_norm
         self.begun = 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hpctrain.engines.layouts import Places
+    from hpctrain.engines.layouts import DeviceMeshes
 
     Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,7 +39,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if getattr(module, MARK, False)}
 
 
-def expert_parallelize(model: nn.Module, places: Places) -> None:
+def expert_parallelize(model: nn.Module, places: DeviceMeshes) -> None:
     """Keep this rank's experts alone, and have tokens travel to theirs. In place.
 
     Not collective, but the forward passes become so, over `places.ep`: a rank of which no token

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpctrain.base.mesh import AXES
 from hpctrain.engines.blocks import find_blocks
-from hpctrain.engines.stages import Gone
+from hpctrain.engines.stages import PassThrough
 from hpctrain.engines.torch_private import split_axis
 from hpctrain.errors import UsageError
 
@@ -63,7 +63,7 @@ _MATRICES = nn.Linear | nn.Embedding
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockNames:
     """Names of a block's modules in the whole model, by what they do."""
 
     attention_norm: str
@@ -94,7 +94,7 @@ class Layout:
     """
 
     embedding: str | None
-    blocks: Sequence[Block]
+    blocks: Sequence[BlockNames]
     norm: str | None
     head: str | None
     tables: str | None
@@ -139,7 +139,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _block(model: nn.Module, name: str) -> Block:
+def _block(model: nn.Module, name: str) -> BlockNames:
     attention, mlp = _need(model, name, "attention"), _need(model, name, "mlp")
     for fused in FUSED:
         if _has(model, one := _join(attention, fused)):
@@ -147,7 +147,7 @@ def _block(model: nn.Module, name: str) -> Block:
                 f"engine.tp: {one} holds query, key and value in one matrix, which cannot be cut "
                 "between heads; give the model one nn.Linear for each, or " + ASK
             )
-    return Block(
+    return BlockNames(
         attention_norm=_need(model, name, "attention_norm"),
         attention=attention,
         mlp_norm=_need(model, name, "mlp_norm"),
@@ -200,11 +200,11 @@ def _join(parent: str, name: str) -> str:
 def _has(model: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
     found = getattr(model.get_submodule(parent), child, None)
-    return isinstance(found, nn.Module) and not isinstance(found, Gone)
+    return isinstance(found, nn.Module) and not isinstance(found, PassThrough)
 
 
 @dataclass(frozen=True)
-class Places:
+class DeviceMeshes:
     """Device meshes, cut from one.
 
     Attributes:
@@ -238,16 +238,16 @@ class Places:
         return self.sparse["ep"]
 
 
-def join_places(mesh: Mesh, device: torch.device) -> Places:
+def join_places(mesh: Mesh, device: torch.device) -> DeviceMeshes:
     """Make the groups of all axes. Collective: every rank calls it."""
     sizes = tuple(getattr(mesh, axis) for axis in AXES)
     root = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dense = root["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else root["dp_shard"]
     if mesh.ep == 1:
-        return Places(root, dense)
+        return DeviceMeshes(root, dense)
     cut = (mesh.dp_shard // mesh.ep, mesh.ep)
     # Cut from the same root: torch joins a parameter's meshes only where they have one in common.
     sparse = split_axis(root, "dp_shard", cut, ("ep_shard", "ep"))
     copied = mesh.dp_replicate > 1
     shard = sparse["dp_replicate", "ep_shard"] if copied else sparse["ep_shard"]
-    return Places(root, dense, sparse, shard)
+    return DeviceMeshes(root, dense, sparse, shard)

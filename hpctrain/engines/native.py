@@ -31,15 +31,17 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Parts
-    from hpctrain.engines.layouts import Places
+    from hpctrain.engines.engine import EngineInputs
+    from hpctrain.engines.layouts import DeviceMeshes
     from hpctrain.settings.schema import EngineSettings
 
 
 class Native(Engine):
     """See `Engine`."""
 
-    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+    ) -> None:
         """Take a model that is wrapped already; `parallelize.py` does that."""
         super().__init__(kind, model, optimizer, parts)
         self.loss_scale = LossScale() if self.precision is torch.float16 else None
@@ -126,7 +128,7 @@ class Native(Engine):
 
 
 def shard(
-    model: nn.Module, places: Places, precision: torch.dtype, settings: EngineSettings
+    model: nn.Module, places: DeviceMeshes, precision: torch.dtype, settings: EngineSettings
 ) -> None:
     """Shard a model in place, block by block. Collective.
 
@@ -159,7 +161,7 @@ def shard(
             add_gradients(module)
 
 
-def _cuts(model: nn.Module, places: Places) -> Callable[[nn.Parameter], Any]:
+def _cuts(model: nn.Module, places: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
     """Where each parameter is cut, and over which ranks."""
     names = {
         id(weight): f"{prefix}.{name}"

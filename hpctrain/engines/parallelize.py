@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
-from hpctrain.engines.engine import Parts
+from hpctrain.engines.engine import EngineInputs
 from hpctrain.engines.layouts import join_places
 from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
@@ -83,9 +83,9 @@ def parallelize(
     plan = plan or ModelPlan()
     known = frozenset(model.state_dict())
     if not world.is_distributed:
-        return _copied(model, optimizer, Parts(settings, world, Mesh(), known))
+        return _copied(model, optimizer, EngineInputs(settings, world, Mesh(), known))
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
-    parts = Parts(settings, world, mesh, known)
+    parts = EngineInputs(settings, world, mesh, known)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero.engine import Zero
 
@@ -150,7 +150,7 @@ def widen(model: nn.Module) -> None:
             tensor.data = tensor.data.float()
 
 
-def _copied(model: nn.Module, optimizer: Optimizer, parts: Parts) -> Engine:
+def _copied(model: nn.Module, optimizer: Optimizer, parts: EngineInputs) -> Engine:
     settings, world = parts.settings, parts.world
     prepare(model, settings, world)
     kind = "ddp" if world.is_distributed else "plain"
@@ -176,7 +176,9 @@ def _averaged(model: nn.Module, world: World) -> nn.Module:
     return wrapped
 
 
-def _sharded(model: nn.Module, optimizer: Optimizer, parts: Parts, plan: ModelPlan) -> Engine:
+def _sharded(
+    model: nn.Module, optimizer: Optimizer, parts: EngineInputs, plan: ModelPlan
+) -> Engine:
     settings, world, mesh = parts.settings, parts.world, parts.mesh
     if world.rank == 0 and not every_block(model):
         name = type(model).__name__

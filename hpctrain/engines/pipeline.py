@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Loss, Microbatch, Parts
-    from hpctrain.engines.layouts import Places
+    from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
+    from hpctrain.engines.layouts import DeviceMeshes
 
     Form = tuple[int, torch.Size, torch.dtype]
 
@@ -57,10 +57,10 @@ class Pipeline(Native):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        parts: Parts,
+        parts: EngineInputs,
         *,
         stages: Stages,
-        places: Places,
+        places: DeviceMeshes,
     ) -> None:
         """Take stages that are sharded already. Collective.
 

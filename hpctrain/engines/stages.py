@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainModule:
     """One module of the chain.
 
     Attributes:
@@ -61,10 +61,10 @@ class Stages:
     numbers: list[int]
     count: int
     model: nn.Module
-    hollow: Hollow
+    hollow: HollowModel
 
 
-class Gone(nn.Identity):
+class PassThrough(nn.Identity):
     """Stands where a layer was that another stage has; hands its first argument on."""
 
     def forward(self, input: Tensor, *_args: object, **_kwargs: object) -> Tensor:  # noqa: A002
@@ -72,7 +72,7 @@ class Gone(nn.Identity):
         return input
 
 
-class _Noted(Gone):
+class _Noted(PassThrough):
     """The same, and says that it was called."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
@@ -86,7 +86,7 @@ class _Noted(Gone):
         return input
 
 
-class Hollow:
+class HollowModel:
     """A model whose layers are all gone: it shows what its forward does beside calling them.
 
     Every stage runs the whole forward. So what stands in it beside the layers (a scale, positions
@@ -94,7 +94,7 @@ class Hollow:
     they were cut in would be in a wrong stage; both would train on without an error.
     """
 
-    def __init__(self, model: nn.Module, links: Sequence[Link]) -> None:
+    def __init__(self, model: nn.Module, links: Sequence[ChainModule]) -> None:
         self._order = [link.name for link in links]
         self._calls: list[str] = []
         self._name = type(model).__name__
@@ -161,7 +161,7 @@ def cut(
     runs = balance([_size(link) for link in links], [link.is_block for link in links], count)
     _refuse_tied(links, runs)
     numbers = list(range(pp_rank, count, pp))
-    hollow = Hollow(model, links)
+    hollow = HollowModel(model, links)
     kept = [{links[place].name for place in runs[number]} for number in numbers]
     names = {link.name for link in links}
     parts = [_keep(model, names, part, _gone) for part in kept]
@@ -169,7 +169,7 @@ def cut(
     return Stages(parts, numbers, count, whole, hollow)
 
 
-def chain(model: nn.Module, order: Sequence[str] | None = None) -> list[Link]:
+def chain(model: nn.Module, order: Sequence[str] | None = None) -> list[ChainModule]:
     """The modules that a model's tensor passes through, in order; see `cut`.
 
     Raises:
@@ -192,7 +192,9 @@ def chain(model: nn.Module, order: Sequence[str] | None = None) -> list[Link]:
     if twice:
         raise UsageError(f"stage_order has {twice[0]!r} twice; name each module once")
     # Without a list of blocks any of the modules will do.
-    return links if blocks else [Link(link.name, link.module, is_block=True) for link in links]
+    return (
+        links if blocks else [ChainModule(link.name, link.module, is_block=True) for link in links]
+    )
 
 
 def balance(sizes: Sequence[int], blocks: Sequence[bool], count: int) -> list[range]:
@@ -240,21 +242,21 @@ def _cheapest(
     return best[length]
 
 
-def _links(name: str, module: nn.Module, blocks: Collection[int]) -> Iterator[Link]:
+def _links(name: str, module: nn.Module, blocks: Collection[int]) -> Iterator[ChainModule]:
     """A module as links: itself, or its children where blocks are among what it holds."""
     if id(module) in blocks or not any(id(inner) in blocks for inner in module.modules()):
-        yield Link(name, module, id(module) in blocks)
+        yield ChainModule(name, module, id(module) in blocks)
     else:
         yield from _children(name + ".", module, blocks)
 
 
-def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterator[Link]:
+def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterator[ChainModule]:
     for key, child in module._modules.items():  # noqa: SLF001 - named_children() leaves out twins
         if child is not None:
             yield from _links(prefix + key, child, blocks)
 
 
-def _size(link: Link) -> int:
+def _size(link: ChainModule) -> int:
     return sum(parameter.numel() for parameter in link.module.parameters())
 
 
@@ -262,7 +264,7 @@ def _size(link: Link) -> int:
 
 
 def _gone(_name: str) -> nn.Module:
-    return Gone()
+    return PassThrough()
 
 
 def _keep(
@@ -298,7 +300,7 @@ def _twin(module: nn.Module) -> nn.Module:
 # ---- what cannot be cut
 
 
-def _refuse_few(links: Sequence[Link], count: int, pp: int, each: int) -> None:
+def _refuse_few(links: Sequence[ChainModule], count: int, pp: int, each: int) -> None:
     blocks = sum(link.is_block for link in links)
     if blocks < count:
         stages = f"engine.pp {pp}" + (f" x engine.pp_stages_per_rank {each}" if each > 1 else "")
@@ -308,7 +310,7 @@ def _refuse_few(links: Sequence[Link], count: int, pp: int, each: int) -> None:
         )
 
 
-def _refuse_loose(model: nn.Module, links: Sequence[Link]) -> None:
+def _refuse_loose(model: nn.Module, links: Sequence[ChainModule]) -> None:
     """What lies beside the chain would be on every stage, and be trained there apart."""
     stems = tuple(link.name + "." for link in links)
     loose = [name for name in model.state_dict() if not name.startswith(stems)]
@@ -320,7 +322,7 @@ def _refuse_loose(model: nn.Module, links: Sequence[Link]) -> None:
         )
 
 
-def _refuse_tied(links: Sequence[Link], runs: Sequence[range]) -> None:
+def _refuse_tied(links: Sequence[ChainModule], runs: Sequence[range]) -> None:
     """A parameter of two stages would be two parameters, and grow apart."""
     first: dict[int, tuple[int, str]] = {}
     for number, run in enumerate(runs):

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from hpctrain.engines.blocks import every_block
 from hpctrain.engines.layouts import ASK, HEAD_COUNTS, owners, recognise
-from hpctrain.engines.stages import Gone
+from hpctrain.engines.stages import PassThrough
 from hpctrain.engines.torch_private import map_tensors, root_of
 from hpctrain.errors import UsageError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hpctrain.engines.layouts import Block
+    from hpctrain.engines.layouts import BlockNames
     from hpctrain.settings.schema import EngineSettings
 
 SEQUENCE = 1
@@ -122,7 +122,7 @@ def default_plan(model: nn.Module, *, sequence_parallel: bool) -> dict[str, Para
     return plan
 
 
-def _block_plan(block: Block, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def _block_plan(block: BlockNames, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {}
     for name in (block.attention_norm, block.mlp_norm):
@@ -252,7 +252,7 @@ def expand(
             for name, module in model.named_modules()
             if len(own := name.split(".")) == len(parts)
             and all(map(fnmatchcase, own, parts))
-            and not isinstance(module, Gone)
+            and not isinstance(module, PassThrough)
         ]
         if whole and not matches:
             raise UsageError(

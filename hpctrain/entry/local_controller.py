@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.base.process import free_port, own_program
 from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
@@ -70,7 +70,7 @@ class Controller:
 
     def _conclude(self, code: int) -> int:
         """What the batch script does under SLURM; returns the job's exit code."""
-        start = Start(
+        start = JobStartFacts(
             job_id=self.record.job_id,
             restarts=self._own_restarts,
             token=self.record.token,
@@ -78,7 +78,7 @@ class Controller:
             rc=code,
             term=self.record.state == "COMPLETING",
         )
-        return BatchSide(self.run, start, LocalControl(self.record.job_id)).finish()
+        return BatchScriptSide(self.run, start, LocalControl(self.record.job_id)).finish()
 
     def _start(self) -> None:
         record = self.record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.batch_side import Start, finish
+from hpctrain.agent.batch_side import JobStartFacts, finish
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
@@ -26,7 +26,7 @@ PATIENCE_S = 300.0
 
 def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
     """Finish what the agents began; returns the job's exit code."""
-    start = Start(
+    start = JobStartFacts(
         job_id=own_job_id(env),
         restarts=own_restarts(env),
         token=token,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
-    from hpctrain.history.timeline import Milestones, Past, Submission
+    from hpctrain.history.timeline import AttemptTimeline, RunTimeline, Submission
 
 SLACK_S = 60.0
 """So far may the clocks of a node and of accounting be apart."""
@@ -27,7 +27,7 @@ _COMES_AGAIN = frozenset({Next.REQUEUE, Next.LEAVE})
 
 
 @dataclass(frozen=True)
-class Stay:
+class Allocation:
     """One start of a job with the wait before it, or a wait that no start followed.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stay:
     """
 
     job_id: str
-    attempts: tuple[Milestones, ...] = ()
+    attempts: tuple[AttemptTimeline, ...] = ()
     nodes: int = 1
     state: str = ""
     asked: float | None = None
@@ -58,7 +58,9 @@ class Stay:
         return None if self.asked is None else self.begin - self.asked
 
 
-def stays(past: Past, starts: Sequence[JobStart] = (), *, now: float | None = None) -> list[Stay]:
+def stays(
+    past: RunTimeline, starts: Sequence[JobStart] = (), *, now: float | None = None
+) -> list[Allocation]:
     """All of them in order of time; none begins before the one before it has ended.
 
     Args:
@@ -75,7 +77,7 @@ def stays(past: Past, starts: Sequence[JobStart] = (), *, now: float | None = No
 # What held nodes.
 
 
-def _held(past: Past, starts: Sequence[JobStart]) -> list[Stay]:
+def _held(past: RunTimeline, starts: Sequence[JobStart]) -> list[Allocation]:
     """Every start of a job, at its writers' times; those that only accounting knows among them."""
     rows: dict[str, dict[int, JobStart]] = {}
     for row in starts:
@@ -98,9 +100,9 @@ def _held(past: Past, starts: Sequence[JobStart]) -> list[Stay]:
     return found
 
 
-def _groups(attempts: Sequence[Milestones]) -> list[list[Milestones]]:
+def _groups(attempts: Sequence[AttemptTimeline]) -> list[list[AttemptTimeline]]:
     """The attempts of each start of a job together."""
-    groups: list[list[Milestones]] = []
+    groups: list[list[AttemptTimeline]] = []
     for one in attempts:
         last = groups[-1][-1] if groups else None
         same = last is not None and (
@@ -115,7 +117,7 @@ def _groups(attempts: Sequence[Milestones]) -> list[list[Milestones]]:
     return groups
 
 
-def _row_of(group: Sequence[Milestones], rows: Mapping[int, JobStart]) -> JobStart | None:
+def _row_of(group: Sequence[AttemptTimeline], rows: Mapping[int, JobStart]) -> JobStart | None:
     """What accounting says of this start: the row of its number, or the nearest one in time."""
     first = group[0].started or group[0].first_t
     counted = rows.get(group[0].restarts)
@@ -131,7 +133,7 @@ def _fits(row: JobStart, t: float) -> bool:
     return (row.start or 0.0) - SLACK_S <= t <= (row.end or math.inf) + SLACK_S
 
 
-def _stay(group: Sequence[Milestones], row: JobStart | None, *, may_run: bool) -> Stay:
+def _stay(group: Sequence[AttemptTimeline], row: JobStart | None, *, may_run: bool) -> Allocation:
     """One start of a job; what accounting says of its times counts before everything else."""
     first, last = group[0], group[-1]
     begin = first.begun if first.begun is not None else first.started
@@ -142,7 +144,7 @@ def _stay(group: Sequence[Milestones], row: JobStart | None, *, may_run: bool) -
     if row is not None:
         begin = begin if row.start is None else row.start
         end = end if row.end is None else row.end
-    return Stay(
+    return Allocation(
         first.job_id,
         tuple(group),
         max(one.nodes for one in group),
@@ -153,21 +155,21 @@ def _stay(group: Sequence[Milestones], row: JobStart | None, *, may_run: bool) -
     )
 
 
-def _bare(row: JobStart, *, goes_on: bool) -> Stay:
+def _bare(row: JobStart, *, goes_on: bool) -> Allocation:
     """A start in which no agent came so far that it could say so."""
     nodes = max(1, len([name for name in row.nodes.split(",") if name]))
     begin = row.start or 0.0
     end = begin if row.end is None else row.end
-    return Stay(row.job_id, (), nodes, row.state, begin=begin, end=end, goes_on=goes_on)
+    return Allocation(row.job_id, (), nodes, row.state, begin=begin, end=end, goes_on=goes_on)
 
 
-def _insert(found: list[Stay], one: Stay) -> None:
+def _insert(found: list[Allocation], one: Allocation) -> None:
     """Put it before the first that began later; the ledger's order stays as it is."""
     at = next((i for i, other in enumerate(found) if other.begin > one.begin), len(found))
     found.insert(at, one)
 
 
-def _newest_job(past: Past) -> str:
+def _newest_job(past: RunTimeline) -> str:
     asked = [one.job_id for one in past.submissions if one.job_id]
     ran = [one.job_id for one in past.attempts if one.job_id]
     return (asked or ran or [""])[-1]
@@ -176,7 +178,9 @@ def _newest_job(past: Past) -> str:
 # What waited.
 
 
-def _add_waits(found: list[Stay], past: Past, starts: Sequence[JobStart], now: float) -> None:
+def _add_waits(
+    found: list[Allocation], past: RunTimeline, starts: Sequence[JobStart], now: float
+) -> None:
     """Waits that no start followed: what still waits, and what was cancelled while it did."""
     pending = {row.job_id: row for row in starts if row.start is None}
     jobs = {one.job_id for one in found}
@@ -192,7 +196,7 @@ def _add_waits(found: list[Stay], past: Past, starts: Sequence[JobStart], now: f
     _add_wait_after(found, past, pending, now)
 
 
-def _ran_unseen(one: Submission, found: Sequence[Stay], past: Past) -> bool:
+def _ran_unseen(one: Submission, found: Sequence[Allocation], past: RunTimeline) -> bool:
     """Whether its job ran though its number was never written down."""
     if one.job_id:
         return False
@@ -201,7 +205,7 @@ def _ran_unseen(one: Submission, found: Sequence[Stay], past: Past) -> bool:
 
 
 def _add_wait_after(
-    found: list[Stay], past: Past, pending: dict[str, JobStart], now: float
+    found: list[Allocation], past: RunTimeline, pending: dict[str, JobStart], now: float
 ) -> None:
     """The wait of a job that was put back into the queue and has not begun again."""
     last = next((stay for stay in reversed(found) if stay.started), None)
@@ -229,14 +233,16 @@ def _until(asked: Submission | None, row: JobStart | None, after: float | None) 
     return cancelled if cancelled is not None and cancelled >= (after or cancelled) else None
 
 
-def _wait(job_id: str, asked: float, until: float) -> Stay:
-    return Stay(job_id, asked=asked, begin=until, end=until, started=False)
+def _wait(job_id: str, asked: float, until: float) -> Allocation:
+    return Allocation(job_id, asked=asked, begin=until, end=until, started=False)
 
 
 # In line.
 
 
-def _in_line(found: Sequence[Stay], past: Past, now: float | None) -> Iterator[Stay]:
+def _in_line(
+    found: Sequence[Allocation], past: RunTimeline, now: float | None
+) -> Iterator[Allocation]:
     """Their times in order: none before the end of the one before, none after `now`."""
     latest = math.inf if now is None else now
     cursor, before = -math.inf, None
@@ -258,7 +264,7 @@ def _in_line(found: Sequence[Stay], past: Past, now: float | None) -> Iterator[S
         cursor, before = end, stay
 
 
-def _asked(stay: Stay, before: Stay | None, past: Past) -> float | None:
+def _asked(stay: Allocation, before: Allocation | None, past: RunTimeline) -> float | None:
     """When its wait began."""
     if stay.asked is not None:
         return stay.asked

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from hpctrain.base.records import JobStart
-    from hpctrain.history.allocations import Stay
+    from hpctrain.history.allocations import Allocation
     from hpctrain.history.causes import EndCause
-    from hpctrain.history.timeline import Milestones, Past
+    from hpctrain.history.timeline import AttemptTimeline, RunTimeline
     from hpctrain.run.events import Event
 
 
@@ -114,7 +114,7 @@ class _Draft:
 
 
 def attempts(
-    events: Iterable[Event], starts: Sequence[JobStart] = (), *, past: Past | None = None
+    events: Iterable[Event], starts: Sequence[JobStart] = (), *, past: RunTimeline | None = None
 ) -> list[AttemptView]:
     """Every attempt in order, with what it cost.
 
@@ -169,7 +169,7 @@ def _add_losses(drafts: Sequence[_Draft]) -> None:
         restored = fields.get("first_step", restored)
 
 
-def _view(draft: _Draft, where: tuple[Stay, Milestones] | None) -> AttemptView:
+def _view(draft: _Draft, where: tuple[Allocation, AttemptTimeline] | None) -> AttemptView:
     """The view, with when its nodes were asked for, came and went, and what ended it."""
     placed = {} if where is None else _placed(*where, draft.fields["started"])
     view = AttemptView(draft.number, **draft.fields, **placed)
@@ -179,7 +179,7 @@ def _view(draft: _Draft, where: tuple[Stay, Milestones] | None) -> AttemptView:
     return replace(view, cause=cause_of(view, state=state))
 
 
-def _placed(stay: Stay, one: Milestones, started: float) -> dict[str, Any]:
+def _placed(stay: Allocation, one: AttemptTimeline, started: float) -> dict[str, Any]:
     opened = one is stay.attempts[0]
     since = stay.begin if opened else started
     return {

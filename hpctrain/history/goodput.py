@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
-    from hpctrain.history.allocations import Stay
-    from hpctrain.history.timeline import Milestones, Past
+    from hpctrain.history.allocations import Allocation
+    from hpctrain.history.timeline import AttemptTimeline, RunTimeline
     from hpctrain.run.events import Event
 
 
-class Spent(StrEnum):
+class TimeClass(StrEnum):
     """What time went to: a closed set. Only QUEUE lies outside of an allocation."""
 
     QUEUE = "queue"
@@ -57,11 +57,11 @@ class Spent(StrEnum):
     """What no rule explains; also all of a program's own time that tells hpctrain nothing."""
 
 
-ALLOCATED = tuple(kind for kind in Spent if kind is not Spent.QUEUE)
+ALLOCATED = tuple(kind for kind in TimeClass if kind is not TimeClass.QUEUE)
 
 
 @dataclass(frozen=True)
-class Slice:
+class TimeSlice:
     """A stretch of time, [start, end), that went to one thing.
 
     Attributes:
@@ -74,7 +74,7 @@ class Slice:
 
     start: float
     end: float
-    kind: Spent
+    kind: TimeClass
     attempt: int | None
     nodes: int
 
@@ -90,7 +90,9 @@ PIECE_S = 3600.0
 """A long training is cut this often, so that a look at the last day has that day's own shares."""
 
 
-def cut(stay: Stay, until: float, kept: Mapping[int, int], *, tells: bool) -> Iterator[Slice]:
+def cut(
+    stay: Allocation, until: float, kept: Mapping[int, int], *, tells: bool
+) -> Iterator[TimeSlice]:
     """All the time of one start, from `stay.begin` to `until`, without a gap.
 
     Args:
@@ -102,7 +104,7 @@ def cut(stay: Stay, until: float, kept: Mapping[int, int], *, tells: bool) -> It
     """
     cursor = stay.begin
     if not stay.attempts:
-        yield from _slice(cursor, until, Spent.STARTUP, None, stay.nodes)
+        yield from _slice(cursor, until, TimeClass.STARTUP, None, stay.nodes)
     for one, following in pairwise([*stay.attempts, None]):
         if one is None:
             continue
@@ -113,59 +115,59 @@ def cut(stay: Stay, until: float, kept: Mapping[int, int], *, tells: bool) -> It
         parts = _parts(one, ends, going=going) if tells else _silent(one, ends, going=going)
         for end, kind in parts:
             part = cursor, min(max(end, cursor), ends)
-            if kind is Spent.STEP:
+            if kind is TimeClass.STEP:
                 yield from _training(one, part, kept.get(one.number), stay.nodes)
             else:
                 yield from _slice(*part, kind, one.number, stay.nodes)
             cursor = part[1]
 
 
-def waited(stay: Stay) -> Iterator[Slice]:
+def waited(stay: Allocation) -> Iterator[TimeSlice]:
     """The wait before a start, or one that no start followed."""
     if stay.asked is not None:
-        yield from _slice(stay.asked, stay.begin, Spent.QUEUE, None, 0)
+        yield from _slice(stay.asked, stay.begin, TimeClass.QUEUE, None, 0)
 
 
-def _began(one: Milestones) -> float:
+def _began(one: AttemptTimeline) -> float:
     return one.first_t if one.started is None else one.started
 
 
 def _slice(
-    start: float, end: float, kind: Spent, attempt: int | None, nodes: int
-) -> Iterator[Slice]:
+    start: float, end: float, kind: TimeClass, attempt: int | None, nodes: int
+) -> Iterator[TimeSlice]:
     if end > start:
-        yield Slice(start, end, kind, attempt, nodes)
+        yield TimeSlice(start, end, kind, attempt, nodes)
 
 
-def _parts(one: Milestones, ends: float, *, going: bool) -> Iterator[tuple[float, Spent]]:
+def _parts(one: AttemptTimeline, ends: float, *, going: bool) -> Iterator[tuple[float, TimeClass]]:
     """What an attempt's time went to, each part by its end; the last ends with the attempt."""
     word, cease = _cease(one, ends, going=going)
-    now_at = Spent.STARTUP
+    now_at = TimeClass.STARTUP
     if one.restored is not None and one.restoring is not None:
-        yield one.restoring, Spent.STARTUP
-        yield one.restored, Spent.RESTORE
-        now_at = Spent.WARM_UP
+        yield one.restoring, TimeClass.STARTUP
+        yield one.restored, TimeClass.RESTORE
+        now_at = TimeClass.WARM_UP
     if one.first_step is not None:
         yield one.first_step, now_at
-        now_at = Spent.STEP
+        now_at = TimeClass.STEP
     if one.stopping is not None or one.left is not None:
         yield _halted(one, cease), now_at
-        yield cease, Spent.SAVE
+        yield cease, TimeClass.SAVE
     else:
-        yield min(_heard(one, cease), cease) if now_at is Spent.STEP else cease, now_at
-        yield cease, Spent.STALL
-    yield ends, Spent.TEARDOWN if word else Spent.STALL
+        yield min(_heard(one, cease), cease) if now_at is TimeClass.STEP else cease, now_at
+        yield cease, TimeClass.STALL
+    yield ends, TimeClass.TEARDOWN if word else TimeClass.STALL
 
 
-def _silent(one: Milestones, ends: float, *, going: bool) -> Iterator[tuple[float, Spent]]:
+def _silent(one: AttemptTimeline, ends: float, *, going: bool) -> Iterator[tuple[float, TimeClass]]:
     """The same where the program tells nothing: what it did in its time, nobody can say."""
-    yield _began(one), Spent.STARTUP
+    yield _began(one), TimeClass.STARTUP
     word, cease = _cease(one, ends, going=going)
-    yield cease if word else ends, Spent.OTHER
-    yield ends, Spent.TEARDOWN
+    yield cease if word else ends, TimeClass.OTHER
+    yield ends, TimeClass.TEARDOWN
 
 
-def _cease(one: Milestones, ends: float, *, going: bool) -> tuple[bool, float]:
+def _cease(one: AttemptTimeline, ends: float, *, going: bool) -> tuple[bool, float]:
     """When the ranks ceased, and whether somebody who saw it said so."""
     for word in (one.left, one.failed, one.ended):
         if word is not None:
@@ -176,21 +178,21 @@ def _cease(one: Milestones, ends: float, *, going: bool) -> tuple[bool, float]:
     return False, heard
 
 
-def _patience(one: Milestones) -> float:
+def _patience(one: AttemptTimeline) -> float:
     """After so long a silence an attempt in training no longer counts as being at work."""
     told = [one.first_step or 0.0, *(mark.t for mark in one.marks[-2:])]
     apart = [after - before for before, after in pairwise(told[-2:])]
     return max([PATIENCE_S, *(3 * gap for gap in apart)])
 
 
-def _heard(one: Milestones, cease: float) -> float:
+def _heard(one: AttemptTimeline, cease: float) -> float:
     """When a step was last heard of, of an attempt that did not stop in order."""
     if one.heard is None:
         return cease
     return max([one.heard, *(mark.t for mark in one.marks[-1:])])
 
 
-def _halted(one: Milestones, cease: float) -> float:
+def _halted(one: AttemptTimeline, cease: float) -> float:
     """When no further step was done, of an attempt that stopped or finished in order."""
     if one.stopping is not None:
         return one.stopping
@@ -207,8 +209,8 @@ class _Point(NamedTuple):
 
 
 def _training(
-    one: Milestones, stretch: tuple[float, float], kept: int | None, nodes: int
-) -> Iterator[Slice]:
+    one: AttemptTimeline, stretch: tuple[float, float], kept: int | None, nodes: int
+) -> Iterator[TimeSlice]:
     """The stretch of steps: those that count with their data and saves, then those in vain."""
     start, end = stretch
     points = _points(one, start, end)
@@ -218,10 +220,10 @@ def _training(
     last = last._replace(t=min(last.t, end))
     for piece in pairwise(_pieces(points, last)):
         yield from _mixed(*piece, one.number, nodes)
-    yield from _slice(last.t, end, Spent.REDONE, one.number, nodes)
+    yield from _slice(last.t, end, TimeClass.REDONE, one.number, nodes)
 
 
-def _points(one: Milestones, start: float, end: float) -> list[_Point]:
+def _points(one: AttemptTimeline, start: float, end: float) -> list[_Point]:
     """Where training was, in order of time and within the stretch."""
     points = [_Point(start, (one.restored_step or 0) + 1, 0.0, 0.0)]
     told = any(mark.save_s is not None for mark in one.marks)
@@ -245,14 +247,14 @@ def _points(one: Milestones, start: float, end: float) -> list[_Point]:
     return points
 
 
-def _tail(one: Milestones, last: _Point, end: float) -> _Point:
+def _tail(one: AttemptTimeline, last: _Point, end: float) -> _Point:
     """The end of the stretch: after the last mark only the saves are known."""
     since = one.marks[-1].t if one.marks else last.t
     stalled = sum(save.seconds for save in one.stalls if since < save.t <= end)
     return _Point(end, max(last.step, one.last_step or 0), last.data_s, last.save_s + stalled)
 
 
-def _last_that_counts(one: Milestones, points: Sequence[_Point], kept: int) -> _Point:
+def _last_that_counts(one: AttemptTimeline, points: Sequence[_Point], kept: int) -> _Point:
     """Where the last step that counts was done, and saved: without its save it would be lost."""
     before = points[0]
     for after in points[1:]:
@@ -289,18 +291,18 @@ def _between(before: _Point, after: _Point, t: float) -> _Point:
     )
 
 
-def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[Slice]:
+def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[TimeSlice]:
     """Steps, data and saves of a piece: sums only are known, so they stand one after the other."""
     whole = end.t - start.t
     data = min(max(end.data_s - start.data_s, 0.0), whole)
     save = min(max(end.save_s - start.save_s, 0.0), whole - data)
     first, second = end.t - data - save, end.t - save
-    yield from _slice(start.t, first, Spent.STEP, attempt, nodes)
-    yield from _slice(max(start.t, first), second, Spent.DATA, attempt, nodes)
-    yield from _slice(max(start.t, first, second), end.t, Spent.SAVE, attempt, nodes)
+    yield from _slice(start.t, first, TimeClass.STEP, attempt, nodes)
+    yield from _slice(max(start.t, first), second, TimeClass.DATA, attempt, nodes)
+    yield from _slice(max(start.t, first, second), end.t, TimeClass.SAVE, attempt, nodes)
 
 
-def kept_steps(attempts: Sequence[Milestones]) -> dict[int, int]:
+def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
     """The last step of each attempt that counts, by what later attempts restored.
 
     Where none came so far, what an attempt committed counts; all of it where the run is done.
@@ -337,9 +339,11 @@ class Goodput:
         tells_steps: Whether the program tells hpctrain of its steps; without that there is no rate.
     """
 
-    slices: Sequence[Slice] = ()
-    seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
-    node_seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(ALLOCATED, 0.0))
+    slices: Sequence[TimeSlice] = ()
+    seconds: dict[TimeClass, float] = field(default_factory=lambda: dict.fromkeys(TimeClass, 0.0))
+    node_seconds: dict[TimeClass, float] = field(
+        default_factory=lambda: dict.fromkeys(ALLOCATED, 0.0)
+    )
     allocated_s: float = 0.0
     submitted_s: float = 0.0
     tells_steps: bool = False
@@ -352,7 +356,7 @@ class Goodput:
         """
         if not self.tells_steps or self.allocated_s <= 0:
             return None
-        return self.node_seconds[Spent.STEP] / self.allocated_s
+        return self.node_seconds[TimeClass.STEP] / self.allocated_s
 
     @property
     def useful_since_submit(self) -> float | None:
@@ -362,7 +366,7 @@ class Goodput:
         """
         if not self.tells_steps or self.submitted_s <= 0:
             return None
-        return self.seconds[Spent.STEP] / self.submitted_s
+        return self.seconds[TimeClass.STEP] / self.submitted_s
 
 
 def goodput(
@@ -370,7 +374,7 @@ def goodput(
     *,
     starts: Sequence[JobStart] = (),
     now: float,
-    past: Past | None = None,
+    past: RunTimeline | None = None,
 ) -> Goodput:
     """Where the run's time went.
 
@@ -383,7 +387,7 @@ def goodput(
     past = past_of(events) if past is None else past
     kept = kept_steps(past.attempts)
     tells = any(one.tells for one in past.attempts)
-    slices: list[Slice] = []
+    slices: list[TimeSlice] = []
     for stay in stays(past, starts, now=now):
         slices += waited(stay)
         if stay.started:
@@ -398,12 +402,12 @@ def window(g: Goodput, since: float) -> Goodput:
     return _summed(clipped, tells_steps=g.tells_steps)
 
 
-def _summed(slices: Sequence[Slice], *, tells_steps: bool) -> Goodput:
-    seconds: dict[Spent, float] = dict.fromkeys(Spent, 0.0)
-    node_seconds: dict[Spent, float] = dict.fromkeys(ALLOCATED, 0.0)
+def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
+    seconds: dict[TimeClass, float] = dict.fromkeys(TimeClass, 0.0)
+    node_seconds: dict[TimeClass, float] = dict.fromkeys(ALLOCATED, 0.0)
     for one in slices:
         seconds[one.kind] += one.seconds
-        if one.kind is not Spent.QUEUE:
+        if one.kind is not TimeClass.QUEUE:
             node_seconds[one.kind] += one.seconds * one.nodes
     return Goodput(
         slices=tuple(slices),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LineagePiece:
     """Steps of one attempt that are in the final weights.
 
     Attributes:
@@ -43,14 +43,14 @@ class Piece:
 class Lineage:
     """What the final weights are made of, and what is wrong with it."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[LineagePiece] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Gaps and overlaps, a line each; none means that every sample was used exactly once."""
 
 
 def lineage(events: Iterable[Event]) -> Lineage:
     """The steps that made the final weights: what a restore went back behind is cut away."""
-    pieces: list[Piece] = []
+    pieces: list[LineagePiece] = []
     problems: list[str] = []
     for event in live(events):
         if event.kind == "restored":
@@ -77,16 +77,16 @@ def coverage(events: Iterable[Event]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _piece(event: Event) -> Piece | None:
+def _piece(event: Event) -> LineagePiece | None:
     data = event.data
     first, last = whole(data.get("first")), whole(data.get("last"))
     if first is None or last is None or last < first:
         return None
     samples = whole(data.get("sample_first")), whole(data.get("sample_last"))
-    return Piece(event.attempt, first, last, *samples)
+    return LineagePiece(event.attempt, first, last, *samples)
 
 
-def _go_back(pieces: list[Piece], step: int, attempt: int | None) -> list[str]:
+def _go_back(pieces: list[LineagePiece], step: int, attempt: int | None) -> list[str]:
     """Take away the steps after `step`, which a restore has undone; says what is not known."""
     while pieces and pieces[-1].first > step:
         pieces.pop()
@@ -101,7 +101,7 @@ def _go_back(pieces: list[Piece], step: int, attempt: int | None) -> list[str]:
     return [f"attempt {attempt} restored step {step}, but {missing}"]
 
 
-def _cut(piece: Piece, step: int) -> tuple[Piece, bool]:
+def _cut(piece: LineagePiece, step: int) -> tuple[LineagePiece, bool]:
     """The part of a piece up to a step, and whether its sample position is exact."""
     if piece.sample_first is None or piece.sample_last is None:
         return replace(piece, last=step), True
@@ -110,14 +110,14 @@ def _cut(piece: Piece, step: int) -> tuple[Piece, bool]:
     return replace(piece, last=step, sample_last=piece.sample_first + middle), rest == 0
 
 
-def _pairs(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
-    before = Piece(None, 0, 0, 0, 0)
+def _pairs(pieces: Sequence[LineagePiece]) -> Iterator[tuple[LineagePiece, LineagePiece]]:
+    before = LineagePiece(None, 0, 0, 0, 0)
     for piece in pieces:
         yield before, piece
         before = piece
 
 
-def _joint(before: Piece, after: Piece) -> list[str]:
+def _joint(before: LineagePiece, after: LineagePiece) -> list[str]:
     """What is wrong where two pieces meet."""
     problems = _compare("step", before.last + 1, after.first, after.attempt)
     if before.sample_last is not None and after.sample_first is not None:

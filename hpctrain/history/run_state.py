@@ -50,7 +50,7 @@ _FAILURES = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_M
 
 
 @dataclass(frozen=True)
-class Standing:
+class LedgerState:
     """Where the run stands by the ledger alone.
 
     Attributes:
@@ -100,9 +100,9 @@ def condensed(events: Iterable[Event]) -> Iterator[Event]:
         yield mark
 
 
-def standing(events: Iterable[Event]) -> Standing:
+def standing(events: Iterable[Event]) -> LedgerState:
     """Where the run stands by the ledger alone."""
-    now = Standing()
+    now = LedgerState()
     for event in live(events):
         handler = _HANDLERS.get(event.kind)
         if handler is None or (event.attempt or now.attempt or 0) < (now.attempt or 0):
@@ -137,7 +137,7 @@ def run_state(events: Iterable[Event], job: JobInfo | None, *, asked: bool = Tru
     return RunState.LOST
 
 
-def _alive(job: JobInfo, now: Standing) -> RunState:
+def _alive(job: JobInfo, now: LedgerState) -> RunState:
     began = job.restarts > 0 or now.phase in {RunState.RUNNING, RunState.REQUEUED}
     if job.state in _WAITING:
         return RunState.REQUEUED if began else RunState.PENDING
@@ -151,24 +151,24 @@ def _alive(job: JobInfo, now: Standing) -> RunState:
 # What each kind of event changes.
 
 
-def _intent(now: Standing, event: Event) -> dict[str, Any]:
-    fresh = Standing(RunState.SUBMITTING, token=event.data.get("token"), attempt=now.attempt)
+def _intent(now: LedgerState, event: Event) -> dict[str, Any]:
+    fresh = LedgerState(RunState.SUBMITTING, token=event.data.get("token"), attempt=now.attempt)
     return {name: value for name, value in vars(fresh).items() if name != "t"}
 
 
-def _submitted(now: Standing, event: Event) -> dict[str, Any]:
+def _submitted(now: LedgerState, event: Event) -> dict[str, Any]:
     changes = {"job_id": text(event.data.get("job_id")), "token": event.data.get("token")}
     # A job may start before sbatch's answer is written down.
     return changes if now.phase is RunState.RUNNING else changes | {"phase": RunState.PENDING}
 
 
-def _refused(now: Standing, event: Event) -> dict[str, Any]:
+def _refused(now: LedgerState, event: Event) -> dict[str, Any]:
     del now
     why = text(event.data.get("why"))
     return {"phase": RunState.FAILED, "detail": f"the job was not accepted: {why}"}
 
 
-def _started(now: Standing, event: Event) -> dict[str, Any]:
+def _started(now: LedgerState, event: Event) -> dict[str, Any]:
     job_id = text(event.data.get("job_id")) or now.job_id
     return {
         "phase": RunState.RUNNING,
@@ -188,7 +188,7 @@ _BY_REASON = {
 }
 
 
-def _ended(now: Standing, event: Event) -> dict[str, Any]:
+def _ended(now: LedgerState, event: Event) -> dict[str, Any]:
     following = member(Next, event.data.get("next"))
     reason = member(EndReason, event.data.get("reason")) or EndReason.UNKNOWN
     if now.phase is RunState.DONE or now.exit_code is not None:
@@ -201,34 +201,34 @@ def _ended(now: Standing, event: Event) -> dict[str, Any]:
     return {"phase": phase, "reason": reason, "detail": text(event.data.get("detail"))}
 
 
-def _requeued(now: Standing, event: Event) -> dict[str, Any]:
+def _requeued(now: LedgerState, event: Event) -> dict[str, Any]:
     del event
     return {} if now.phase in OVER else {"phase": RunState.REQUEUED, "detail": ""}
 
 
-def _not_requeued(now: Standing, event: Event) -> dict[str, Any]:
+def _not_requeued(now: LedgerState, event: Event) -> dict[str, Any]:
     del now
     return {"detail": f"could not be requeued: {text(event.data.get('why'))}"}
 
 
-def _done(now: Standing, event: Event) -> dict[str, Any]:
+def _done(now: LedgerState, event: Event) -> dict[str, Any]:
     del now, event
     return {"phase": RunState.DONE, "detail": ""}
 
 
-def _stopped(now: Standing, event: Event) -> dict[str, Any]:
+def _stopped(now: LedgerState, event: Event) -> dict[str, Any]:
     del now
     code = whole(event.data.get("exit_code"))
     phase = RunState.STOPPED if code == EXIT_FOR_GOOD else RunState.FAILED
     return {"phase": phase, "exit_code": code, "detail": text(event.data.get("detail"))}
 
 
-def _cancel(now: Standing, event: Event) -> dict[str, Any]:
+def _cancel(now: LedgerState, event: Event) -> dict[str, Any]:
     del now
     return {"cancel": "save" if event.data.get("save") else "cancel"}
 
 
-_HANDLERS: dict[str, Callable[[Standing, Event], dict[str, Any]]] = {
+_HANDLERS: dict[str, Callable[[LedgerState, Event], dict[str, Any]]] = {
     "submit_intent": _intent,
     "submitted": _submitted,
     "submit_adopted": _submitted,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.run.events import Event
 
 
-class Mark(NamedTuple):
+class TrainingPoint(NamedTuple):
     """Where an attempt's training was at one moment; seconds since its first step."""
 
     t: float
@@ -39,7 +39,7 @@ class Stall(NamedTuple):
 
 
 @dataclass
-class Milestones:
+class AttemptTimeline:
     """One attempt.
 
     Attributes:
@@ -87,7 +87,7 @@ class Milestones:
     restored_step: int | None = None
     first_step: float | None = None
     base: tuple[float, float] = (0.0, 0.0)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[TrainingPoint] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     stopping: float | None = None
     left: float | None = None
@@ -136,10 +136,10 @@ class Submission:
 
 
 @dataclass
-class Past:
+class RunTimeline:
     """A run's ledger as milestones."""
 
-    attempts: list[Milestones] = field(default_factory=list)
+    attempts: list[AttemptTimeline] = field(default_factory=list)
     """In the order in which they began."""
     submissions: list[Submission] = field(default_factory=list)
     gone: bool = False
@@ -147,13 +147,13 @@ class Past:
     was last heard of."""
 
 
-def past_of(events: Iterable[Event]) -> Past:
+def past_of(events: Iterable[Event]) -> RunTimeline:
     """The milestones of every attempt, and every submission, in order.
 
     Facts whose time is no number are left out; nothing that an event holds is an error.
     """
-    found = Past()
-    by_number: dict[int, Milestones] = {}
+    found = RunTimeline()
+    by_number: dict[int, AttemptTimeline] = {}
     for event in live(events):
         if not math.isfinite(event.t):
             continue
@@ -163,7 +163,7 @@ def past_of(events: Iterable[Event]) -> Past:
             continue
         one = by_number.get(event.attempt)
         if one is None:
-            one = by_number[event.attempt] = Milestones(event.attempt, event.t, event.t)
+            one = by_number[event.attempt] = AttemptTimeline(event.attempt, event.t, event.t)
             # Its beginning says better, where it is not torn.
             one.job_id = found.submissions[-1].job_id if found.submissions else ""
             found.attempts.append(one)
@@ -217,7 +217,7 @@ _SUBMITS: dict[str, Callable[[list[Submission], Event], None]] = {
 # What each kind of event tells of its attempt.
 
 
-def _started(one: Milestones, event: Event) -> None:
+def _started(one: AttemptTimeline, event: Event) -> None:
     data = event.data
     one.started = event.t
     one.job_id = text(data.get("job_id"))
@@ -228,7 +228,7 @@ def _started(one: Milestones, event: Event) -> None:
     one.begun = next((t for t in told if t is not None), None)
 
 
-def _phase(one: Milestones, event: Event) -> None:
+def _phase(one: AttemptTimeline, event: Event) -> None:
     one.initialised = True
     if event.data.get("name") == "first_step" and one.first_step is None:
         one.first_step = event.t
@@ -236,14 +236,14 @@ def _phase(one: Milestones, event: Event) -> None:
         one.base = (max(0.0, data_s or 0.0), max(0.0, save_s or 0.0))
 
 
-def _restored(one: Milestones, event: Event) -> None:
+def _restored(one: AttemptTimeline, event: Event) -> None:
     one.restored = event.t
     one.restoring = event.t - max(0.0, finite(event.data.get("seconds")) or 0.0)
     one.restored_step = whole(event.data.get("step")) or 0
     one.moved(one.restored_step)
 
 
-def _steps(one: Milestones, event: Event) -> None:
+def _steps(one: AttemptTimeline, event: Event) -> None:
     data = event.data
     last = whole(data.get("last"))
     if last is None:
@@ -251,31 +251,31 @@ def _steps(one: Milestones, event: Event) -> None:
     if not one.marks and one.first_step is None:  # an older ledger, or a torn one
         one.first_step = event.t - max(0.0, finite(data.get("seconds")) or 0.0)
     save_s = finite(data.get("save_s"))
-    one.marks.append(Mark(event.t, last, finite(data.get("data_s")) or 0.0, save_s))
+    one.marks.append(TrainingPoint(event.t, last, finite(data.get("data_s")) or 0.0, save_s))
     one.moved(last)
 
 
-def _saved(one: Milestones, event: Event) -> None:
+def _saved(one: AttemptTimeline, event: Event) -> None:
     step = whole(event.data.get("step"))
     one.stalls.append(Stall(event.t, step, max(0.0, finite(event.data.get("stall_s")) or 0.0)))
     one.saved_step = step if step is not None else one.saved_step
     one.moved(step)
 
 
-def _stopping(one: Milestones, event: Event) -> None:
+def _stopping(one: AttemptTimeline, event: Event) -> None:
     one.stopping = one.stopping or event.t
 
 
-def _left(one: Milestones, event: Event) -> None:
+def _left(one: AttemptTimeline, event: Event) -> None:
     one.left = one.left or event.t
     one.moved(whole(event.data.get("step")))
 
 
-def _failed(one: Milestones, event: Event) -> None:
+def _failed(one: AttemptTimeline, event: Event) -> None:
     one.failed = one.failed or event.t
 
 
-def _ended(one: Milestones, event: Event) -> None:
+def _ended(one: AttemptTimeline, event: Event) -> None:
     data = event.data
     if data.get("by") != "successor" and one.ended is None:
         one.ended = event.t
@@ -290,7 +290,7 @@ def _or_before(value: float | None, before: float | None) -> float | None:
     return before if value is None else value
 
 
-_CHANGES: dict[str, Callable[[Milestones, Event], None]] = {
+_CHANGES: dict[str, Callable[[AttemptTimeline, Event], None]] = {
     "attempt_started": _started,
     "phase": _phase,
     "restored": _restored,

@@ -30,7 +30,7 @@ OPENS_PER_S = 200
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
 
 
-class Turns:
+class LedgerTail:
     """A ledger without its step marks, which are most of it, read as it grows."""
 
     def __init__(self, run: RunDir) -> None:
@@ -141,7 +141,7 @@ class Follower:
     """Prints a run's logs until it is over."""
 
     printer: Printer
-    ledger: Turns
+    ledger: LedgerTail
     watch: EndWatch
     _told: str = ""
 

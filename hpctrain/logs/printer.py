@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from hpctrain.base.text import paint
-from hpctrain.logs.sections import ALL, TROUBLE, Filter, Section, Source, sections
+from hpctrain.logs.sections import ALL, TROUBLE, LineFilter, LogSource, Section, sections
 from hpctrain.run.log_files import (
     LATE_S,
     Guess,
     LogFile,
+    LogMark,
     LogTimes,
-    Mark,
     first_offset,
     line_start,
     tail_offset,
@@ -44,7 +44,7 @@ _Print: TypeAlias = "Callable[[Printer], None]"
 
 
 @dataclass(frozen=True)
-class Choice:
+class LogSelection:
     """What of a run's output is shown, and how.
 
     Attributes:
@@ -76,7 +76,7 @@ def _is_set(ranks: frozenset[int] | str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """One line of a log.
 
     Attributes:
@@ -88,29 +88,31 @@ class Line:
 
     about: float
     known: bool
-    source: Source
+    source: LogSource
     text: bytes
 
 
 class _Stream:
     """One log while it is being shown."""
 
-    def __init__(self, source: Source, section: Section, offset: int, choice: Choice) -> None:
+    def __init__(
+        self, source: LogSource, section: Section, offset: int, choice: LogSelection
+    ) -> None:
         self._source = source
         self._log = LogFile(source.path, offset)
         self._times = LogTimes(source.path) if section.timed else None
-        self._filter = Filter[Line](choice.lines(), choice.context) if choice.lines else None
-        self._looked: Mark | None = None
+        self._filter = LineFilter[LogLine](choice.lines(), choice.context) if choice.lines else None
+        self._looked: LogMark | None = None
 
-    def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[Line]:
+    def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[LogLine]:
         """The lines since the last call that are to be shown; with `last` also half a line."""
         known, guess = self._guess(section, now)
         for text in self._log.lines(at_once):
-            yield from self._chosen(Line(guess.at(self._log.at), known, self._source, text))
+            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
         for text in self._log.rest() if last else ():
-            yield from self._chosen(Line(guess.at(self._log.at), known, self._source, text))
+            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
 
-    def _chosen(self, line: Line) -> Iterable[Line]:
+    def _chosen(self, line: LogLine) -> Iterable[LogLine]:
         return (line,) if self._filter is None else self._filter.feed(line.text, line)
 
     def _guess(self, section: Section, now: float) -> tuple[bool, Guess]:
@@ -122,8 +124,8 @@ class _Stream:
         if self._looked is not None:  # what is new came since; a file server's clock may differ
             marks.append(self._looked)
             changed = now
-        self._looked = Mark(now, size)
-        return known, Guess(marks, section.begun, Mark(changed, size))
+        self._looked = LogMark(now, size)
+        return known, Guess(marks, section.begun, LogMark(changed, size))
 
 
 def _size_and_change(path: Path) -> tuple[int, float]:
@@ -150,7 +152,7 @@ class Printer:
 
     run: RunDir
     out: BinaryIO
-    choice: Choice
+    choice: LogSelection
     live: bool = False
     """Somebody waits for what comes: what is under way has its title before its first line."""
     warn: Callable[[str], None] = echo_note
@@ -268,13 +270,13 @@ class Printer:
             place.news_told = True
             self.note(f"attempt {section.key}: {section.news}")
 
-    def _stream(self, source: Source, section: Section) -> _Stream:
+    def _stream(self, source: LogSource, section: Section) -> _Stream:
         if source.path not in self._streams:
             offset = max(self._offsets.get(source.path, 0), self._since(source, section))
             self._streams[source.path] = _Stream(source, section, offset, self.choice)
         return self._streams[source.path]
 
-    def _since(self, source: Source, section: Section) -> int:
+    def _since(self, source: LogSource, section: Section) -> int:
         """Where the lines begin that may have been written since the moment that was asked for."""
         since = self.choice.since
         if since is None or section.begun >= since:
@@ -288,7 +290,7 @@ class Printer:
             self.warn(f"when {section.title} wrote which line is not on record: all are shown")
         return line_start(source.path, first_offset(marks, since))
 
-    def put(self, section: Section, line: Line, *, several: bool) -> None:
+    def put(self, section: Section, line: LogLine, *, several: bool) -> None:
         """Print a line, or keep it while the last ones are looked for."""
         if self._held is not None:
             self._held.line(section, line, several=several)
@@ -303,11 +305,11 @@ class Printer:
         self.out.write(prefix + text + b"\n")
 
 
-def _first(streams: list[Iterator[Line]]) -> Iterable[Line]:
+def _first(streams: list[Iterator[LogLine]]) -> Iterable[LogLine]:
     return streams[0] if streams else ()
 
 
-def _as_json(section: Section, line: Line) -> dict[str, object]:
+def _as_json(section: Section, line: LogLine) -> dict[str, object]:
     return {
         "attempt": section.attempt,
         "rank": line.source.rank,
@@ -332,7 +334,7 @@ class _Held:
         self._order += 1
         self._notes.append((self._order, lambda printer: printer.note(text)))
 
-    def line(self, section: Section, line: Line, *, several: bool) -> None:
+    def line(self, section: Section, line: LogLine, *, several: bool) -> None:
         """Keep a line until so many of its rank have come after it."""
 
         def put(printer: Printer) -> None:

@@ -37,7 +37,7 @@ _LONGEST_WHY = 100
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """One log file.
 
     Attributes:
@@ -79,7 +79,7 @@ class Section:
     followed: bool
     timed: bool
     attempts: frozenset[int]
-    files: Callable[[], list[Source]]
+    files: Callable[[], list[LogSource]]
 
     @property
     def attempt(self) -> int | None:
@@ -118,7 +118,7 @@ def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str
     found = []
     for position, view in enumerate(views):
 
-        def files(view: AttemptView = view) -> list[Source]:
+        def files(view: AttemptView = view) -> list[LogSource]:
             return _rank_logs(run, view, wanted)
 
         found.append(
@@ -191,7 +191,7 @@ def _why(view: AttemptView) -> str:
     return what if len(what) <= _LONGEST_WHY else f"{what[: _LONGEST_WHY - 3]}..."
 
 
-def _rank_logs(run: RunDir, view: AttemptView, wanted: frozenset[int] | str) -> list[Source]:
+def _rank_logs(run: RunDir, view: AttemptView, wanted: frozenset[int] | str) -> list[LogSource]:
     if not isinstance(wanted, str):
         ranks = sorted(wanted)
         return [_source(view, rank, run.rank_log(view.number, rank)) for rank in ranks]
@@ -202,12 +202,12 @@ def _rank_logs(run: RunDir, view: AttemptView, wanted: frozenset[int] | str) -> 
     return []
 
 
-def _source(view: AttemptView, rank: int, path: Path) -> Source:
+def _source(view: AttemptView, rank: int, path: Path) -> LogSource:
     on_each = view.world_size // len(view.nodes) if view.nodes else 0
     at = rank // on_each if on_each else len(view.nodes)
     node = view.nodes[at] if at < len(view.nodes) else ""
     short = node.partition(".")[0]
-    return Source(" ".join(filter(None, [f"a{view.number} r{rank}", short])), path, rank, node)
+    return LogSource(" ".join(filter(None, [f"a{view.number} r{rank}", short])), path, rank, node)
 
 
 # ---- the batch side
@@ -220,7 +220,7 @@ def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Se
     for position, (token, (job_id, begun)) in enumerate(jobs.items()):
         where = f"job {job_id} " if told_apart else ""
 
-        def files(token: str = token, where: str = where) -> list[Source]:
+        def files(token: str = token, where: str = where) -> list[LogSource]:
             return _outputs(run, token, where)
 
         title = f"job {job_id}{_DOT}{token}"
@@ -254,12 +254,12 @@ def _of_job(events: Sequence[Event], job_id: str) -> frozenset[int]:
     return frozenset(e.attempt or 0 for e in started if text(e.data.get("job_id")) == job_id)
 
 
-def _outputs(run: RunDir, token: str, where: str) -> list[Source]:
+def _outputs(run: RunDir, token: str, where: str) -> list[LogSource]:
     """Output files of one submission: TOKEN.out of the script, TOKEN-0.out and so on of agents."""
     with contextlib.suppress(FileNotFoundError):
         paths = sorted(path for path in run.jobs.iterdir() if path.suffix == ".out")
         own = [p for p in paths if p.stem == token or p.stem.startswith(f"{token}-")]
-        return [Source(f"{where}{_name(path.stem.removeprefix(token))}", path) for path in own]
+        return [LogSource(f"{where}{_name(path.stem.removeprefix(token))}", path) for path in own]
     return []
 
 
@@ -314,7 +314,7 @@ class Trouble:
         return bool(rest.strip())
 
 
-class Filter(Generic[Item]):
+class LineFilter(Generic[Item]):
     """Passes on the items whose lines are wanted, with their neighbours.
 
     Args:

@@ -30,7 +30,7 @@ _STRICT_LISTS = (2, 24)
 
 
 @dataclass(frozen=True)
-class Filter:
+class InterfaceFilter:
     """A list of NCCL's that chooses interfaces or adapters."""
 
     excludes: bool
@@ -43,13 +43,13 @@ class Filter:
         return name == entry if self.exact else name.startswith(entry)
 
 
-def read_filter(value: str) -> Filter:
+def read_filter(value: str) -> InterfaceFilter:
     """The list as NCCL splits it: one `^`, one `=`, then entries between commas."""
     excludes = value.startswith("^")
     rest = value[excludes:]
     exact = rest.startswith("=")
     entries = rest[exact:].split(",")
-    return Filter(excludes, exact, tuple(entry for entry in entries if entry))
+    return InterfaceFilter(excludes, exact, tuple(entry for entry in entries if entry))
 
 
 def _grammar(name: str, value: str, kind: str, example: str) -> Iterator[Problem]:
@@ -154,7 +154,7 @@ def _loopback(name: str, value: str, entries: Sequence[str], context: Context) -
 
 
 def _missing(
-    name: str, value: str, found: Filter, there: frozenset[str] | None, kind: str
+    name: str, value: str, found: InterfaceFilter, there: frozenset[str] | None, kind: str
 ) -> Iterator[Problem]:
     """Entries that fit nothing on the node, where it is known what the node has."""
     if there is None:
@@ -200,8 +200,9 @@ def gloo_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
         if not value.startswith("^"):
             yield from _gloo_name(name, value, entry)
     yield from _loopback(name, value, names, context)
+    exact = InterfaceFilter(excludes=False, exact=True, entries=tuple(filter(None, plain)))
     yield from _missing(
-        name, value, Filter(excludes=False, exact=True, entries=tuple(filter(None, plain))),
+        name, value, exact,
         None if value.startswith("^") else context.netdevs, "interface",
     )  # fmt: skip
 
@@ -252,7 +253,7 @@ def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 def _adapter(
-    name: str, value: str, entry: str, found: Filter, context: Context
+    name: str, value: str, entry: str, found: InterfaceFilter, context: Context
 ) -> Iterator[Problem]:
     hca, *places = entry.split(":")
     fits = context.hcas and any(found.takes(one, hca) for one in context.hcas)
@@ -267,7 +268,7 @@ def _adapter(
         )
     elif context.hcas is not None and not fits and not found.excludes:
         yield from _missing(
-            name, value, Filter(excludes=False, exact=found.exact, entries=(hca,)),
+            name, value, InterfaceFilter(excludes=False, exact=found.exact, entries=(hca,)),
             context.hcas, "adapter",
         )  # fmt: skip
     if len(places) > 3 or any(place and not place.lstrip("-").isdigit() for place in places):  # noqa: PLR2004

@@ -131,7 +131,7 @@ _LIMITS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BudgetDecision:
     """Whether the run may start again, and if not, why."""
 
     ok: bool
@@ -141,7 +141,7 @@ class Verdict:
 
 def allow(
     events: Sequence[Event], reason: EndReason, budget: BudgetSettings | None = None
-) -> Verdict:
+) -> BudgetDecision:
     """Whether one more attempt is within the budgets.
 
     Args:
@@ -157,15 +157,15 @@ def allow(
         limit: int = getattr(budget, name)
         if limit and used > limit:
             why = f"{used} attempts ended by {reason.value}, budget.{name} is {limit}"
-            return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
+            return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
     idle = attempts_without_progress(events)
     if budget.no_progress and idle >= budget.no_progress:
         why = (
             f"{idle} attempts in a row without one new committed step "
             f"(budget.no_progress is {budget.no_progress})"
         )
-        return Verdict(ok=False, exit_code=EXIT_STOPPED, why=why)
-    return Verdict(ok=True)
+        return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
+    return BudgetDecision(ok=True)
 
 
 def attempts_without_progress(events: Sequence[Event]) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.base.text import count, in_nodes, one_of
-from hpctrain.data.batches import ANY_PASSES, Passes
+from hpctrain.data.batches import ANY_PASSES, MicrobatchRules
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import node_range
 from hpctrain.settings.check_engine import bounds
@@ -411,7 +411,7 @@ def _offer(fitting: list[int]) -> str:
     return f"--nodes {first}" if first == last else f"--nodes {first}-{last}"
 
 
-def passes_of(engine: EngineSettings, mesh: Mesh) -> Passes:
+def passes_of(engine: EngineSettings, mesh: Mesh) -> MicrobatchRules:
     """The same as `Engine.passes` will be.
 
     Args:
@@ -420,6 +420,6 @@ def passes_of(engine: EngineSettings, mesh: Mesh) -> Passes:
     """
     if mesh.pp > 1:
         if engine.pp_schedule == "interleaved":
-            return Passes(equal=True, at_least=mesh.pp, multiple_of=mesh.pp)
-        return Passes(equal=True, at_least=mesh.pp if engine.pp_schedule == "1f1b" else 1)
-    return Passes(leaves=True, equal=True) if engine.exact else ANY_PASSES
+            return MicrobatchRules(equal=True, at_least=mesh.pp, multiple_of=mesh.pp)
+        return MicrobatchRules(equal=True, at_least=mesh.pp if engine.pp_schedule == "1f1b" else 1)
+    return MicrobatchRules(leaves=True, equal=True) if engine.exact else ANY_PASSES

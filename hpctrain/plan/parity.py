@@ -61,7 +61,7 @@ class GradientSums:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityStep:
     """A step as both did it; `off` where it left the tolerance."""
 
     step: int
@@ -76,7 +76,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityResult:
     """What came out.
 
     Attributes:
@@ -86,7 +86,7 @@ class Verdict:
         different: Those whose gradient is another, with the relative difference, largest first.
     """
 
-    rows: list[Row]
+    rows: list[ParityStep]
     tolerance: float
     without_gradient: list[str]
     different: list[tuple[str, float]]
@@ -136,7 +136,7 @@ def compare(
     engine: Sequence[StepRecord],
     gradients: Mapping[str, GradientSums],
     tolerance: float,
-) -> Verdict:
+) -> ParityResult:
     """Hold an engine's steps against those of one process.
 
     Args:
@@ -151,14 +151,14 @@ def compare(
         # Not "greater than": what is not a number is off.
         loss_fits = relative(theirs.loss, mine.loss) <= tolerance
         norm_fits = relative(theirs.norm, mine.norm) <= loose or _both_overflow(mine, theirs)
-        rows.append(Row(number, mine, theirs, off=not (loss_fits and norm_fits)))
+        rows.append(ParityStep(number, mine, theirs, off=not (loss_fits and norm_fits)))
     without = [name for name, sums in gradients.items() if sums.found == 0.0 < sums.wanted]
     different = [
         (name, sums.relative)
         for name, sums in gradients.items()
         if name not in without and not sums.relative <= loose
     ]
-    return Verdict(rows, tolerance, without, sorted(different, key=lambda pair: -pair[1]))
+    return ParityResult(rows, tolerance, without, sorted(different, key=lambda pair: -pair[1]))
 
 
 def relative(value: float, wanted: float) -> float:
@@ -168,7 +168,7 @@ def relative(value: float, wanted: float) -> float:
     return abs(value - wanted) / max(abs(wanted), math.ulp(0.0))
 
 
-def summary(verdict: Verdict) -> str:
+def summary(verdict: ParityResult) -> str:
     """The verdict in one line."""
     if verdict.holds:
         return f"parity holds: {_largest(verdict)}, within {verdict.tolerance:g}"
@@ -198,7 +198,7 @@ def _both_overflow(one: StepRecord, engine: StepRecord) -> bool:
     return not math.isfinite(one.norm) and not math.isfinite(engine.norm)
 
 
-def _largest(verdict: Verdict) -> str:
+def _largest(verdict: ParityResult) -> str:
     return f"largest difference of a loss {verdict.largest:.1e}"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.files import read_plain
 from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.node import REPORT
-from hpctrain.preflight.run import Verdict, tour
+from hpctrain.preflight.run import NodesVerdict, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from hpctrain.preflight.bounded import Child
     from hpctrain.preflight.checks import Order
-    from hpctrain.preflight.run import Place
+    from hpctrain.preflight.run import NodePlace
 
 
-def begin(place: Place, order: Order | None) -> Child:
+def begin(place: NodePlace, order: Order | None) -> Child:
     """Start looking, in a child: an agent must not hang with what it looks at.
 
     Called on every node. The first one, which has the order, leaves the report in the folder.
@@ -32,10 +32,10 @@ def begin(place: Place, order: Order | None) -> Child:
     return start(lambda: _look(place, order))
 
 
-def _look(place: Place, order: Order | None) -> dict[str, Any]:
+def _look(place: NodePlace, order: Order | None) -> dict[str, Any]:
     if order is not None:
         place.folder.mkdir(parents=True, exist_ok=True)
-    report, verdict = tour(place, order, _say_nothing)
+    report, verdict = run_checks(place, order, _say_nothing)
     if report is not None:
         report.dump(place.folder / REPORT)
     return asdict(verdict)
@@ -46,12 +46,12 @@ def _say_nothing(text: str) -> None:
     del text
 
 
-def outcome(child: Child, timeout_s: float) -> tuple[Verdict, str]:
+def outcome(child: Child, timeout_s: float) -> tuple[NodesVerdict, str]:
     """The verdict, and why there is none, "" where there is one."""
     try:
-        return Verdict(**child.answer(timeout_s)), ""
+        return NodesVerdict(**child.answer(timeout_s)), ""
     except Unanswered as error:
-        return Verdict(), str(error)
+        return NodesVerdict(), str(error)
 
 
 def collective(folder: Path) -> str:

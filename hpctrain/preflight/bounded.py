@@ -128,7 +128,7 @@ MARGIN_S = 10.0
 MODULE = "hpctrain.preflight.collective"
 
 
-class Crew:
+class CollectiveProcess:
     """Starts the process at once, so that torch is imported while the node is being looked at."""
 
     def __init__(self, env: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.preflight.checks_fabric import check_interfaces, check_ports
-from hpctrain.preflight.facts import by_value, odd_ones
+from hpctrain.preflight.facts import by_value, outliers
 from hpctrain.preflight.probe import UNLIMITED
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.slow_nodes import Limits
@@ -86,7 +86,7 @@ def check_gpus(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
             text = f"GPU {gpu.index} has {gpu.uncorrected} uncorrected memory errors"
             results.append(Result("gpu memory", FAIL, text, [node], "tell your admins"))
     links = {f"{node}/{gpu.index}": gpu.nvlinks for node, gpu in every if gpu.nvlinks is not None}
-    wanted = expected.nvlinks if expected.nvlinks is not None else odd_ones(links)[0]
+    wanted = expected.nvlinks if expected.nvlinks is not None else outliers(links)[0]
     for key, count in links.items():
         if wanted is not None and count < wanted:
             node, _, index = key.partition("/")
@@ -211,7 +211,7 @@ def _counted(check: str, counts: dict[str, int], wanted: int | None, what: str) 
 
 def _same(check: str, values: dict[str, Any], what: str) -> list[Result]:
     """One value everywhere; the odd ones out are named, if most nodes agree."""
-    usual, odd = odd_ones(values)
+    usual, odd = outliers(values)
     if usual is None and values:
         told = "; ".join(f"{value} on {names(n)}" for value, n in by_value(values).items())
         return [Result(check, FAIL, f"{what} differs: {told}", [], "use the same everywhere")]

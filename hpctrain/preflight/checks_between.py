@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from hpctrain.preflight.facts import by_value, odd_ones
+from hpctrain.preflight.facts import by_value, outliers
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.preflight.rendezvous import Skew
-    from hpctrain.preflight.slow_nodes import Verdict
+    from hpctrain.preflight.slow_nodes import SearchResult
 
 SKEW_S = 1.0
 LOGIN = "@login"
@@ -163,7 +163,7 @@ def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
     ]
 
 
-def check_bandwidth(nodes: Sequence[str], verdict: Verdict) -> list[Result]:
+def check_bandwidth(nodes: Sequence[str], verdict: SearchResult) -> list[Result]:
     """Who made the collective slow, or what it reached."""
     text = "failed or hung" if verdict.whole is None else f"{verdict.whole:.2f} GB/s"
     results = []
@@ -202,7 +202,7 @@ def check_products(sums: Mapping[str, Sequence[float | None]]) -> list[Result]:
     if broken:
         results.append(Result("product", FAIL, "a matrix product is not finite", broken, hint))
     whole = {n: tuple(sorted(set(v), key=str)) for n, v in sums.items() if n not in broken}
-    usual, odd = odd_ones(whole)
+    usual, odd = outliers(whole)
     if whole and usual is None:
         results.append(Result("product", FAIL, "a matrix product differs between nodes", [], hint))
     if odd:

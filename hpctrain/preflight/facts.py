@@ -114,7 +114,7 @@ def by_value(values: Mapping[str, V]) -> dict[V, list[str]]:
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
 
-def odd_ones(values: Mapping[str, V]) -> tuple[V | None, dict[str, V]]:
+def outliers(values: Mapping[str, V]) -> tuple[V | None, dict[str, V]]:
     """What more than half of the nodes have, and the nodes that have something else.
 
     Returns:

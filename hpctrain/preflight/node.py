@@ -15,7 +15,7 @@ from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.preflight.checks import Order
 from hpctrain.preflight.rendezvous import Alone
 from hpctrain.preflight.report import lines
-from hpctrain.preflight.run import Place, tour
+from hpctrain.preflight.run import NodePlace, run_checks
 from hpctrain.run.ownership import distrust
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     place = place_of(folder, rank, os.environ)
     try:
         order = Order.from_plain(json.loads((folder / ORDER).read_text())) if rank == 0 else None
-        report, _ = tour(place, order, lambda text: _say(folder, text))
+        report, _ = run_checks(place, order, lambda text: _say(folder, text))
     except Alone as error:
         print(f"hpctrain: {place.node}: {error}", file=sys.stderr)
         return 0  # the first node names us, or is itself what the report will be missing
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def place_of(folder: Path, rank: int, environ: Mapping[str, str]) -> Place:
+def place_of(folder: Path, rank: int, environ: Mapping[str, str]) -> NodePlace:
     """This node's place in the job, as the job's script has exported it."""
     nodes = environ["HPCTRAIN_NODES"].split(",")
-    return Place(
+    return NodePlace(
         nodes=nodes,
         rank=rank,
         address=environ.get("HPCTRAIN_MASTER_ADDR") or nodes[0],

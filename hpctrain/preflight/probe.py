@@ -160,7 +160,7 @@ def package_version(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Sources:
+class FactSources:
     """Where facts come from.
 
     Attributes:
@@ -184,7 +184,7 @@ class Sources:
     resolves: Callable[[str], bool] = resolves
 
 
-def probe(node: str, sources: Sources | None = None, *, local: Sequence[str] = ()) -> NodeFacts:
+def probe(node: str, sources: FactSources | None = None, *, local: Sequence[str] = ()) -> NodeFacts:
     """Everything that is known of this node.
 
     Args:
@@ -192,7 +192,7 @@ def probe(node: str, sources: Sources | None = None, *, local: Sequence[str] = (
         sources: Where to look; the machine itself by default.
         local: More folders on its own disk, beside TMPDIR.
     """
-    at = sources or Sources()
+    at = sources or FactSources()
     host = at.host()
     folders = [at.environ.get("TMPDIR") or "/tmp", *local]  # noqa: S108 - looked at, not written
     reads: dict[str, Callable[[], Any]] = {
@@ -219,7 +219,7 @@ def probe(node: str, sources: Sources | None = None, *, local: Sequence[str] = (
     return NodeFacts(node=node, host=host, **found, unreadable=unreadable)
 
 
-def read_interfaces(at: Sources) -> list[Interface]:
+def read_interfaces(at: FactSources) -> list[Interface]:
     """Network interfaces with their addresses, without the loopback."""
     ipv6 = _ipv6_addresses(at.root / "proc/net/if_inet6")
     found = []
@@ -275,7 +275,7 @@ def read_efa(folder: Path) -> list[str]:
     ]
 
 
-def read_versions(at: Sources) -> dict[str, str]:
+def read_versions(at: FactSources) -> dict[str, str]:
     """Versions that ranks must have in common, without importing torch; empty for "not there"."""
     nccl = next((v for name in NCCL_PACKAGES if (v := at.version(name))), "")
     torch = at.version("torch")

@@ -348,7 +348,7 @@ class Skew:
     bound_s: float
 
 
-class Host:
+class Coordinator:
     """The first node's end.
 
     Attributes:
@@ -446,7 +446,7 @@ class Host:
             line.close()
 
 
-class Member:
+class Peer:
     """Any other node's end."""
 
     def __init__(self, rank: int, address: str, port: int, key: str, timeout_s: float) -> None:

@@ -39,7 +39,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """One preflight.
 
     Attributes:
@@ -81,7 +81,7 @@ class Report:
         staged.replace(path)
 
     @staticmethod
-    def load(path: Path) -> Report:
+    def load(path: Path) -> PreflightReport:
         """Read it back.
 
         Raises:
@@ -89,7 +89,7 @@ class Report:
         """
         raw = json.loads(read_plain(path))
         results = [Result(**one) for one in raw["results"]]
-        return Report(raw["nodes"], results, raw["measured"])
+        return PreflightReport(raw["nodes"], results, raw["measured"])
 
 
 def lines(results: Iterable[Result]) -> list[str]:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
 from hpctrain.preflight import shared
-from hpctrain.preflight.bounded import START_S, Crew, Unanswered, bounded
+from hpctrain.preflight.bounded import START_S, CollectiveProcess, Unanswered, bounded
 from hpctrain.preflight.checks import Order, check_facts
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.injected_faults import changed, seconds
 from hpctrain.preflight.probe import probe, resolves
-from hpctrain.preflight.rendezvous import Host, Member
-from hpctrain.preflight.report import UNKNOWN, Report, Result
-from hpctrain.preflight.slow_nodes import Trial
+from hpctrain.preflight.rendezvous import Coordinator, Peer
+from hpctrain.preflight.report import UNKNOWN, PreflightReport, Result
+from hpctrain.preflight.slow_nodes import SlowNodeSearch
 from hpctrain.testing import node_faults
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ STORE_PORT = 1
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where this node stands.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NodesVerdict:
     """What follows from a look, the same on every node.
 
     Attributes:
@@ -83,7 +83,9 @@ class Verdict:
     apart: str = ""
 
 
-def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, Verdict]:
+def run_checks(
+    place: NodePlace, order: Order | None, say: Say
+) -> tuple[PreflightReport | None, NodesVerdict]:
     """Run one preflight. Called on every node of the job, once each.
 
     Args:
@@ -105,7 +107,7 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, Ve
     try:
         if order is not None:
             return _first(place, order, faults, say)
-        return None, Verdict() if "silent" in faults else _other(place, faults)
+        return None, NodesVerdict() if "silent" in faults else _other(place, faults)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChecksFailed(
             "the nodes do not understand each other; is the same hpctrain installed on all of "
@@ -113,10 +115,14 @@ def tour(place: Place, order: Order | None, say: Say) -> tuple[Report | None, Ve
         ) from error
 
 
-def _first(place: Place, order: Order, faults: Faults, say: Say) -> tuple[Report, Verdict]:
+def _first(
+    place: NodePlace, order: Order, faults: Faults, say: Say
+) -> tuple[PreflightReport, NodesVerdict]:
     began = time.monotonic()
     say(f"waiting for {len(place.nodes)} nodes")
-    with Host(len(place.nodes), place.port, place.key, order.meet_s, address=place.address) as host:
+    with Coordinator(
+        len(place.nodes), place.port, place.key, order.meet_s, address=place.address
+    ) as host:
         host.agree(None, lambda _: order.to_others(), LOOK_S)
         skews = host.skews(lambda: time.time() + seconds(faults, "skew"))
         with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
@@ -128,14 +134,14 @@ def _first(place: Place, order: Order, faults: Faults, say: Say) -> tuple[Report
                 say(f"all-reduce of {order.ranks} x {[len(one['nodes']) for one in tests]}")
                 tests = host.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
             report = judge.report(host.missing, time.monotonic() - began)
-            verdict = Verdict(report.bad, judge.apart)
+            verdict = NodesVerdict(report.bad, judge.apart)
             host.agree(None, lambda _: asdict(verdict), LOOK_S)
             return report, verdict
 
 
-def _other(place: Place, faults: Faults) -> Verdict:
+def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
     """The same stations, without the judging."""
-    with Member(place.rank, place.address, place.port, place.key, LOOK_S) as member:
+    with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as member:
         order = Order.from_plain(member.agree(None, _nobody, LOOK_S))
         member.tell_time(lambda: time.time() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
@@ -143,7 +149,7 @@ def _other(place: Place, faults: Faults) -> Verdict:
             tests = member.agree(node.look(known), _nobody, _looking_s(order))
             while tests:
                 tests = member.agree(node.reduce(tests), _nobody, _reducing_s(order))
-            return Verdict(**member.agree(None, _nobody, LOOK_S))
+            return NodesVerdict(**member.agree(None, _nobody, LOOK_S))
 
 
 def _nobody(values: dict[int, Any]) -> Any:
@@ -162,11 +168,11 @@ def _reducing_s(order: Order) -> float:
 class _Node:
     """What a node does at each station."""
 
-    def __init__(self, place: Place, order: Order, faults: Faults) -> None:
+    def __init__(self, place: NodePlace, order: Order, faults: Faults) -> None:
         self._place = place
         self._order = order
         self._faults = faults
-        self._crew = Crew(place.env) if order.bandwidth else None
+        self._crew = CollectiveProcess(place.env) if order.bandwidth else None
         self._folder = place.folder
         if "no-shared" in faults:
             self._folder = place.folder / "not-mounted"
@@ -226,7 +232,7 @@ class _Node:
 class _Judge:
     """What the first node makes of everybody's answers."""
 
-    def __init__(self, place: Place, order: Order, skews: dict[int, Skew]) -> None:
+    def __init__(self, place: NodePlace, order: Order, skews: dict[int, Skew]) -> None:
         self._place = place
         self._order = order
         self._results = between.check_clocks(
@@ -236,7 +242,7 @@ class _Judge:
         self._errors: dict[str, str] = {}
         self.apart = ""
         self._lock: shared.HeldLock | None = None
-        self._trial: Trial | None = None
+        self._trial: SlowNodeSearch | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -278,14 +284,14 @@ class _Judge:
         able = [node for node, value in found.items() if not value["crew"]]
         if self._place.node not in able:
             return []
-        self._trial = Trial(able, self._order.expected.limits())
+        self._trial = SlowNodeSearch(able, self._order.expected.limits())
         return self._trial.begin()
 
     def reduced(self, values: dict[int, Any]) -> Tests:
         """Take a round's measurements; the next groups to try."""
         return [] if self._trial is None else self._trial.go_on(self._named(values))
 
-    def report(self, missing: dict[int, str], took_s: float) -> Report:
+    def report(self, missing: dict[int, str], took_s: float) -> PreflightReport:
         """Everything, the nodes that did not answer first."""
         nodes = self._place.nodes
         silent = {nodes[rank]: why for rank, why in missing.items()}
@@ -295,7 +301,7 @@ class _Judge:
             results += self._trial.results()
             measured |= self._trial.measured()
         measured["facts"] = {one.node: one.plain() for one in self._facts}
-        return Report(list(nodes), results, measured)
+        return PreflightReport(list(nodes), results, measured)
 
     def _named(self, values: dict[int, Any]) -> dict[str, Any]:
         return {self._place.nodes[rank]: value for rank, value in sorted(values.items())}

@@ -65,7 +65,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SearchResult:
     """Who it was.
 
     Attributes:
@@ -85,16 +85,16 @@ class Verdict:
     rounds: int
 
 
-def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Results, Verdict]:
+def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Results, SearchResult]:
     """Find the slow nodes; see the module's text for how it is driven.
 
     Names exactly the bad ones where they are fewer than half of the nodes, and three nodes or more.
     """
-    hunt = _Hunt(list(nodes), limits)
+    hunt = _SearchState(list(nodes), limits)
     return hunt.run()
 
 
-class _Hunt:
+class _SearchState:
     """What is known so far."""
 
     def __init__(self, nodes: list[str], limits: Limits) -> None:
@@ -106,17 +106,19 @@ class _Hunt:
         self._best_pair = 0.0
         self._rounds = 0
 
-    def run(self) -> Generator[list[Group], Results, Verdict]:
+    def run(self) -> Generator[list[Group], Results, SearchResult]:
         whole = tuple(self._nodes)
         value, slow = yield from self._whole(whole)
         baseline = self._limits.floor(len(whole)) is not None
         if len(whole) == 1:
             bad = list(whole) if slow else []
-            return Verdict(bad, [], value, slow, baseline or slow, self._rounds)
+            return SearchResult(bad, [], value, slow, baseline or slow, self._rounds)
         if len(whole) == PAIR:
-            return Verdict([], list(whole) if slow else [], value, slow, baseline, self._rounds)
+            return SearchResult(
+                [], list(whole) if slow else [], value, slow, baseline, self._rounds
+            )
         if baseline and not slow:
-            return Verdict([], [], value, slow, compared=True, rounds=self._rounds)
+            return SearchResult([], [], value, slow, compared=True, rounds=self._rounds)
         if baseline or value is None:
             yield from self._halves(whole)
         else:
@@ -125,12 +127,12 @@ class _Hunt:
         yield from self._confirm()
         return self._verdict(value, slow)
 
-    def _verdict(self, value: float | None, slow: bool) -> Verdict:
+    def _verdict(self, value: float | None, slow: bool) -> SearchResult:
         bad = sorted(self._bad, key=self._nodes.index)
         if PAIR * len(bad) >= len(self._nodes):
             bad = []  # with most of them slow it is the yardstick that is wrong
         left = [n for n in self._nodes if n not in self._good and n not in bad]
-        return Verdict(bad, left, value, slow, compared=True, rounds=self._rounds)
+        return SearchResult(bad, left, value, slow, compared=True, rounds=self._rounds)
 
     def _whole(self, whole: Group) -> Generator[list[Group], Results, tuple[float | None, bool]]:
         results = yield from self._try([whole])
@@ -251,7 +253,7 @@ Tests = list[dict[str, Any]]
 """Groups to try at the same time: {"name", "nodes"} each; empty when all is known."""
 
 
-class Trial:
+class SlowNodeSearch:
     """One search, a round at a time.
 
     Attributes:
@@ -266,7 +268,7 @@ class Trial:
         self._sums: dict[str, list[float | None]] = {}
         self._tries: list[Any] = []
         self._failures: list[Any] = []
-        self._verdict: Verdict | None = None
+        self._verdict: SearchResult | None = None
 
     def begin(self) -> Tests:
         """The first groups."""

@@ -35,7 +35,7 @@ _ATTEMPT = re.compile(r"attempt-(\d+)")
 
 
 @dataclass(frozen=True, order=True)
-class Window:
+class StepWindow:
     """Steps `first` to `last`, both inclusive, counted as the ledger does: step N is update N."""
 
     first: int
@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What `hpctrain profile --now` asks of a live run.
 
     Attributes:
@@ -67,11 +67,11 @@ class Request:
         replace_text(path, json.dumps(asdict(self)) + "\n")
 
 
-def read_request(path: Path, job_id: str) -> Request | None:
+def read_request(path: Path, job_id: str) -> ProfileRequest | None:
     """The request that waits for this job; None where there is none that still holds."""
     try:
         raw = json.loads(left_text(path))
-        request = Request(
+        request = ProfileRequest(
             str(raw["job_id"]),
             str(raw["token"]),
             int(raw["steps"]),
@@ -91,7 +91,7 @@ def folder_name(attempt: int) -> str:
     return f"attempt-{attempt:04d}"
 
 
-def file_name(rank: int, window: Window, suffix: str) -> str:
+def file_name(rank: int, window: StepWindow, suffix: str) -> str:
     """Name of one file of a rank."""
     return f"rank-{rank:05d}.steps-{window.first}-{window.last}.{suffix}"
 
@@ -102,7 +102,7 @@ def nsys_reports(profile: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundProfile:
     """One profile: the same steps of an attempt on some ranks.
 
     Attributes:
@@ -113,28 +113,28 @@ class Found:
     """
 
     attempt: int
-    window: Window
+    window: StepWindow
     folder: Path
     files: dict[int, dict[str, Path]]
 
 
-def find(profile: Path) -> list[Found]:
+def find(profile: Path) -> list[FoundProfile]:
     """The profiles below a run's `profile/`, oldest attempt and step first."""
-    found: list[Found] = []
+    found: list[FoundProfile] = []
     folders = sorted(profile.iterdir()) if profile.is_dir() else []
     for folder in folders:
         attempt = _ATTEMPT.fullmatch(folder.name)
         if attempt is None or not folder.is_dir():
             continue
-        windows: dict[Window, dict[int, dict[str, Path]]] = {}
+        windows: dict[StepWindow, dict[int, dict[str, Path]]] = {}
         for path in folder.iterdir():
             match = _FILE.fullmatch(path.name)
             if match is None or match[4] not in {TRACE, MEMORY, SNAPSHOT, PROBLEM}:
                 continue
-            ranks = windows.setdefault(Window(int(match[2]), int(match[3])), {})
+            ranks = windows.setdefault(StepWindow(int(match[2]), int(match[3])), {})
             ranks.setdefault(int(match[1]), {})[match[4]] = path
         found += [
-            Found(int(attempt[1]), window, folder, dict(sorted(windows[window].items())))
+            FoundProfile(int(attempt[1]), window, folder, dict(sorted(windows[window].items())))
             for window in sorted(windows)
         ]
     return found

@@ -23,7 +23,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """One rank's memory; None where the device does not tell.
 
     Attributes:
@@ -59,17 +59,17 @@ class Memory:
         return max(0, self.reserved_bytes - self.allocated_peak_bytes)
 
 
-def read_memory(path: Path) -> Memory | None:
+def read_memory(path: Path) -> RankMemory | None:
     """What a rank wrote; None where it is torn."""
     try:
         raw = json.loads(read_plain(path))
-        known = {key: raw.get(key) for key in Memory.__dataclass_fields__}
+        known = {key: raw.get(key) for key in RankMemory.__dataclass_fields__}
     except (OSError, ValueError, AttributeError):
         return None
-    return Memory(**known) if isinstance(known["device"], str) else None
+    return RankMemory(**known) if isinstance(known["device"], str) else None
 
 
-def advice(memory: Memory) -> str | None:
+def advice(memory: RankMemory) -> str | None:
     """One line where memory is in pieces; None where it is well."""
     loose, reserved = memory.never_used_bytes, memory.reserved_bytes
     if loose is None or not reserved:

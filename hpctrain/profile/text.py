@@ -11,9 +11,9 @@ from hpctrain.profile.verdict import Bound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.profile.memory import Memory
+    from hpctrain.profile.memory import RankMemory
     from hpctrain.profile.trace import RankShares
-    from hpctrain.profile.verdict import Profile, Verdict
+    from hpctrain.profile.verdict import Profile, ProfileVerdict
 
 WIDTH = 80
 MOST_RANKS = 16
@@ -52,7 +52,7 @@ def as_text(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def verdict_line(verdict: Verdict) -> str:
+def verdict_line(verdict: ProfileVerdict) -> str:
     """The verdict in a sentence."""
     bound = _bound_words(verdict)
     if verdict.waited_for is None:
@@ -61,7 +61,7 @@ def verdict_line(verdict: Verdict) -> str:
     return f"the other ranks wait for rank {rank} ({waiting} of the time); rank {rank} is {bound}"
 
 
-def _bound_words(verdict: Verdict) -> str:
+def _bound_words(verdict: ProfileVerdict) -> str:
     if verdict.bound is Bound.NONE:
         largest = sorted(verdict.shares, key=lambda kind: -verdict.shares[kind])[:2]
         parts = " and ".join(f"{_percent(verdict.shares[k])} {k.value}" for k in largest)
@@ -70,7 +70,7 @@ def _bound_words(verdict: Verdict) -> str:
     return f"{verdict.bound.value}-bound: {_percent(share)} of the time"
 
 
-def _rows(ranks: Sequence[RankShares], verdict: Verdict) -> list[str]:
+def _rows(ranks: Sequence[RankShares], verdict: ProfileVerdict) -> list[str]:
     heads = "".join(f"{head:>8}" for head in _HEADS.values())
     lines = [f"  rank  s/step{heads}  bound by"]
     for r in ranks[:MOST_RANKS]:
@@ -84,7 +84,7 @@ def _rows(ranks: Sequence[RankShares], verdict: Verdict) -> list[str]:
     return lines
 
 
-def _memory_lines(memories: dict[int, Memory]) -> list[str]:
+def _memory_lines(memories: dict[int, RankMemory]) -> list[str]:
     lines = []
     for rank, one in list(memories.items())[:MOST_RANKS]:
         loose = one.fragmentation_bytes

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.files import read_text
 from hpctrain.profile import memory
 from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE
-from hpctrain.profile.memory import Memory, read_memory
+from hpctrain.profile.memory import RankMemory, read_memory
 from hpctrain.profile.trace import Kind, RankShares, TraceUnreadable, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.profile.files import Found
+    from hpctrain.profile.files import FoundProfile
 
 MOST = 0.5
 MUCH = 0.3
@@ -61,7 +61,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProfileVerdict:
     """What a profile says.
 
     Attributes:
@@ -79,7 +79,7 @@ class Verdict:
     shares: dict[Kind, float]
 
 
-def judge(ranks: Sequence[RankShares]) -> Verdict:
+def judge(ranks: Sequence[RankShares]) -> ProfileVerdict:
     """The verdict on the ranks of a profile; at least one."""
     shares = {kind: sum(r.shares[kind] for r in ranks) / len(ranks) for kind in Kind}
     least = min(ranks, key=lambda r: r.shares[Kind.COMMUNICATION])
@@ -87,12 +87,12 @@ def judge(ranks: Sequence[RankShares]) -> Verdict:
     waiting = most.shares[Kind.COMMUNICATION] - least.shares[Kind.COMMUNICATION]
     bounds = {r.rank: bound_of(r.shares) for r in ranks}
     if waiting < WAITS:
-        return Verdict(bound_of(shares), bounds, None, waiting, shares)
+        return ProfileVerdict(bound_of(shares), bounds, None, waiting, shares)
     own = {**least.shares, Kind.COMMUNICATION: 0.0}
-    return Verdict(bound_of(own), bounds, least.rank, waiting, dict(least.shares))
+    return ProfileVerdict(bound_of(own), bounds, least.rank, waiting, dict(least.shares))
 
 
-def advice_on(verdict: Verdict) -> str | None:
+def advice_on(verdict: ProfileVerdict) -> str | None:
     """What may help, in a line; None where nothing clearly holds training up."""
     rank = verdict.waited_for
     if rank is not None and verdict.bound in {Bound.COMPUTE, Bound.NONE}:
@@ -125,10 +125,10 @@ class Profile:
         problems: Rank to why there is no trace of it.
     """
 
-    found: Found
+    found: FoundProfile
     ranks: list[RankShares]
-    verdict: Verdict | None
-    memories: dict[int, Memory]
+    verdict: ProfileVerdict | None
+    memories: dict[int, RankMemory]
     problems: dict[int, str]
 
     @property
@@ -175,11 +175,11 @@ class Profile:
         return lines + [f"rank {rank}: {text}" for rank, text in told.items() if text]
 
 
-def examine(found: Found) -> Profile:
+def examine(found: FoundProfile) -> Profile:
     """Read a profile. A trace of a GPU run takes seconds."""
     ranks: list[RankShares] = []
     problems: dict[int, str] = {}
-    memories: dict[int, Memory] = {}
+    memories: dict[int, RankMemory] = {}
     for rank, files in found.files.items():
         if PROBLEM in files:
             problems[rank] = _told(files[PROBLEM])
@@ -202,7 +202,7 @@ def _told(path: Path) -> str:
         return f"{path} cannot be read: {error.strerror}"
 
 
-def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict_as_json(verdict: ProfileVerdict) -> dict[str, Any]:
     return {
         "bound": verdict.bound.value,
         "waited_for": verdict.waited_for,

@@ -32,7 +32,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why a rank ended; picklable."""
 
     rank: int
@@ -126,7 +126,7 @@ def _first_error(failed: int, exitcode: int, out: Path) -> HpctrainError:
         exitcode: How it ended; negative for a signal.
         out: The ranks' files.
     """
-    told: list[Failure] = [pickle.loads(path.read_bytes()) for path in out.glob("*.failure")]  # noqa: S301 - our own ranks wrote it
+    told: list[RankFailure] = [pickle.loads(path.read_bytes()) for path in out.glob("*.failure")]  # noqa: S301 - our own ranks wrote it
     for failure in told:
         if failure.error is not None:
             return failure.error
@@ -160,7 +160,7 @@ def _rank(
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent tells it
         summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         mine = error if isinstance(error, HpctrainError) else None
-        failure = Failure(rank, time.monotonic(), mine, summary)
+        failure = RankFailure(rank, time.monotonic(), mine, summary)
         (out / f"{rank}.failure").write_bytes(pickle.dumps(failure))
     finally:
         sys.stdout.flush()

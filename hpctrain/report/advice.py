@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, duration, size
 from hpctrain.history.causes import EndCause
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.report import curves
 from hpctrain.report.wording import ended, percent, step_seconds
@@ -89,10 +89,10 @@ def advice(data: ReportData) -> list[Advice]:
     return sorted(found, key=lambda one: -one.weight)
 
 
-def _share(data: ReportData, *kinds: Spent) -> float:
+def _share(data: ReportData, *kinds: TimeClass) -> float:
     """Share of the allocated time; 0 where too little was allocated to tell."""
     spent = data.status.goodput
-    allocated = spent.submitted_s - spent.seconds[Spent.QUEUE]
+    allocated = spent.submitted_s - spent.seconds[TimeClass.QUEUE]
     if allocated < LEAST_ALLOCATED_S or spent.allocated_s <= 0:
         return 0.0
     return sum(spent.node_seconds[kind] for kind in kinds) / spent.allocated_s
@@ -104,7 +104,7 @@ def _of_allocated(share: float) -> str:
 
 def blocking_saves(data: ReportData) -> Iterator[Advice]:
     """Training stands still for its saves."""
-    share, saves = _share(data, Spent.SAVE), data.history.saves
+    share, saves = _share(data, TimeClass.SAVE), data.history.saves
     if share <= SAVE_SHARE or not saves:
         return
     stall = curves.median([one.stall_s for one in saves])
@@ -127,7 +127,7 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
 
 def data_wait(data: ReportData) -> Iterator[Advice]:
     """Training waits for its data."""
-    share, found = _share(data, Spent.DATA), curves.waits(data.ranks)
+    share, found = _share(data, TimeClass.DATA), curves.waits(data.ranks)
     if share <= DATA_SHARE:
         return
     evidence = f"{_of_allocated(share)} on rank 0"
@@ -163,7 +163,7 @@ def bad_node(data: ReportData) -> Iterator[Advice]:
             f"{node} ended {count(len(attempts), 'attempt')}",
             f"attempts {listed}; {count(lost, 'step')} lost by them",
             f"keep it out, `--set slurm.exclude={node}`, and look at it with `hpctrain preflight`",
-            _share(data, Spent.REDONE, Spent.STALL, Spent.STARTUP) + 0.01,
+            _share(data, TimeClass.REDONE, TimeClass.STALL, TimeClass.STARTUP) + 0.01,
         )
 
 
@@ -201,12 +201,14 @@ def same_failure(data: ReportData) -> Iterator[Advice]:
 
 def start_up(data: ReportData) -> Iterator[Advice]:
     """It takes long until the ranks read a checkpoint."""
-    share = _share(data, Spent.STARTUP, Spent.RESTORE)
+    share = _share(data, TimeClass.STARTUP, TimeClass.RESTORE)
     if share <= STARTUP_SHARE:
         return
     spent, attempts = data.status.goodput, data.status.attempts
-    each = (spent.seconds[Spent.STARTUP] + spent.seconds[Spent.RESTORE]) / max(1, len(attempts))
-    restore = _share(data, Spent.RESTORE)
+    each = (spent.seconds[TimeClass.STARTUP] + spent.seconds[TimeClass.RESTORE]) / max(
+        1, len(attempts)
+    )
+    restore = _share(data, TimeClass.RESTORE)
     evidence = f"{_of_allocated(share)}, {duration(each)} for each of "
     evidence += count(len(attempts), "attempt")
     if restore > share / 2:
@@ -219,10 +221,10 @@ def start_up(data: ReportData) -> Iterator[Advice]:
 
 def warm_up(data: ReportData) -> Iterator[Advice]:
     """The first step of each attempt takes long."""
-    share = _share(data, Spent.WARM_UP)
+    share = _share(data, TimeClass.WARM_UP)
     if share <= WARM_UP_SHARE:
         return
-    each = data.status.goodput.seconds[Spent.WARM_UP] / max(1, len(data.status.attempts))
+    each = data.status.goodput.seconds[TimeClass.WARM_UP] / max(1, len(data.status.attempts))
     yield Advice(
         "warm-up",
         "The first step of each attempt takes long",
@@ -268,7 +270,7 @@ def _node_of(data: ReportData, rank: int, ranks: int) -> str:
 def queue_wait(data: ReportData) -> Iterator[Advice]:
     """More time goes by in the queue than a run can wish for."""
     spent = data.status.goodput
-    queued = spent.seconds[Spent.QUEUE]
+    queued = spent.seconds[TimeClass.QUEUE]
     share = queued / spent.submitted_s if spent.submitted_s > 0 else 0.0
     waits = [one.queued_s for one in data.status.attempts if one.queued_s is not None]
     if share <= QUEUE_SHARE or queued < LEAST_ALLOCATED_S or not waits:
@@ -356,7 +358,7 @@ def interval(data: ReportData) -> Iterator[Advice]:
 
 def lost_steps(data: ReportData) -> Iterator[Advice]:
     """Attempts ended without a save, and what they had done was done again."""
-    share = _share(data, Spent.REDONE)
+    share = _share(data, TimeClass.REDONE)
     losers = [one for one in data.status.attempts if one.steps_lost]
     if share <= REDONE_SHARE or not losers:
         return
@@ -378,12 +380,12 @@ def lost_steps(data: ReportData) -> Iterator[Advice]:
 
 def stall(data: ReportData) -> Iterator[Advice]:
     """Nodes were held by attempts that no longer said a word."""
-    share = _share(data, Spent.STALL)
+    share = _share(data, TimeClass.STALL)
     if share <= STALL_SHARE:
         return
     silent: dict[int, float] = defaultdict(float)
     for one in data.status.goodput.slices:
-        if one.kind is Spent.STALL and one.attempt is not None:
+        if one.kind is TimeClass.STALL and one.attempt is not None:
             silent[one.attempt] += one.end - one.start
     worst = max(silent, key=lambda number: silent[number], default=0)
     yield Advice(

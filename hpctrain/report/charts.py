@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import count, duration
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.report import curves
 from hpctrain.report.charts_ranks import (
     MOST_LINES,
@@ -99,12 +99,12 @@ def _line_label(pair: tuple[int, int]) -> str:
 
 
 def _bar_trace(
-    kind: Spent, bars: Sequence[Bar], views: dict[int, AttemptView], labels: Sequence[str]
+    kind: TimeClass, bars: Sequence[Bar], views: dict[int, AttemptView], labels: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
-        "name": "training" if kind is Spent.STEP else NAMES[kind],
+        "name": "training" if kind is TimeClass.STEP else NAMES[kind],
         "marker": {"color": COLOURS[kind], "line": {"width": 0}},
         "y": [labels[bar.line] for bar in bars],
         "base": [local(bar.start) for bar in bars],
@@ -117,7 +117,7 @@ def _bar_trace(
 def _bar_words(bar: Bar, views: dict[int, AttemptView]) -> str:
     whole = bar.end - bar.start
     first, last = bar.attempts or (0, 0)
-    lines = [f"<b>{'training' if bar.kind is Spent.STEP else NAMES[bar.kind]}</b>"]
+    lines = [f"<b>{'training' if bar.kind is TimeClass.STEP else NAMES[bar.kind]}</b>"]
     lines.append(f"{duration(whole)} from {when(bar.start)}")
     if bar.shares.keys() - {bar.kind}:
         most = sorted(bar.shares.items(), key=lambda one: -one[1])
@@ -138,11 +138,11 @@ def waterfall(data: ReportData) -> Chart:
     if spent.allocated_s <= 0:
         return Chart(key, title, "Nothing was allocated so far.")
     lost = [(kind, spent.node_seconds[kind]) for kind in NAMES if kind in spent.node_seconds]
-    lost = [(kind, s) for kind, s in lost if kind is not Spent.STEP and s > 0]
+    lost = [(kind, s) for kind, s in lost if kind is not TimeClass.STEP and s > 0]
     lost.sort(key=lambda one: -one[1])
     parts = [100 * seconds / spent.allocated_s for _, seconds in lost]
-    useful = 100 * spent.node_seconds[Spent.STEP] / spent.allocated_s
-    names = ["allocated", *(NAMES[kind] for kind, _ in lost), NAMES[Spent.STEP]]
+    useful = 100 * spent.node_seconds[TimeClass.STEP] / spent.allocated_s
+    names = ["allocated", *(NAMES[kind] for kind, _ in lost), NAMES[TimeClass.STEP]]
     trace = {
         "type": "waterfall",
         "orientation": "h",
@@ -159,9 +159,9 @@ def waterfall(data: ReportData) -> Chart:
         "hovertext": _waterfall_words(data),
         "hoverinfo": "text",
         "connector": {"line": {"color": "#9aa3ae", "width": 1}},
-        "increasing": {"marker": {"color": COLOURS[Spent.STARTUP]}},
-        "decreasing": {"marker": {"color": COLOURS[Spent.REDONE]}},
-        "totals": {"marker": {"color": COLOURS[Spent.STEP]}},
+        "increasing": {"marker": {"color": COLOURS[TimeClass.STARTUP]}},
+        "decreasing": {"marker": {"color": COLOURS[TimeClass.REDONE]}},
+        "totals": {"marker": {"color": COLOURS[TimeClass.STEP]}},
     }
     shape = layout(
         90 + 30 * len(names),
@@ -176,7 +176,7 @@ def _goodput_words(data: ReportData) -> str:
     hours = f"{node_hours(spent.allocated_s)} node-hours"
     if spent.useful_of_allocated is None:
         return f"Of {hours} no share can be called useful: the program tells no steps."
-    lost = {kind: s for kind, s in spent.node_seconds.items() if kind is not Spent.STEP}
+    lost = {kind: s for kind, s in spent.node_seconds.items() if kind is not TimeClass.STEP}
     worst = max(lost, key=lambda kind: lost[kind])
     share = f"{percent(lost[worst] / spent.allocated_s)}: {NAMES[worst]}"
     return (
@@ -187,10 +187,10 @@ def _goodput_words(data: ReportData) -> str:
 
 def _waterfall_words(data: ReportData) -> list[str]:
     spent = data.status.goodput
-    lost = [(k, s) for k, s in spent.node_seconds.items() if k is not Spent.STEP and s > 0]
+    lost = [(k, s) for k, s in spent.node_seconds.items() if k is not TimeClass.STEP and s > 0]
     lost.sort(key=lambda one: -one[1])
     rows = [("allocated", spent.allocated_s), *((NAMES[k], s) for k, s in lost)]
-    rows.append((NAMES[Spent.STEP], spent.node_seconds[Spent.STEP]))
+    rows.append((NAMES[TimeClass.STEP], spent.node_seconds[TimeClass.STEP]))
     return [f"<b>{name}</b><br>{node_hours(s)} node-hours" for name, s in rows]
 
 
@@ -246,7 +246,7 @@ def _resume_marks(data: ReportData) -> dict[str, Any]:
         "type": "scatter",
         "mode": "markers",
         "name": "resumed",
-        "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[Spent.REDONE]},
+        "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]},
         "x": [one.step for one in resumes],
         "y": [at[one.step] for one in resumes],
         "hovertext": texts,

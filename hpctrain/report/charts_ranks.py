@@ -17,7 +17,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, size
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.report import curves
 from hpctrain.report.curves import groups
 from hpctrain.report.figures import Chart, axis, layout, local, time_axis
@@ -26,7 +26,7 @@ from hpctrain.report.wording import COLOURS, SERIES, percent, step_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpctrain.history.goodput import Slice
+    from hpctrain.history.goodput import TimeSlice
     from hpctrain.report.gather import ReportData
 
 GIB = 2**30
@@ -136,9 +136,9 @@ def waits_chart(data: ReportData) -> Chart:
         max(0.0, wall - data_s - (own[rank] if own is not None else 0.0))
         for rank, (wall, data_s) in enumerate(zip(found.wall_s, found.data_s, strict=True))
     ]
-    rows = [("waiting for data", found.data_s, COLOURS[Spent.DATA])]
+    rows = [("waiting for data", found.data_s, COLOURS[TimeClass.DATA])]
     if own is not None:
-        rows.insert(0, ("own work", own, COLOURS[Spent.STEP]))
+        rows.insert(0, ("own work", own, COLOURS[TimeClass.STEP]))
         rows.append(("with and for other ranks", rest, "#8896ab"))
     else:
         rows.append(("work, and waiting for others", rest, "#8896ab"))
@@ -195,7 +195,7 @@ def saves_chart(data: ReportData) -> Chart:
     x = [one.step for one in shown]
     rows = (
         ("until committed", [one.seconds for one in shown], "#b7c3d3", "y"),
-        ("training stopped", [one.stall_s for one in shown], COLOURS[Spent.SAVE], "y"),
+        ("training stopped", [one.stall_s for one in shown], COLOURS[TimeClass.SAVE], "y"),
         (
             "size",
             [None if b is None else b / GIB for b in (s.size_bytes for s in shown)],
@@ -249,7 +249,7 @@ def _saves_words(data: ReportData) -> str:
 
 MOST_LINES = 60
 PIXELS = 900
-TRAINING = frozenset({Spent.STEP, Spent.DATA, Spent.SAVE})
+TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
 
 
 @dataclass
@@ -268,9 +268,9 @@ class Bar:
     line: int
     start: float
     end: float
-    kind: Spent
+    kind: TimeClass
     attempts: tuple[int, int] | None
-    shares: dict[Spent, float] = field(default_factory=dict)
+    shares: dict[TimeClass, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Timeline:
     lines: list[tuple[int, int]]
 
 
-def timeline(slices: Sequence[Slice]) -> Timeline:
+def timeline(slices: Sequence[TimeSlice]) -> Timeline:
     """Lines of bars, the first attempt first; the queue before an attempt stands in its line."""
     told = [one for one in slices if one.end > one.start]
     numbers = sorted({one.attempt for one in told if one.attempt is not None})
@@ -296,7 +296,7 @@ def timeline(slices: Sequence[Slice]) -> Timeline:
     by_line: dict[int, list[Bar]] = defaultdict(list)
     for one, number in zip(told, _owners(told, numbers), strict=True):
         line = where[number]
-        kind = Spent.STEP if one.kind in TRAINING else one.kind
+        kind = TimeClass.STEP if one.kind in TRAINING else one.kind
         _add(by_line[line], Bar(line, one.start, one.end, kind, (number, number)), one.kind)
     pixel = (max((b.end for b in told), default=0) - min((b.start for b in told), default=0)) / (
         PIXELS
@@ -306,7 +306,7 @@ def timeline(slices: Sequence[Slice]) -> Timeline:
     return Timeline([bar for bars in drawn for bar in bars], lines)
 
 
-def _owners(slices: Sequence[Slice], numbers: Sequence[int]) -> Iterable[int]:
+def _owners(slices: Sequence[TimeSlice], numbers: Sequence[int]) -> Iterable[int]:
     """The attempt of each slice; time without one leads to the next attempt."""
     following = numbers[-1] if numbers else 0
     owners: list[int] = []
@@ -316,7 +316,7 @@ def _owners(slices: Sequence[Slice], numbers: Sequence[int]) -> Iterable[int]:
     return reversed(owners)
 
 
-def _add(bars: list[Bar], bar: Bar, kind: Spent) -> None:
+def _add(bars: list[Bar], bar: Bar, kind: TimeClass) -> None:
     """Put a bar behind the others, or lengthen the last where both show the same."""
     last = bars[-1] if bars else None
     joins = (
@@ -347,7 +347,7 @@ def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
         last.end = max(last.end, bar.end)
         last.attempts = _both(last.attempts, bar.attempts)
         most = max(last.shares, key=lambda kind: last.shares[kind])
-        last.kind = Spent.STEP if most in TRAINING else most
+        last.kind = TimeClass.STEP if most in TRAINING else most
     return found
 
 

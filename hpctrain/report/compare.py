@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.report import curves
 from hpctrain.report.figures import Chart, axis, layout, line
 from hpctrain.report.summary import facts
@@ -65,7 +65,7 @@ def _goodput(runs: Sequence[ReportData]) -> Chart:
             "hovertemplate": "%{y}<br>%{x:.2f} %<extra>" + NAMES[kind] + "</extra>",
         }
         for kind in NAMES
-        if kind is not Spent.QUEUE and any(g.node_seconds[kind] for _, g in known)
+        if kind is not TimeClass.QUEUE and any(g.node_seconds[kind] for _, g in known)
     ]
     shape = layout(
         110 + 40 * len(known),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.history.rank_samples import RankSample
-    from hpctrain.report.gather import Mark, Save
+    from hpctrain.report.gather import Save, StepRow
 
 MOST_POINTS = 2000
 """Of one curve: a phone can still draw ten of them."""
@@ -43,12 +43,12 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return [points[at] for at in sorted(kept)]
 
 
-def by_step(marks: Sequence[Mark], value: Callable[[Mark], float | None]) -> list[Point]:
+def by_step(marks: Sequence[StepRow], value: Callable[[StepRow], float | None]) -> list[Point]:
     """A value at the last step of each mark, thinned."""
     return thin([(mark.last, value(mark)) for mark in marks])
 
 
-def by_time(marks: Sequence[Mark], value: Callable[[Mark], float | None]) -> list[Point]:
+def by_time(marks: Sequence[StepRow], value: Callable[[StepRow], float | None]) -> list[Point]:
     """A value at the time of each mark, with a gap between attempts, thinned."""
     points: list[Point] = []
     before: int | None = None
@@ -65,9 +65,9 @@ class Unit:
     """What throughput is counted in."""
 
     name: str
-    of: Callable[[Mark], float | None]
+    of: Callable[[StepRow], float | None]
 
-    def rate(self, mark: Mark) -> float | None:
+    def rate(self, mark: StepRow) -> float | None:
         """So many a second in the mark's window."""
         done = self.of(mark)
         return None if done is None or not mark.seconds or mark.seconds < 0 else done / mark.seconds
@@ -78,13 +78,13 @@ SAMPLES = Unit("samples", lambda mark: mark.samples)
 STEPS = Unit("steps", lambda mark: float(mark.steps))
 
 
-def unit_of(marks: Sequence[Mark]) -> Unit:
+def unit_of(marks: Sequence[StepRow]) -> Unit:
     """Tokens where the program tells them, else samples, else steps."""
     told = (one for one in (TOKENS, SAMPLES) if any(one.of(mark) is not None for mark in marks))
     return next(told, STEPS)
 
 
-def step_p50(mark: Mark) -> float | None:
+def step_p50(mark: StepRow) -> float | None:
     """Median step time of a mark; the mean where only that is known."""
     if mark.p50_s is not None or not mark.seconds:
         return mark.p50_s
@@ -214,7 +214,7 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPeaks:
     """What each rank's device held at most in the newest attempt that told, bytes."""
 
     attempt: int
@@ -223,7 +223,7 @@ class Memory:
     retries: float
 
 
-def memory(samples: Sequence[RankSample]) -> Memory | None:
+def memory(samples: Sequence[RankSample]) -> MemoryPeaks | None:
     """The highest of all its samples; None where no attempt told."""
     crew = newest_crew([one for one in samples if one.peak_bytes is not None])
     if not crew:
@@ -231,7 +231,7 @@ def memory(samples: Sequence[RankSample]) -> Memory | None:
     peaks = [one.peak_bytes for one in crew if one.peak_bytes is not None]
     reserved = [one.reserved_bytes for one in crew if one.reserved_bytes is not None]
     retries = [one.retries for one in crew if one.retries is not None]
-    return Memory(
+    return MemoryPeaks(
         attempt=crew[-1].attempt,
         peak=[max(column) for column in zip(*peaks, strict=True)],
         reserved=[max(column) for column in zip(*reserved, strict=True)] if reserved else None,

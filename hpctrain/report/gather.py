@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StepRow:
     """Steps that were done since the mark before.
 
     Attributes:
@@ -106,8 +106,8 @@ class History:
         excluded: Nodes that an attempt was told to do without, each with the attempt.
     """
 
-    marks: tuple[Mark, ...]
-    kept: tuple[Mark, ...]
+    marks: tuple[StepRow, ...]
+    kept: tuple[StepRow, ...]
     resumes: tuple[Resume, ...]
     saves: tuple[Save, ...]
     missed: dict[str, int]
@@ -117,8 +117,8 @@ class History:
 
 def history(events: Iterable[Event]) -> History:
     """Sort a ledger's events; what an old attempt said beside a newer one counts for nothing."""
-    marks: list[Mark] = []
-    kept: list[Mark] = []
+    marks: list[StepRow] = []
+    kept: list[StepRow] = []
     resumes: list[Resume] = []
     saves: list[Save] = []
     missed: dict[str, int] = {}
@@ -145,7 +145,7 @@ def history(events: Iterable[Event]) -> History:
     return History(*kinds, missed, device, tuple(excluded))
 
 
-def _mark(event: Event) -> Mark | None:
+def _mark(event: Event) -> StepRow | None:
     data = event.data
     first, last = whole(data.get("first")), whole(data.get("last"))
     if first is None or last is None or last < first:
@@ -154,7 +154,7 @@ def _mark(event: Event) -> Mark | None:
     samples = end - begin if begin is not None and end is not None and end > begin else None
     told = ("seconds", "loss", "p50_s", "p95_s", "tokens", "grad_norm")
     values = {name: finite(data.get(name)) for name in told}
-    return Mark(event.t, event.attempt, first, last, samples=samples, **values)
+    return StepRow(event.t, event.attempt, first, last, samples=samples, **values)
 
 
 def _save(event: Event) -> Save | None:

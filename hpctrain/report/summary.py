@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, duration
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import OVER
 from hpctrain.report import curves
 from hpctrain.report.wording import (
@@ -80,7 +80,7 @@ def _why_no_rate(spent: Goodput) -> str:
 
 
 def _waited(spent: Goodput) -> str:
-    queued = spent.seconds.get(Spent.QUEUE, 0.0)
+    queued = spent.seconds.get(TimeClass.QUEUE, 0.0)
     return f"{duration(queued)} in the queue" if queued >= 1 else ""
 
 

@@ -8,38 +8,38 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import Next
 from hpctrain.base.text import duration, fold_nodes
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 
 if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
 
 NAMES = {
-    Spent.STEP: "useful steps",
-    Spent.DATA: "waiting for data",
-    Spent.SAVE: "stopped for saves",
-    Spent.STARTUP: "start-up",
-    Spent.RESTORE: "restore",
-    Spent.WARM_UP: "first step (warm-up)",
-    Spent.REDONE: "steps done again",
-    Spent.STALL: "stall",
-    Spent.TEARDOWN: "teardown",
-    Spent.OTHER: "other",
-    Spent.QUEUE: "in the queue",
+    TimeClass.STEP: "useful steps",
+    TimeClass.DATA: "waiting for data",
+    TimeClass.SAVE: "stopped for saves",
+    TimeClass.STARTUP: "start-up",
+    TimeClass.RESTORE: "restore",
+    TimeClass.WARM_UP: "first step (warm-up)",
+    TimeClass.REDONE: "steps done again",
+    TimeClass.STALL: "stall",
+    TimeClass.TEARDOWN: "teardown",
+    TimeClass.OTHER: "other",
+    TimeClass.QUEUE: "in the queue",
 }
 """Every class in the order in which charts show it."""
 
 COLOURS = {
-    Spent.STEP: "#2f9e63",
-    Spent.DATA: "#e0a22e",
-    Spent.SAVE: "#2f7fc1",
-    Spent.STARTUP: "#8896ab",
-    Spent.RESTORE: "#6a62b7",
-    Spent.WARM_UP: "#b184cf",
-    Spent.REDONE: "#d64550",
-    Spent.STALL: "#8f2d38",
-    Spent.TEARDOWN: "#a8835a",
-    Spent.OTHER: "#59616d",
-    Spent.QUEUE: "#c3c9d2",
+    TimeClass.STEP: "#2f9e63",
+    TimeClass.DATA: "#e0a22e",
+    TimeClass.SAVE: "#2f7fc1",
+    TimeClass.STARTUP: "#8896ab",
+    TimeClass.RESTORE: "#6a62b7",
+    TimeClass.WARM_UP: "#b184cf",
+    TimeClass.REDONE: "#d64550",
+    TimeClass.STALL: "#8f2d38",
+    TimeClass.TEARDOWN: "#a8835a",
+    TimeClass.OTHER: "#59616d",
+    TimeClass.QUEUE: "#c3c9d2",
 }
 SERIES = ("#2f7fc1", "#d9822b", "#2f9e63", "#b1479a", "#8f6f3f", "#3fa7a7", "#d64550", "#6a62b7")
 """Of curves that stand side by side."""

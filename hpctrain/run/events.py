@@ -46,7 +46,7 @@ LONGEST_BYTES = 1 << 20
 """A fact takes a few hundred bytes; one that names 16,384 ranks 100 KiB."""
 
 
-class Lines:
+class LineReader:
     """Reads a file block by block.
 
     Attributes:
@@ -184,7 +184,7 @@ def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
     found: list[Event] = []
     try:
         with open_plain(run.events) as file:
-            reader = Lines(file)
+            reader = LineReader(file)
             while (lines := reader.block()) is not None:
                 found += _marked(lines, markers)
             return found + _marked([reader.rest], markers)
@@ -208,7 +208,7 @@ def first_fact(run: RunDir) -> Event | None:
     """
     try:
         with open_plain(run.events) as file:
-            reader = Lines(file)
+            reader = LineReader(file)
             while (lines := reader.block()) is not None:
                 for line in lines:
                     event = parse(line)
@@ -224,7 +224,7 @@ def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
 
     A line is looked at and not parsed: that would take longer than all that follows from it.
     """
-    reader = Lines(file)
+    reader = LineReader(file)
     before = last = b""
     same, count = b"\n", 0
     while (left := until - file.tell()) > 0:
@@ -275,7 +275,7 @@ class Tail:
             with open_plain(self._path) as file:
                 if os.fstat(file.fileno()).st_size >= self._offset:
                     file.seek(self._offset)
-                reader = Lines(file)
+                reader = LineReader(file)
                 while (lines := reader.block()) is not None:
                     found += [event for line in lines if (event := parse(line))]
                 self._offset = reader.end

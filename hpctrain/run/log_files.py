@@ -140,7 +140,7 @@ LATE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LogMark:
     """At time `t`, seconds since the epoch, the log had `size` bytes."""
 
     t: float
@@ -152,7 +152,7 @@ def times_path(log: Path) -> Path:
     return log.with_suffix(".times")
 
 
-def mark_line(mark: Mark) -> bytes:
+def mark_line(mark: LogMark) -> bytes:
     """A mark as it is written; whole seconds, since the agent looks every few seconds."""
     return b"%d %d\n" % (math.ceil(mark.t), mark.size)
 
@@ -162,21 +162,21 @@ class LogTimes:
 
     def __init__(self, log: Path) -> None:
         self._file = LogFile(times_path(log))
-        self.marks: list[Mark] = []
+        self.marks: list[LogMark] = []
 
-    def read(self) -> Sequence[Mark]:
+    def read(self) -> Sequence[LogMark]:
         """All marks so far. One that is torn or goes back (another clock, another file) is left."""
         for line in self._file.lines():
             t, _, size = line.partition(b" ")
             if not (t.isdigit() and size.isdigit()):
                 continue
-            mark = Mark(float(t), int(size))
+            mark = LogMark(float(t), int(size))
             if not self.marks or (mark.t >= self.marks[-1].t and mark.size >= self.marks[-1].size):
                 self.marks.append(mark)
         return self.marks
 
 
-def first_offset(marks: Sequence[Mark], since: float) -> int:
+def first_offset(marks: Sequence[LogMark], since: float) -> int:
     """All that was written before this offset was written before `since`; 0 where unknown."""
     place = bisect_left(marks, since, key=lambda mark: mark.t)
     return marks[place - 1].size if place else 0
@@ -191,11 +191,11 @@ class Guess:
         end: What was seen last: by then the log had that size.
     """
 
-    def __init__(self, marks: Sequence[Mark], begin: float, end: Mark) -> None:
+    def __init__(self, marks: Sequence[LogMark], begin: float, end: LogMark) -> None:
         known = sorted((*marks, end), key=lambda mark: (mark.size, mark.t))
         times = accumulate((mark.t for mark in known), max)
-        known = [Mark(t, mark.size) for t, mark in zip(times, known, strict=True)]
-        self._marks = [Mark(min(begin, known[0].t), 0), *known]
+        known = [LogMark(t, mark.size) for t, mark in zip(times, known, strict=True)]
+        self._marks = [LogMark(min(begin, known[0].t), 0), *known]
         self._sizes = [mark.size for mark in self._marks]
 
     def at(self, offset: int) -> float:

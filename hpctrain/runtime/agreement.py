@@ -38,7 +38,7 @@ WARNED, STOP_WARNED, STOP_TERM, STOP_CLOCK, STOP_USER, STOP_INTERRUPT = range(1,
 
 
 @dataclass(frozen=True)
-class Wish:
+class StopRequest:
     """What one rank knows, or all ranks together.
 
     Attributes:
@@ -70,14 +70,14 @@ class Agreement:
         self._last_tick = time.monotonic()
         self._tick_s = 1.0
 
-    def tick(self, wish: Wish) -> Wish:
+    def tick(self, wish: StopRequest) -> StopRequest:
         """Contribute this rank's wish, and learn what all ranks agreed on by now."""
         self._measure()
         if self._world.control is None:
             return wish
         self._ticks_left -= 1
         if self._ticks_left > 0:
-            return Wish()
+            return StopRequest()
         agreed = self._land()
         # What is agreed is done now; wished for once more, it would be done twice.
         self._launch(_without(wish, agreed))
@@ -86,22 +86,22 @@ class Agreement:
         self._ticks_left = self._gap
         return agreed
 
-    def _launch(self, wish: Wish) -> None:
+    def _launch(self, wish: StopRequest) -> None:
         gap = self._wanted_gap() if self._world.rank == 0 else 0
         wished = [wish.stop, int(wish.save), int(wish.tell), wish.profile, gap]
         values = torch.tensor(wished, dtype=torch.int32)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, self._world.control, async_op=True)
         self._flight = (work, values)
 
-    def _land(self) -> Wish:
+    def _land(self) -> StopRequest:
         if self._flight is None:
-            return Wish()
+            return StopRequest()
         work, values = self._flight
         self._flight = None
         work.wait()
         stop, save, tell, profile, gap = values.tolist()
         self._gap = max(1, gap)
-        return Wish(stop, bool(save), bool(tell), profile)
+        return StopRequest(stop, bool(save), bool(tell), profile)
 
     def _wanted_gap(self) -> int:
         if self._tick_s >= SYNC_ABOVE_S:
@@ -114,8 +114,8 @@ class Agreement:
         self._last_tick = now
 
 
-def _both(one: Wish, other: Wish) -> Wish:
-    return Wish(
+def _both(one: StopRequest, other: StopRequest) -> StopRequest:
+    return StopRequest(
         max(one.stop, other.stop),
         one.save or other.save,
         one.tell or other.tell,
@@ -123,7 +123,7 @@ def _both(one: Wish, other: Wish) -> Wish:
     )
 
 
-def _without(wish: Wish, done: Wish) -> Wish:
+def _without(wish: StopRequest, done: StopRequest) -> StopRequest:
     """A wish less what is done at this tick; a stop stays, since it ends the loop."""
     return replace(
         wish,

@@ -34,11 +34,11 @@ from hpctrain.profile.files import (
     SNAPSHOT,
     STEP_MARK,
     TRACE,
-    Request,
-    Window,
+    ProfileRequest,
+    StepWindow,
     file_name,
 )
-from hpctrain.profile.memory import Memory
+from hpctrain.profile.memory import RankMemory
 from hpctrain.settings.check import rank_set, step_range
 from hpctrain.world import broadcast
 
@@ -80,16 +80,16 @@ class MemoryHistory:
             torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
 
 
-def measure(world: World) -> Memory:
+def measure(world: World) -> RankMemory:
     """This rank's memory now."""
     if world.device.type != "cuda":
-        return Memory("cpu", allocated_peak_bytes=_peak_of_process())
+        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
     stats = torch.cuda.memory_stats(world.device)
 
     def told(key: str) -> int:
         return int(stats.get(key, 0))
 
-    return Memory(
+    return RankMemory(
         device="cuda",
         allocated_bytes=told("allocated_bytes.all.current"),
         allocated_peak_bytes=told("allocated_bytes.all.peak"),
@@ -100,7 +100,7 @@ def measure(world: World) -> Memory:
     )
 
 
-def write(memory: Memory, path: Path) -> None:
+def write(memory: RankMemory, path: Path) -> None:
     """Leave the numbers, whole or not at all."""
     staged = path.with_name(path.name + ".new")
     staged.write_text(json.dumps(asdict(memory)) + "\n")
@@ -125,7 +125,7 @@ ENOUGH_S = 20.0
 class Plan:
     """What is profiled next: which steps, of which ranks (None for all), with memory or not."""
 
-    window: Window
+    window: StepWindow
     ranks: tuple[int, ...] | None
     memory: bool
 
@@ -168,13 +168,13 @@ class Profiler:
         self._active = False
         self._tracer: Any = None
         self._mark: record_function | None = None
-        self._traced: Window | None = None
+        self._traced: StepWindow | None = None
         self._writers: list[threading.Thread] = []
         self._history = MemoryHistory(world)
         steps = step_range(settings.steps) if folder is not None else None
         if steps is not None:
             ranks = rank_set(settings.ranks)
-            self._plans.append(Plan(Window(*steps), ranks, settings.memory))
+            self._plans.append(Plan(StepWindow(*steps), ranks, settings.memory))
 
     # ---- what the step loop calls
 
@@ -189,7 +189,7 @@ class Profiler:
         except Exception as error:  # noqa: BLE001 - it costs the profile, never the training
             self._give_up(error)
 
-    def asked(self, step: int, request: Request | None) -> None:
+    def asked(self, step: int, request: ProfileRequest | None) -> None:
         """All ranks have agreed to hear a request; it begins in two steps.
 
         Collective: every rank calls it after the same exchange, at the same step.
@@ -201,9 +201,9 @@ class Profiler:
         told = broadcast(self._world, None if request is None else asdict(request))
         if told is None or self._folder is None:
             return
-        request = Request(**told)
+        request = ProfileRequest(**told)
         first = max(step + 2, self._plans[0].window.last + 2 if self._active else 0)
-        plan = Plan(Window(first, first + request.steps - 1), request.ranks, request.memory)
+        plan = Plan(StepWindow(first, first + request.steps - 1), request.ranks, request.memory)
         window = plan.window
         self._tell(
             "profile_requested",
@@ -257,7 +257,7 @@ class Profiler:
         if mine and self._tracer is None:
             self._prepare(plan)
         if coming >= plan.window.first:
-            self._traced = Window(self._traced.first if self._traced else coming, coming)
+            self._traced = StepWindow(self._traced.first if self._traced else coming, coming)
             if mine:
                 self._next_mark(coming)
 
@@ -306,7 +306,7 @@ class Profiler:
         folder = str(self._folder)
         self._tell("profiled", **asdict(window), ranks=plan.ranks, folder=folder)
 
-    def _write(self, tracer: Any, window: Window) -> None:
+    def _write(self, tracer: Any, window: StepWindow) -> None:
         try:
             path = self._path(window, TRACE)
             staged = path.with_name(f"{path.name}.new.gz")
@@ -328,7 +328,7 @@ class Profiler:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
-    def _path(self, window: Window, suffix: str) -> Path:
+    def _path(self, window: StepWindow, suffix: str) -> Path:
         assert self._folder is not None  # noqa: S101 - without one nothing is planned
         return self._folder / file_name(self._world.rank, window, suffix)
 
@@ -340,7 +340,7 @@ class Profiler:
         self._plans, self._tracer, self._mark, self._traced = [], None, None, None
         self._explain(error, window)
 
-    def _explain(self, error: Exception, window: Window | None) -> None:
+    def _explain(self, error: Exception, window: StepWindow | None) -> None:
         """Say what went wrong in the rank's log, and beside the traces."""
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"hpctrain: profiling has ended: {why}", file=sys.stderr, flush=True)

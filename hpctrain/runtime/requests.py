@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
-from hpctrain.profile.files import Request, read_request
+from hpctrain.profile.files import ProfileRequest, read_request
 from hpctrain.run.fence import left_text
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.world import one_line
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 
 
-class Watcher:
+class Rank0Requests:
     """Sets `stop` to a code of `agreement.py` when a stop is needed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Watcher:
         self.profile = 0
         self._request = request
         self._profile_request = profile_request
-        self._to_profile: Request | None = None
+        self._to_profile: ProfileRequest | None = None
         self._profiled: list[str] = []
         self._job_id = job_id
         self._clock = clock
@@ -89,7 +89,7 @@ class Watcher:
         asking.join(patience_s)
         return found[0] if found else None
 
-    def take_profile(self) -> Request | None:
+    def take_profile(self) -> ProfileRequest | None:
         """The request to profile, which is answered by this; None where it was taken already."""
         request, self._to_profile = self._to_profile, None
         self.profile = 0

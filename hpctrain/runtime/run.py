@@ -21,7 +21,7 @@ from hpctrain.base.records import StopCause
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.store.retention import sweep
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
-from hpctrain.checkpoint.tensors.save import Place
+from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.errors import CheckpointError, Fenced, UsageError
 from hpctrain.profile.files import folder_name
 from hpctrain.run.layout import RunDir
@@ -32,15 +32,15 @@ from hpctrain.runtime.agreement import (
     STOP_TERM,
     WARNED,
     Agreement,
-    Wish,
+    StopRequest,
 )
 from hpctrain.runtime.attempt import join_attempt, write_outcome
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
-from hpctrain.runtime.requests import Watcher
+from hpctrain.runtime.requests import Rank0Requests
 from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves
-from hpctrain.runtime.signals import Listener
+from hpctrain.runtime.signals import RankSignals
 from hpctrain.runtime.step_log import note
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
@@ -85,7 +85,7 @@ def init(settings: Settings | None = None) -> Run:
     root = os.environ.get("HPCTRAIN_RUN_DIR")
     run_dir = RunDir(Path(root)) if root else None
     spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
-    listener = Listener()
+    listener = RankSignals()
     listener.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
     world = join_world()
     attempt = join_attempt(run_dir, world)
@@ -110,7 +110,7 @@ class Run:
         *,
         run_dir: RunDir | None,
         attempt: Attempt | None,
-        listener: Listener,
+        listener: RankSignals,
         spec: Spec | None,
     ) -> None:
         """Use `init`."""
@@ -279,7 +279,7 @@ class Run:
 
     # ---- the loop's parts
 
-    def _exchange(self) -> Wish:
+    def _exchange(self) -> StopRequest:
         agreed = self._agreement.tick(self._wish())
         if agreed.stop >= WARNED:
             # Only now: most ticks of short steps exchange nothing, and would lose it.
@@ -293,7 +293,7 @@ class Run:
             self._profiler.asked(self.step, request)
         return agreed
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> StopRequest:
         heard = self._listener
         stop = 0
         if heard.interrupted:
@@ -308,7 +308,7 @@ class Run:
             stop = WARNED
         wishes = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
         profile = self._watcher.profile if self._watcher is not None else 0
-        return Wish(stop, wishes, self._telemetry.wishes_to_tell(), profile)
+        return StopRequest(stop, wishes, self._telemetry.wishes_to_tell(), profile)
 
     def _is_due(self) -> bool:
         now = time.time()
@@ -326,7 +326,7 @@ class Run:
             )
         return self._clock.is_due(now)
 
-    def _obey(self, agreed: Wish) -> None:
+    def _obey(self, agreed: StopRequest) -> None:
         cause = agreed.cause or self._cause
         if cause is not None:
             self._leave(cause)
@@ -422,7 +422,7 @@ class Run:
     def _restore(self) -> None:
         restored = Restored()
         if self.dir is not None and self._attempt is not None:
-            restored = self._load(Place(self.dir, self._attempt, self.settings.checkpoint))
+            restored = self._load(SavePlace(self.dir, self._attempt, self.settings.checkpoint))
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
         self._telemetry.open(
             self.dir,
@@ -434,7 +434,7 @@ class Run:
             self._clock.state_bytes = self._program.state_bytes
         self._profiler.begin(self.step)
 
-    def _load(self, place: Place) -> Restored:
+    def _load(self, place: SavePlace) -> Restored:
         started = time.monotonic()
         self._saves = Saves(place, self.world, self._clock)
         saver = self._saves.saver
@@ -481,14 +481,14 @@ class Run:
         watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
         return Profiler(self.world, self.settings.profile, folder, self._event, watches)
 
-    def _start_watcher(self) -> Watcher | None:
+    def _start_watcher(self) -> Rank0Requests | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:
             return None
         cluster = os.environ.get("HPCTRAIN_CLUSTER")
         control = None
         if cluster:
             control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)
-        watcher = Watcher(
+        watcher = Rank0Requests(
             request=self.dir.stop_request,
             profile_request=self.dir.profile_request,
             job_id=self._attempt.job_id,
@@ -509,7 +509,7 @@ class Run:
             write_outcome(self.dir, self._attempt, outcome, step=self.step, cause=cause)
 
 
-def _sweep(place: Place) -> None:
+def _sweep(place: SavePlace) -> None:
     """Housekeeping: where the disk refuses, room is lost and nothing else."""
     try:
         sweep(place.run, place.attempt)

@@ -23,17 +23,17 @@ from hpctrain.plan import interval
 from hpctrain.run import events as ledger
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.tensors.save import Place, Saved
+    from hpctrain.checkpoint.tensors.save import Saved, SavePlace
     from hpctrain.world import World
 
 NEWS = 0.2
 """An interval that changes by less than this share is not worth a line in the ledger."""
 
 
-class Pace:
+class SavePolicy:
     """The interval between saves; `checkpoint.interval_s` where it is set."""
 
-    def __init__(self, place: Place, world: World, clock: JobClock) -> None:
+    def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
         self._settings = place.settings
         self._is_chosen = interval.as_set(place.settings) is None
         events = ledger.read(place.run)

@@ -10,10 +10,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import retention
-from hpctrain.checkpoint.tensors.save import Place, Saved, save
+from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
-from hpctrain.runtime.save_policy import LastSave, Pace, flight_left_s, last_save, patience_s
+from hpctrain.runtime.save_policy import (
+    LastSave,
+    SavePolicy,
+    flight_left_s,
+    last_save,
+    patience_s,
+)
 from hpctrain.runtime.step_log import note
 from hpctrain.world import broadcast, gather
 
@@ -36,7 +42,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 class Saves:
     """One rank's side of the run's saves."""
 
-    def __init__(self, place: Place, world: World, clock: JobClock) -> None:
+    def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
         """Collective in the asynchronous mode: every rank calls it."""
         self.step = 0
         """The newest step that is committed, or on its way."""
@@ -46,13 +52,13 @@ class Saves:
         self._settings = place.settings
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
         self._last_at = time.monotonic()
-        self._pace = Pace(place, world, clock) if world.rank == 0 else None
+        self._pace = SavePolicy(place, world, clock) if world.rank == 0 else None
         self._flight_s: float | None = None
         self._waited_s = 0.0
         self._told: int | None = None
         self._digest = ""
         self._has_memory = False
-        self._known: dict[int, retention.Row] = {}
+        self._known: dict[int, retention.CheckpointRow] = {}
 
     @property
     def _is_async(self) -> bool:

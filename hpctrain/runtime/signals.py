@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-class Listener:
+class RankSignals:
     """Notes SIGTERM and SIGUSR2 for the life of this process."""
 
     def __init__(self) -> None:

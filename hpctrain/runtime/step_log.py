@@ -72,7 +72,7 @@ class StepTimes:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-class StepMarks:
+class StepLog:
     """Gathers steps, and writes a mark of them when told to."""
 
     def __init__(

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UsageError
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
-from hpctrain.runtime.step_log import StepMarks, mark_every_s, run_age_s
+from hpctrain.runtime.step_log import StepLog, mark_every_s, run_age_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 
-class OwnWork:
+class ComputeTime:
     """Measures one rank's own work; `take` gives it for a window of steps."""
 
     def __init__(
@@ -304,8 +304,8 @@ class Telemetry:
         self.saving = Stopwatch(clock)
         self._data = Stopwatch(clock)
         self._watches = {"data": self._data}
-        self._own = OwnWork(None, elsewhere_s=self._elsewhere_s)
-        self._book: _Book | None = None
+        self._own = ComputeTime(None, elsewhere_s=self._elsewhere_s)
+        self._book: _Rank0Writer | None = None
         self._gathering = Gathering(world)
         self._told: dict[str, float] = {}
         self._before: int | None = None
@@ -336,9 +336,9 @@ class Telemetry:
         """
         if run is None or attempt is None:
             return
-        self._own = OwnWork(model, elsewhere_s=self._elsewhere_s, clock=self._clock)
+        self._own = ComputeTime(model, elsewhere_s=self._elsewhere_s, clock=self._clock)
         if self._world.rank == 0:
-            self._book = _Book(
+            self._book = _Rank0Writer(
                 run, attempt, log_every_s, ranks=self._world.world_size, clock=self._clock
             )
 
@@ -438,7 +438,7 @@ class Telemetry:
             self._book.write_sample(rows)
 
 
-class _Book:
+class _Rank0Writer:
     """What rank 0 writes."""
 
     def __init__(
@@ -465,7 +465,7 @@ class _Book:
         self._window = (0, 0)
         self._slow: dict[str, float] = {}
         self._silent = False
-        self.marks = StepMarks(run, attempt, self._mark_every_s, clock=clock)
+        self.marks = StepLog(run, attempt, self._mark_every_s, clock=clock)
 
     def _mark_every_s(self) -> float:
         return mark_every_s(self._clock() - self._born, self._log_every_s)

@@ -243,7 +243,7 @@ def _masked_crc(content: bytes) -> bytes:
 _OF_ATTEMPTS = (b'"attempt_', b'"restored"')
 
 
-class Board:
+class TensorBoardTracker:
     """Implements `trackers.Tracker` for TensorBoard.
 
     Raises:

@@ -31,7 +31,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from hpctrain.runtime.tensorboard import Board, public_settings
+from hpctrain.runtime.tensorboard import TensorBoardTracker, public_settings
 from hpctrain.settings.check import BUILT_IN
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ EVERY_S = 1.0
 """Between two looks at the queue: woken for each step, the thread would take the GIL as often."""
 
 
-class Lane:
+class TrackerThread:
     """Feeds one tracker.
 
     The tracker is made, called and closed in a thread of its own. One that raises is told once on
@@ -225,12 +225,16 @@ class Trackers:
         for name in BOARD_IMPORTS:  # in this thread: see `find`
             import_module(name)
         board = partial(
-            Board, run, attempt=attempt, resumed_step=resumed_step, world_size=world_size
+            TensorBoardTracker,
+            run,
+            attempt=attempt,
+            resumed_step=resumed_step,
+            world_size=world_size,
         )
         self._step = 0
         self._values: dict[str, float] = {}
         self._patience_s = BEFORE_SAVE_S
-        self._board = Lane("tensorboard", board)
+        self._board = TrackerThread("tensorboard", board)
         self._lanes = [self._board]
         # Not atexit, which a forked rank does not come by.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
@@ -287,7 +291,7 @@ class Trackers:
         self._at_exit.cancel()
 
 
-def start_lanes(loggers: Sequence[str], run: TrackedRun) -> list[Lane]:
+def start_lanes(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread]:
     """A lane for each logger that can be imported; the others are told on stderr."""
     lanes = []
     for name in loggers:
@@ -302,7 +306,7 @@ def start_lanes(loggers: Sequence[str], run: TrackedRun) -> list[Lane]:
                 flush=True,
             )
             continue
-        lanes.append(Lane(name, partial(make, run)))
+        lanes.append(TrackerThread(name, partial(make, run)))
     return lanes
 
 

@@ -50,7 +50,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Source:
+class SettingsFile:
     """A settings file taken apart."""
 
     layer: Layer
@@ -60,7 +60,7 @@ class Source:
     """Its keys outside any table, among those that were allowed."""
 
 
-def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> Source:
+def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> SettingsFile:
     """Take a settings file apart.
 
     Args:
@@ -90,7 +90,7 @@ def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{
         if not isinstance(value, str):
             raise UsageError(f"{where(key, '')}: {key} is {value!r}; it takes text in quotes")
         taken[key] = value
-    return Source(Layer(name, values, where), env, taken)
+    return SettingsFile(Layer(name, values, where), env, taken)
 
 
 def resolve(

@@ -28,7 +28,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:(?P<password>[^/\s@]+)@"
 _SET = re.compile(r"(?<![\w-])(?P<name>[A-Za-z_]\w*)=(?P<value>\"[^\"]*\"|'[^']*'|[^\s;&|]+)")
 
 
-class Finding(NamedTuple):
+class SecretFinding(NamedTuple):
     """Something that looks like a secret."""
 
     where: str
@@ -60,7 +60,7 @@ def secrets_of(
     *,
     env_origins: Mapping[str, str],
     origins: Mapping[str, str],
-) -> list[Finding]:
+) -> list[SecretFinding]:
     """All that a run's spec.json would hold of secrets.
 
     Args:
@@ -88,7 +88,7 @@ def secrets_of(
     return list(dict.fromkeys(found))
 
 
-def secrets_in(spec: Spec) -> list[Finding]:
+def secrets_in(spec: Spec) -> list[SecretFinding]:
     """All secrets of a run's spec.json."""
     return secrets_of(
         spec.settings,
@@ -99,7 +99,7 @@ def secrets_in(spec: Spec) -> list[Finding]:
     )
 
 
-def hide(value: object, secrets: Sequence[Finding]) -> object:
+def hide(value: object, secrets: Sequence[SecretFinding]) -> object:
     """The same JSON value, with every secret in its texts replaced."""
     if isinstance(value, str):
         for one in sorted(secrets, key=lambda one: -len(one.value)):
@@ -115,7 +115,7 @@ def hide(value: object, secrets: Sequence[Finding]) -> object:
     return value
 
 
-def secret_warnings(found: Sequence[Finding]) -> list[str]:
+def secret_warnings(found: Sequence[SecretFinding]) -> list[str]:
     """A line for each place that names a secret; the secret is in none."""
     lines = [
         f"{one.where}: {one.name} looks like a secret, and spec.json would hold it; "
@@ -125,20 +125,20 @@ def secret_warnings(found: Sequence[Finding]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _of_pair(where: str, name: str, value: str, *, variable: bool = True) -> list[Finding]:
+def _of_pair(where: str, name: str, value: str, *, variable: bool = True) -> list[SecretFinding]:
     is_one = (
         is_secret_name(name, variable=variable)
         and not _ORDINARY.fullmatch(value)
         and not value.startswith(("$", "/", "~", "-"))  # another variable's, a file, an option
     )
-    return [Finding(where, name, value)] if is_one else []
+    return [SecretFinding(where, name, value)] if is_one else []
 
 
-def _of_urls(where: str, name: str, text: str) -> list[Finding]:
-    return [Finding(where, name, match["password"]) for match in _URL.finditer(text)]
+def _of_urls(where: str, name: str, text: str) -> list[SecretFinding]:
+    return [SecretFinding(where, name, match["password"]) for match in _URL.finditer(text)]
 
 
-def _of_words(where: str, words: Sequence[str]) -> list[Finding]:
+def _of_words(where: str, words: Sequence[str]) -> list[SecretFinding]:
     return [one for name, value in _options(words) for one in _of_option(where, name, value)]
 
 
@@ -154,7 +154,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, "" if following.startswith("-") else following
 
 
-def _of_option(where: str, name: str, value: str) -> list[Finding]:
+def _of_option(where: str, name: str, value: str) -> list[SecretFinding]:
     named = _of_pair(where, name, value, variable=False) if name else []
     return named or _of_urls(where, name or "a URL's password", value)
 

@@ -15,7 +15,7 @@ from hpctrain.settings.layers import nearest
 from hpctrain.settings.toml_lines import read_toml
 from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
 from hpctrain.site.schema import IN_WORDS, NAME
-from hpctrain.site.sheet import OF_ITS_OWN, Sheet, build, take_apart
+from hpctrain.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ def load_site(
         NotFound: no layer has such a site.
         UsageError: a file is wrong; it extends something that is not there, or itself.
     """
-    finder = _Finder(os.environ if environ is None else environ)
+    finder = _PresetFinder(os.environ if environ is None else environ)
     own = finder.given(Path(name)) if name.endswith(".toml") else finder.sheets(name)
     stem = own[0].name if own else name
     # One that was named is not refused as one that was found.
@@ -80,7 +80,7 @@ def identities(environ: Mapping[str, str], *, project: Path | None = None) -> li
     Raises:
         UsageError: a site's file is wrong: it may be this very site's, so it is not passed over.
     """
-    finder = _Finder(environ)
+    finder = _PresetFinder(environ)
     names = [
         name
         for name, files in site_files(environ).items()
@@ -102,7 +102,7 @@ def _mentions_detect(path: Path) -> bool:
         return True
 
 
-def _identity(sheet: Sheet) -> Sheet:
+def _identity(sheet: SiteFileValues) -> SiteFileValues:
     leaves, added = (
         {path: replace(leaf, source="") for path, leaf in held.items() if path[0] in OF_ITS_OWN}
         for held in (sheet.leaves, sheet.added)
@@ -143,24 +143,24 @@ def require_usable(site: Site) -> None:
         )
 
 
-class _Finder:
+class _PresetFinder:
     """Reads sheets by name from the layers."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.folders = layers(environ)
 
-    def sheets(self, name: str) -> list[Sheet]:
+    def sheets(self, name: str) -> list[SiteFileValues]:
         """The layers' sheets of that name, lowest first."""
         if Path(name).name != name or not name:
             return []
-        found: list[Sheet] = []
+        found: list[SiteFileValues] = []
         for layer, folder in self.folders:
             sheet = _read(folder / f"{name}.toml", layer, name)
             found += [sheet] if sheet else []
         return found
 
-    def given(self, path: Path) -> list[Sheet]:
+    def given(self, path: Path) -> list[SiteFileValues]:
         """The sheet of a file that was named by its path; its folder is a layer of bases."""
         path = path.absolute()
         if path.parent not in [folder for _, folder in self.folders]:
@@ -173,7 +173,7 @@ class _Finder:
             raise NotFound(f"{path} is not there; check the path")
         return [sheet]
 
-    def bases(self, own: list[Sheet], chain: list[str]) -> list[Sheet]:
+    def bases(self, own: list[SiteFileValues], chain: list[str]) -> list[SiteFileValues]:
         """Sheets of what the highest of some sheets of one preset extends, lowest first."""
         leaf = next((s.leaves["extends",] for s in reversed(own) if s.text("extends")), None)
         if leaf is None:
@@ -197,7 +197,7 @@ class _Finder:
         return NotFound(f'there is no site "{name}"; {hint} (looked in {folders})')
 
 
-def _read(path: Path, layer: str, name: str) -> Sheet | None:
+def _read(path: Path, layer: str, name: str) -> SiteFileValues | None:
     """One file's sheet; None where there is no such file."""
     try:
         file = read_toml(path)
@@ -219,7 +219,9 @@ def _project_file(project: Path | None) -> Path | None:
     return None if project is None else project.absolute() / PROJECT_FILE
 
 
-def _project_sheet(project: Path | None, name: str | None, *, named: bool = False) -> Sheet | None:
+def _project_sheet(
+    project: Path | None, name: str | None, *, named: bool = False
+) -> SiteFileValues | None:
     """The project's sheet if it is for that site; None for any.
 
     Raises:

@@ -46,7 +46,7 @@ def dotted(path: KeyPath) -> str:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class PresetValue:
     """One value that stands in a file."""
 
     value: Any
@@ -94,7 +94,7 @@ class Site:
     lock: Lock = field(default_factory=Lock)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Defaults of hpctrain's own settings, section to keys, each of its setting's type."""
-    leaves: dict[KeyPath, Leaf] = field(default_factory=dict)
+    leaves: dict[KeyPath, PresetValue] = field(default_factory=dict)
     """Every value that some file has, with its place; the winning file's where several have it."""
     overridden: dict[KeyPath, str] = field(default_factory=dict)
     """Locked values that a layer of the user's has changed, with the place of the change."""
@@ -162,7 +162,7 @@ class Site:
                 },
                 settings=plain[schema.SETTINGS],
                 leaves={
-                    tuple(one["path"]): Leaf(**{k: v for k, v in one.items() if k != "path"})
+                    tuple(one["path"]): PresetValue(**{k: v for k, v in one.items() if k != "path"})
                     for one in plain["leaves"]
                 },
                 overridden={tuple(path): place for path, place in plain["overridden"]},
@@ -177,7 +177,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Finding:
+class PresetFinding:
     """One thing that is to be said of a preset."""
 
     level: str
@@ -195,18 +195,20 @@ class Finding:
         return f"{self.where}: {self.path}: {self.message}"
 
 
-def at(site: Site, level: str, path: KeyPath, message: str) -> Finding:
+def at(site: Site, level: str, path: KeyPath, message: str) -> PresetFinding:
     """A finding about the value at a path, which may be missing."""
     leaf = site.leaves.get(path)
-    return Finding(level, dotted(path), leaf.value if leaf else None, place(site, path), message)
+    return PresetFinding(
+        level, dotted(path), leaf.value if leaf else None, place(site, path), message
+    )
 
 
-def error(site: Site, path: KeyPath, message: str) -> Finding:
+def error(site: Site, path: KeyPath, message: str) -> PresetFinding:
     """Something that is wrong."""
     return at(site, "error", path, message)
 
 
-def warning(site: Site, path: KeyPath, message: str) -> Finding:
+def warning(site: Site, path: KeyPath, message: str) -> PresetFinding:
     """Something that may well be wrong."""
     return at(site, "warning", path, message)
 
@@ -219,7 +221,7 @@ def place(site: Site, path: KeyPath) -> str:
     return site.files[-1].path if site.files else f"site {site.name}"
 
 
-def _leaf(site: Site, path: KeyPath) -> Leaf | None:
+def _leaf(site: Site, path: KeyPath) -> PresetValue | None:
     for length in range(len(path), 0, -1):
         head = path[:length]
         leaf = site.leaves.get(head) or next(
@@ -231,12 +233,12 @@ def _leaf(site: Site, path: KeyPath) -> Leaf | None:
     return None
 
 
-def sorted_findings(site: Site, found: Iterable[Finding]) -> list[Finding]:
+def sorted_findings(site: Site, found: Iterable[PresetFinding]) -> list[PresetFinding]:
     """Each finding once, in the order of files and lines, errors first on a line."""
     files = {one.path: number for number, one in enumerate(site.files)}
     levels = {"error": 0, "warning": 1, "debug": 2}
 
-    def key(finding: Finding) -> tuple[int, str, int, int]:
+    def key(finding: PresetFinding) -> tuple[int, str, int, int]:
         file, _, line = finding.where.rpartition(":")
         number = int(line) if file and line.isdigit() else 0
         name = file if number else finding.where
@@ -245,10 +247,11 @@ def sorted_findings(site: Site, found: Iterable[Finding]) -> list[Finding]:
     return sorted(dict.fromkeys(_hashable(found)), key=key)
 
 
-def _hashable(found: Iterable[Finding]) -> list[Finding]:
+def _hashable(found: Iterable[PresetFinding]) -> list[PresetFinding]:
     """Values as text where they are lists, so that equal findings are known as such."""
     return [
-        Finding(one.level, one.path, _plain(one.value), one.where, one.message) for one in found
+        PresetFinding(one.level, one.path, _plain(one.value), one.where, one.message)
+        for one in found
     ]
 
 

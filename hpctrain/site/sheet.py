@@ -21,7 +21,7 @@ from hpctrain.settings.schema import Settings, sections
 from hpctrain.site import schema
 from hpctrain.site.names import unknown, wrong_lock
 from hpctrain.site.paths import ADMINS
-from hpctrain.site.preset import KeyPath, Leaf, Site, SiteFile, dotted
+from hpctrain.site.preset import KeyPath, PresetValue, Site, SiteFile, dotted
 from hpctrain.site.schema import TAKES, Key, checked, in_words, keys_of, make, shown
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ _PARTITION = r"[^\s,]+"
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SiteFileValues:
     """What one file says."""
 
     name: str
     """Of the preset in it."""
     layer: str
     file: str
-    leaves: dict[KeyPath, Leaf] = field(default_factory=dict)
-    added: dict[KeyPath, Leaf] = field(default_factory=dict)
+    leaves: dict[KeyPath, PresetValue] = field(default_factory=dict)
+    added: dict[KeyPath, PresetValue] = field(default_factory=dict)
     """Items of `X_add`, by the path of `X`."""
     tables: dict[KeyPath, int] = field(default_factory=dict)
     """Named tables such as [partitions.gpu], which may be empty, with their lines."""
@@ -62,12 +62,12 @@ class Sheet:
         leaf = self.leaves.get((key,))
         return leaf.value if leaf else ""
 
-    def where(self, leaf: Leaf) -> str:
+    def where(self, leaf: PresetValue) -> str:
         """`site juniper (/etc/hpctrain/sites/juniper.toml:7)`."""
         return f"site {self.name} ({leaf.place})"
 
 
-def take_apart(file: TomlFile, *, name: str, layer: str) -> Sheet:
+def take_apart(file: TomlFile, *, name: str, layer: str) -> SiteFileValues:
     """Check a site file's keys and values one by one.
 
     Args:
@@ -79,7 +79,7 @@ def take_apart(file: TomlFile, *, name: str, layer: str) -> Sheet:
         UsageError: a key is unknown, a value is of another type or form than its key takes, or the
             file calls itself otherwise. The message has the first such faults, in one line.
     """
-    reader = _Reader(file, Sheet(name, layer, file.shown))
+    reader = _Reader(file, SiteFileValues(name, layer, file.shown))
     reader.root()
     if not reader.faults:
         return reader.sheet
@@ -98,7 +98,7 @@ class _Fault(Exception):
 class _Reader:
     """Walks a file's tables along the schema's classes."""
 
-    def __init__(self, file: TomlFile, sheet: Sheet) -> None:
+    def __init__(self, file: TomlFile, sheet: SiteFileValues) -> None:
         self.file = file
         self.sheet = sheet
         self.faults: list[tuple[int, str]] = []
@@ -241,7 +241,7 @@ class _Reader:
         self._keep(path, value, given, why, adds=path[-1] != key.name and key.form == "texts")
 
     def _keep(self, path: KeyPath, value: Any, source: str, why: str, *, adds: bool) -> None:
-        leaf = Leaf(value, self.sheet.layer, self.file.shown, self._line(path), source, why)
+        leaf = PresetValue(value, self.sheet.layer, self.file.shown, self._line(path), source, why)
         if adds:
             self.sheet.added[(*path[:-1], path[-1].removesuffix(ADD))] = leaf
         else:
@@ -366,7 +366,7 @@ OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
 """Not taken from what a preset extends: who it is, who answers for it, how it is known."""
 
 
-def build(name: str, sheets: Sequence[Sheet]) -> Site:
+def build(name: str, sheets: Sequence[SiteFileValues]) -> Site:
     """The preset that the sheets give together.
 
     Args:
@@ -376,7 +376,7 @@ def build(name: str, sheets: Sequence[Sheet]) -> Site:
     Raises:
         UsageError: a value names a source that no sheet has.
     """
-    leaves: dict[KeyPath, Leaf] = {}
+    leaves: dict[KeyPath, PresetValue] = {}
     tables: dict[KeyPath, None] = {}
     overridden: dict[KeyPath, str] = {}
     for sheet in sheets:
@@ -395,7 +395,7 @@ def build(name: str, sheets: Sequence[Sheet]) -> Site:
     return _site(name, leaves, tables, overridden=overridden, files=files)
 
 
-def _own(sheet: Sheet, name: str) -> list[tuple[KeyPath, Leaf]]:
+def _own(sheet: SiteFileValues, name: str) -> list[tuple[KeyPath, PresetValue]]:
     """What a sheet gives to the preset of that name: its values, then what it appends."""
     both = [*sheet.leaves.items(), *sheet.added.items()]
     return [
@@ -405,7 +405,9 @@ def _own(sheet: Sheet, name: str) -> list[tuple[KeyPath, Leaf]]:
     ]
 
 
-def _with_sources(leaves: dict[KeyPath, Leaf], sheet: Sheet) -> dict[KeyPath, Leaf]:
+def _with_sources(
+    leaves: dict[KeyPath, PresetValue], sheet: SiteFileValues
+) -> dict[KeyPath, PresetValue]:
     """The leaves with a sheet's [sources] among them.
 
     Files are written apart and each may call its first source "a": where two mean different
@@ -421,7 +423,7 @@ def _with_sources(leaves: dict[KeyPath, Leaf], sheet: Sheet) -> dict[KeyPath, Le
     return leaves
 
 
-def _renamed(leaves: dict[KeyPath, Leaf], key: str) -> dict[KeyPath, Leaf]:
+def _renamed(leaves: dict[KeyPath, PresetValue], key: str) -> dict[KeyPath, PresetValue]:
     """The leaves with one source under a free name."""
     number = 2
     while (schema.SOURCES, f"{key}.{number}") in leaves:
@@ -435,7 +437,9 @@ def _renamed(leaves: dict[KeyPath, Leaf], key: str) -> dict[KeyPath, Leaf]:
     }
 
 
-def _check_source(leaf: Leaf, path: KeyPath, sheet: Sheet, leaves: dict[KeyPath, Leaf]) -> None:
+def _check_source(
+    leaf: PresetValue, path: KeyPath, sheet: SiteFileValues, leaves: dict[KeyPath, PresetValue]
+) -> None:
     if not leaf.source or (schema.SOURCES, leaf.source) in leaves:
         return
     known = [path[1] for path in leaves if path[0] == schema.SOURCES]
@@ -447,7 +451,7 @@ def _check_source(leaf: Leaf, path: KeyPath, sheet: Sheet, leaves: dict[KeyPath,
     )
 
 
-def _appended(leaves: dict[KeyPath, Leaf], path: KeyPath, leaf: Leaf) -> Leaf:
+def _appended(leaves: dict[KeyPath, PresetValue], path: KeyPath, leaf: PresetValue) -> PresetValue:
     """The list below with the leaf's items behind it, each once; the place is the addition's."""
     held = leaves.get(path)
     below = held.value if held else _default(path)
@@ -473,7 +477,7 @@ def _default(path: KeyPath) -> list[str]:
     return default
 
 
-def _is_locked(leaves: dict[KeyPath, Leaf], path: KeyPath, new: Leaf) -> bool:
+def _is_locked(leaves: dict[KeyPath, PresetValue], path: KeyPath, new: PresetValue) -> bool:
     """Whether a value may not change here, and does."""
     locks = leaves.get(_LOCK)
     if locks is None or not any(holds(lock, path) for lock in locks.value):
@@ -484,7 +488,7 @@ def _is_locked(leaves: dict[KeyPath, Leaf], path: KeyPath, new: Leaf) -> bool:
 
 def _site(
     name: str,
-    leaves: dict[KeyPath, Leaf],
+    leaves: dict[KeyPath, PresetValue],
     tables: dict[KeyPath, None],
     *,
     overridden: dict[KeyPath, str],

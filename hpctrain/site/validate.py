@@ -20,7 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.nccl.rules import DEBUG, Context, check_environment
 from hpctrain.settings.check import node_range
 from hpctrain.settings.layers import nearest, resolve
-from hpctrain.site.preset import Finding, at, dotted, error, sorted_findings, warning
+from hpctrain.site.preset import PresetFinding, at, dotted, error, sorted_findings, warning
 from hpctrain.site.validate_facts import facts, seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Product:
         return {name: _value(site, path) for name, path in self.paths.items()}
 
 
-def environment(site: Site) -> Iterator[Finding]:
+def environment(site: Site) -> Iterator[PresetFinding]:
     """What the rules say of every environment that the preset can give."""
     yield from _twice(site)
     yield from _module_words(site)
@@ -108,7 +108,7 @@ def _without_modules(site: Site, paths: dict[str, KeyPath]) -> dict[str, KeyPath
     return {name: path for name, path in paths.items() if name not in theirs}
 
 
-def _twice(site: Site) -> Iterator[Finding]:
+def _twice(site: Site) -> Iterator[PresetFinding]:
     """Variables that [network] gives already: two answers, of which the reader sees one."""
     for path in (path for path in site.leaves if path[0] == "env" and path[-1] in _FROM_NETWORK):
         key = _FROM_NETWORK[path[-1]]
@@ -121,7 +121,7 @@ def _twice(site: Site) -> Iterator[Finding]:
             )
 
 
-def _module_words(site: Site) -> Iterator[Finding]:
+def _module_words(site: Site) -> Iterator[PresetFinding]:
     """Variables that the modules set themselves, and are left out here."""
     theirs = set(site.modules.provides_env)
     for path in (path for path in site.leaves if path[0] == "env" and path[-1] in theirs):
@@ -133,7 +133,7 @@ def _module_words(site: Site) -> Iterator[Finding]:
         )
 
 
-def _conditional(site: Site) -> Iterator[Finding]:
+def _conditional(site: Site) -> Iterator[PresetFinding]:
     """[env.when.*] tables that do nothing, or the same for everybody."""
     for key, when in site.env.when.items():
         at_when = ("env", "when", key)
@@ -158,7 +158,7 @@ def _conditions(when: When) -> bool:
     return any((when.nccl, when.torch, when.plugin, when.gpu, when.nodes))
 
 
-def _alone(site: Site) -> Iterator[Finding]:
+def _alone(site: Site) -> Iterator[PresetFinding]:
     """Options of sbatch that make sense only together with a variable."""
     if not any("disable_rdzv_get" in option for option in site.slurm.required):
         return
@@ -179,7 +179,7 @@ REVIEW_DAYS = 365
 _SOURCED = ("env", "partitions")
 
 
-def validate(site: Site, *, today: date | None = None) -> list[Finding]:
+def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
     """Everything that is to be said of a preset, in the order of its lines; empty where it is good.
 
     Args:
@@ -199,7 +199,7 @@ def validate(site: Site, *, today: date | None = None) -> list[Finding]:
     return sorted_findings(site, found)
 
 
-def _about(site: Site) -> Iterator[Finding]:
+def _about(site: Site) -> Iterator[PresetFinding]:
     about = site.about
     if about.stability in {"reference", "local"} and not about.contact:
         tell = error if about.stability == "reference" else warning
@@ -217,7 +217,7 @@ def _about(site: Site) -> Iterator[Finding]:
         )
 
 
-def _reviewed(site: Site, today: date) -> Iterator[Finding]:
+def _reviewed(site: Site, today: date) -> Iterator[PresetFinding]:
     """When somebody last held the values against their sources."""
     text, path = site.about.reviewed, ("reviewed",)
     if not text:
@@ -244,7 +244,7 @@ def _reviewed(site: Site, today: date) -> Iterator[Finding]:
         )
 
 
-def _sources(site: Site) -> Iterator[Finding]:
+def _sources(site: Site) -> Iterator[PresetFinding]:
     """A reference preset has a source for every variable and every limit of a partition."""
     if site.about.stability != "reference":
         return
@@ -265,7 +265,7 @@ def _sources(site: Site) -> Iterator[Finding]:
             )
 
 
-def _settings(site: Site) -> Iterator[Finding]:
+def _settings(site: Site) -> Iterator[PresetFinding]:
     """The preset's defaults of hpctrain's own settings, and whether its partitions allow them."""
     settings, _ = resolve([site.layer])
     path = ("settings", "slurm", "partition")
@@ -278,7 +278,7 @@ def _settings(site: Site) -> Iterator[Finding]:
             yield from _fits(site, name)
 
 
-def _fits(site: Site, name: str) -> Iterator[Finding]:
+def _fits(site: Site, name: str) -> Iterator[PresetFinding]:
     """Whether the defaults that the preset gives fit into the partition that it names."""
     limits, given = site.partitions[name], site.settings.get("slurm", {})
     path = ("settings", "slurm", "time")
@@ -310,7 +310,7 @@ def _fits(site: Site, name: str) -> Iterator[Finding]:
                 )
 
 
-def _lock(site: Site) -> Iterator[Finding]:
+def _lock(site: Site) -> Iterator[PresetFinding]:
     """Locks of what the preset does not say: they hold a value that is not there."""
     for key in site.lock.keys:
         held = any(

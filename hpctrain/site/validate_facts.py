@@ -10,7 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.nccl.rules import ERROR, Context, check_variable
 from hpctrain.settings.check import time_s
-from hpctrain.site.preset import Finding, error, warning
+from hpctrain.site.preset import PresetFinding, error, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _GPU_FLAGS = {
 }
 
 
-def facts(site: Site) -> Iterator[Finding]:
+def facts(site: Site) -> Iterator[PresetFinding]:
     """What is to be said of everything but the environment."""
     yield from _slurm(site)
     for name, partition in site.partitions.items():
@@ -42,7 +42,7 @@ def _option(text: str) -> str:
     return re.split(r"[= ]", text, maxsplit=1)[0]
 
 
-def _slurm(site: Site) -> Iterator[Finding]:
+def _slurm(site: Site) -> Iterator[PresetFinding]:
     facts_, forbidden = site.slurm, {_option(text) for text in site.slurm.forbidden}
     for key in ("required", "extra"):
         for option in getattr(facts_, key):
@@ -76,12 +76,14 @@ def _slurm(site: Site) -> Iterator[Finding]:
         )
 
 
-def _positive(site: Site, path: KeyPath, number: float | None, what: str) -> Iterator[Finding]:
+def _positive(
+    site: Site, path: KeyPath, number: float | None, what: str
+) -> Iterator[PresetFinding]:
     if number is not None and number <= 0:
         yield error(site, path, f"is {number}, and {what}; write what there is, or leave it out")
 
 
-def _partition(site: Site, name: str, partition: Partition) -> Iterator[Finding]:
+def _partition(site: Site, name: str, partition: Partition) -> Iterator[PresetFinding]:
     at = ("partitions", name)
     for key in ("cpus_per_node", "mem_gib", "min_nodes", "max_nodes"):
         yield from _positive(site, (*at, key), getattr(partition, key), "no node does without")
@@ -126,7 +128,9 @@ def _bin(text: str) -> tuple[int, float]:
     return int(least), int(most) if most else float("inf")
 
 
-def _bins(site: Site, at: KeyPath, partition: Partition, limit: int | None) -> Iterator[Finding]:
+def _bins(
+    site: Site, at: KeyPath, partition: Partition, limit: int | None
+) -> Iterator[PresetFinding]:
     """Bins of walltime: in order, one beside the other, within the partition's own limits."""
     before: tuple[str, float] | None = None
     for text, time in partition.walltime_bins.items():
@@ -147,7 +151,7 @@ def _bins(site: Site, at: KeyPath, partition: Partition, limit: int | None) -> I
 
 def _order(
     site: Site, here: KeyPath, before: tuple[str, float] | None, max_nodes: int | None
-) -> Iterator[Finding]:
+) -> Iterator[PresetFinding]:
     """Whether a bin goes on where the one before ends."""
     text = here[-1]
     least, most = _bin(text)
@@ -172,7 +176,7 @@ def _order(
         )
 
 
-def _preemption(site: Site, name: str, partition: Partition) -> Iterator[Finding]:
+def _preemption(site: Site, name: str, partition: Partition) -> Iterator[PresetFinding]:
     at, told = ("partitions", name, "preemption"), partition.preemption
     if told.mode == "none":
         for key in ("grace_s", "signal", "exempt_s"):
@@ -188,7 +192,7 @@ def _preemption(site: Site, name: str, partition: Partition) -> Iterator[Finding
         yield from _signal(site, at, told.signal, told.grace_s)
 
 
-def _requeue(site: Site, name: str) -> Iterator[Finding]:
+def _requeue(site: Site, name: str) -> Iterator[PresetFinding]:
     path = ("partitions", name, "preemption", "mode")
     if site.slurm.requeue is False:
         yield error(
@@ -211,7 +215,7 @@ def _requeue(site: Site, name: str) -> Iterator[Finding]:
         )
 
 
-def _signal(site: Site, at: KeyPath, name: str, grace_s: int | None) -> Iterator[Finding]:
+def _signal(site: Site, at: KeyPath, name: str, grace_s: int | None) -> Iterator[PresetFinding]:
     full = name if name.startswith("SIG") else f"SIG{name}"
     if full not in signal.Signals.__members__:
         yield error(site, (*at, "signal"), f"is {name}, which is no signal; write e.g. SIGTERM")
@@ -232,7 +236,7 @@ def _signal(site: Site, at: KeyPath, name: str, grace_s: int | None) -> Iterator
         )
 
 
-def _network(site: Site) -> Iterator[Finding]:
+def _network(site: Site) -> Iterator[PresetFinding]:
     net = site.network
     interfaces, adapters = ("network", "socket_ifnames"), ("network", "hcas")
     yield from _names(site, interfaces, net.socket_ifnames, MOST_NETDEVS)
@@ -271,7 +275,7 @@ def _network(site: Site) -> Iterator[Finding]:
     yield from _places(site)
 
 
-def _names(site: Site, path: KeyPath, names: Sequence[str], most: int) -> Iterator[Finding]:
+def _names(site: Site, path: KeyPath, names: Sequence[str], most: int) -> Iterator[PresetFinding]:
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
         yield error(site, path, f"has {', '.join(doubles)} more than once; write each once")
@@ -284,7 +288,7 @@ def _names(site: Site, path: KeyPath, names: Sequence[str], most: int) -> Iterat
         )
 
 
-def _places(site: Site) -> Iterator[Finding]:
+def _places(site: Site) -> Iterator[PresetFinding]:
     """Links, and the name under which ranks meet."""
     net = site.network
     link = _LINK_OF.get(net.kind)
@@ -315,7 +319,7 @@ def _places(site: Site) -> Iterator[Finding]:
         )
 
 
-def _count(site: Site, nics: int) -> Iterator[Finding]:
+def _count(site: Site, nics: int) -> Iterator[PresetFinding]:
     if len(site.network.hcas) > nics:
         yield warning(
             site,
@@ -325,7 +329,7 @@ def _count(site: Site, nics: int) -> Iterator[Finding]:
         )
 
 
-def _rest(site: Site) -> Iterator[Finding]:
+def _rest(site: Site) -> Iterator[PresetFinding]:
     if not 0 < site.baseline.tolerance <= 1:
         yield error(
             site,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import placed
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.status.text import in_words, next_commands
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _share(spent: Goodput, kind: Spent) -> float | None:
-    if kind is Spent.QUEUE or spent.allocated_s <= 0:
+def _share(spent: Goodput, kind: TimeClass) -> float | None:
+    if kind is TimeClass.QUEUE or spent.allocated_s <= 0:
         return None
     return spent.node_seconds[kind] / spent.allocated_s
 

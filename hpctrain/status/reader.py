@@ -40,7 +40,7 @@ RANKS_TAIL_BYTES = 4 * 2**20
 
 
 @dataclass
-class Looker:
+class StatusReader:
     """Looks at runs, also again and again; a scheduler is then asked no more often than it must.
 
     Attributes:

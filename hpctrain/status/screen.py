@@ -33,7 +33,7 @@ from hpctrain.base.text import (
     size,
     step_time,
 )
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
 from hpctrain.status.as_json import as_json
 from hpctrain.status.tables import attempts_table, ranks_as_json, ranks_as_text
@@ -125,8 +125,8 @@ def goodput_lines(status: RunStatus, width: int) -> list[str]:
     if since is not None:
         items.append(f"{percent(since, 1)} since submit")
     items.append(f"{_node_hours(spent.allocated_s)} allocated")
-    if spent.seconds[Spent.QUEUE] > 0:
-        items.append(f"{duration(spent.seconds[Spent.QUEUE])} in the queue")
+    if spent.seconds[TimeClass.QUEUE] > 0:
+        items.append(f"{duration(spent.seconds[TimeClass.QUEUE])} in the queue")
     return [*pack(items, width, label="goodput"), *_classes(spent, width)]
 
 
@@ -153,11 +153,11 @@ def _classes(spent: Goodput, width: int) -> list[str]:
 def _tenths(ordered: list[tuple[str, float]], spent: Goodput) -> list[int]:
     """Tenths of a percent for each; steps get what the line above says of them."""
     names = [name for name, _ in ordered]
-    if Spent.STEP.value not in names or len(names) == 1:
+    if TimeClass.STEP.value not in names or len(names) == 1:
         return apportioned([value for _, value in ordered])
-    steps = round(1000 * spent.node_seconds[Spent.STEP] / spent.allocated_s)
-    place = names.index(Spent.STEP.value)
-    others = [value for name, value in ordered if name != Spent.STEP.value]
+    steps = round(1000 * spent.node_seconds[TimeClass.STEP] / spent.allocated_s)
+    place = names.index(TimeClass.STEP.value)
+    others = [value for name, value in ordered if name != TimeClass.STEP.value]
     found = apportioned(others, 1000 - steps)
     return [*found[:place], steps, *found[place:]]
 

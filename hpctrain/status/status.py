@@ -15,7 +15,7 @@ from hpctrain.base.records import JobInfo, Skipped
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
 from hpctrain.history.lineage import Progress, progress
-from hpctrain.history.run_state import RunState, Standing, live, run_state, standing
+from hpctrain.history.run_state import LedgerState, RunState, live, run_state, standing
 from hpctrain.history.save_record import Saving, saving
 from hpctrain.history.timeline import past_of
 from hpctrain.run.event_fields import text, whole
@@ -81,7 +81,7 @@ class RunStatus:
     name: str
     root: str
     state: RunState
-    standing: Standing
+    standing: LedgerState
     progress: Progress
     answer: Answer
     cluster: str

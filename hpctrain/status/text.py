@@ -16,7 +16,7 @@ from hpctrain.status.status import ALIVE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.history.run_state import Standing
+    from hpctrain.history.run_state import LedgerState
     from hpctrain.status.status import RunStatus
 
 _REASONS: tuple[tuple[str, str], ...] = (
@@ -163,7 +163,7 @@ def _waiting(status: RunStatus) -> str:
     return f"{text}: {words}" if words else text
 
 
-def _asked_to_end(now: Standing) -> str:
+def _asked_to_end(now: LedgerState) -> str:
     return {"cancel": "; cancelled, about to end", "save": "; asked to save and stop"}.get(
         now.cancel, ""
     )

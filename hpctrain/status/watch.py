@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from hpctrain.run.layout import RunDir
-    from hpctrain.status.reader import Looker
+    from hpctrain.status.reader import StatusReader
     from hpctrain.status.status import RunStatus
 
 NARROWEST = 40
@@ -67,7 +67,7 @@ class Shown:
         return [{key: run[key] for key in run if key not in _AGES} for run in runs]
 
 
-def look_at(looker: Looker, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
+def look_at(looker: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
     """Everything about one run.
 
     Args:
@@ -96,7 +96,7 @@ def look_at(looker: Looker, run: RunDir, *, attempts: bool, ranks: bool) -> Show
     return Shown(text, value, over, sure, exit_status(status))
 
 
-def look_at_all(looker: Looker, *, thorough: bool) -> Shown:
+def look_at_all(looker: StatusReader, *, thorough: bool) -> Shown:
     """The table of runs.
 
     Args:
@@ -156,7 +156,7 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
         KeyboardInterrupt: the user had enough; the terminal is as it was, with the last look on it.
     """
     in_place = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not as_json
-    paper = _Screen(interval_s) if in_place else _Roll(interval_s, as_json=as_json)
+    paper = _Screen(interval_s) if in_place else _LinePrinter(interval_s, as_json=as_json)
     lost = False
     with paper:
         while True:
@@ -168,7 +168,7 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
             paper.wait()
 
 
-class _Roll:
+class _LinePrinter:
     """Prints a look where it has news."""
 
     def __init__(self, interval_s: float, *, as_json: bool = False) -> None:
@@ -203,7 +203,7 @@ class _Roll:
         time.sleep(self._interval_s)
 
 
-class _Screen(_Roll):
+class _Screen(_LinePrinter):
     """Draws a look over the one before."""
 
     def __init__(self, interval_s: float) -> None:

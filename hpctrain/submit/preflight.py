@@ -27,7 +27,7 @@ from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.checks import Order, expected_of
 from hpctrain.preflight.checks_between import LOGIN
 from hpctrain.preflight.node import ORDER, PROGRESS, REPORT
-from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Report, Result
+from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, PreflightReport, Result
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.scheduler.local.preflight_nodes import LocalNodes
@@ -306,7 +306,7 @@ class SlurmJob:
         self._cluster.cancel(self._job_id)
 
 
-def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> Report:
+def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> PreflightReport:
     """The report, once it is there; a job that leaves none is a failed check. Cancels on Ctrl-C.
 
     Args:
@@ -325,13 +325,13 @@ def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> R
             job.cancel()
 
 
-def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> Report:
+def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> PreflightReport:
     root = preflight.run.root
     told, ask_at, over_at = 0, 0.0, None
     began: float | None = None
     while True:
         with contextlib.suppress(OSError):
-            return Report.load(root / REPORT)
+            return PreflightReport.load(root / REPORT)
         told = _tell_progress(root / PROGRESS, told, say)
         now = time.monotonic()
         began = now if told and began is None else began
@@ -359,14 +359,14 @@ def _tell_progress(path: Path, told: int, say: Say) -> int:
     return len(lines)
 
 
-def _without_report(preflight: Preflight, why: str) -> Report:
+def _without_report(preflight: Preflight, why: str) -> PreflightReport:
     output = preflight.run.jobs / f"{preflight.token}.out"
     said = ""
     with contextlib.suppress(OSError):
         lines = [line for line in read_text(output).splitlines() if line.strip()]
         said = f"; it said last: {lines[-1]}" if lines else ""
     hint = f"see {output}; where that is not there, the first node does not see {output.parent}"
-    return Report([], [Result("job", FAIL, f"{why}{said}", [], hint)])
+    return PreflightReport([], [Result("job", FAIL, f"{why}{said}", [], hint)])
 
 
 def discard(preflight: Preflight) -> None:

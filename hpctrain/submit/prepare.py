@@ -25,7 +25,7 @@ from hpctrain.settings.check import check, profile_flags
 from hpctrain.settings.check_engine import engine_flags
 from hpctrain.settings.layers import (
     ENV_SECTION,
-    Source,
+    SettingsFile,
     flag_layer,
     from_flag,
     from_table,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.base.mesh import Mesh
-    from hpctrain.settings.secrets import Finding
+    from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
     from hpctrain.submit.checks import Accounting
     from hpctrain.submit.snapshot import Checkout
@@ -127,7 +127,7 @@ class Prepared:
     """At the fewest and at the most nodes."""
     notes: list[str] = field(default_factory=list)
     """What was adapted or has no effect, for the user to read."""
-    secrets: list[Finding] = field(default_factory=list)
+    secrets: list[SecretFinding] = field(default_factory=list)
     """What must not be shown."""
 
 
@@ -327,7 +327,7 @@ def _has_sbatch(environ: Mapping[str, str]) -> bool:
     return shutil.which("sbatch", path=environ.get("PATH", "")) is not None
 
 
-def read_config(request: SubmitRequest) -> Source | None:
+def read_config(request: SubmitRequest) -> SettingsFile | None:
     """The settings file that counts; None where there is none.
 
     Raises:
@@ -344,7 +344,7 @@ def read_config(request: SubmitRequest) -> Source | None:
     return from_toml(file, name=file.shown, top=("cluster", "site"))
 
 
-def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
+def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> str:
     given = config.top.get("cluster") if config else None
     cluster = request.cluster or given or default_cluster(request.environ)
     where = config.layer.where("cluster", "") if config and not request.cluster else "--cluster"
@@ -358,7 +358,7 @@ def _choose_cluster(request: SubmitRequest, config: Source | None) -> str:
     return cluster
 
 
-def choose_site(request: SubmitRequest, config: Source | None, cluster: str) -> Site | None:
+def choose_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Site | None:
     """The site that counts; None on a SLURM cluster that has none."""
     return find_site(request, config, cluster).site
 
@@ -431,7 +431,7 @@ def _entry(request: SubmitRequest) -> Entry:
 
 
 def _environment(
-    request: SubmitRequest, config: Source | None
+    request: SubmitRequest, config: SettingsFile | None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What the user sets for the ranks, and where: hpctrain.toml < flags.
 

@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SbatchTrial:
     """One script, and what became of it."""
 
     partition: str
@@ -55,7 +55,7 @@ class Trial:
 
 def try_site(
     asked: Asked, *, cwd: Path, environ: Mapping[str, str], ask: Callable[[Sequence[str]], str]
-) -> list[Trial]:
+) -> list[SbatchTrial]:
     """Every partition at every number of nodes that it is meant for.
 
     Args:
@@ -127,7 +127,7 @@ def _request(
     )
 
 
-def _try(request: SubmitRequest, ask: Callable[[Sequence[str]], str]) -> Trial:
+def _try(request: SubmitRequest, ask: Callable[[Sequence[str]], str]) -> SbatchTrial:
     text, why = "", ""
     try:
         spec = prepare(request).spec
@@ -139,7 +139,7 @@ def _try(request: SubmitRequest, ask: Callable[[Sequence[str]], str]) -> Trial:
         raise
     except (UsageError, ClusterError) as error:
         why = str(error)
-    return Trial(
+    return SbatchTrial(
         partition=request.partition or "",
         nodes=int(request.nodes or 0),
         gpus_per_node=request.gpus_per_node or 0,

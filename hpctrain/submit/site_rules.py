@@ -30,7 +30,7 @@ from hpctrain.site.paths import SYSTEM
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.settings.layers import Source
+    from hpctrain.settings.layers import SettingsFile
     from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
@@ -49,7 +49,7 @@ class Chosen:
     """How it was chosen, where this command line does not say it itself."""
 
 
-def find_site(request: SubmitRequest, config: Source | None, cluster: str) -> Chosen:
+def find_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Chosen:
     """The site of a new run.
 
     Raises:
@@ -72,7 +72,7 @@ def find_site(request: SubmitRequest, config: Source | None, cluster: str) -> Ch
     return Chosen(site, [f"site {name}, as {by} says"] if by else [])
 
 
-def dropped_locks(request: SubmitRequest, config: Source | None, chosen: Chosen) -> list[str]:
+def dropped_locks(request: SubmitRequest, config: SettingsFile | None, chosen: Chosen) -> list[str]:
     """Locks of the site that this is, which do not hold because another one was named.
 
     Empty where no admin's file locks anything: nothing is asked then.
@@ -109,7 +109,7 @@ def _cluster_name(environ: Mapping[str, str]) -> str | None:
     return cluster_name()
 
 
-def _named(request: SubmitRequest, config: Source | None) -> tuple[str | None, str]:
+def _named(request: SubmitRequest, config: SettingsFile | None) -> tuple[str | None, str]:
     """The site that was named, and by what; "" where it was the command line itself."""
     if request.site:
         return request.site, ""

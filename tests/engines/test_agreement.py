@@ -14,11 +14,11 @@ from tests.support.gloo import launch
 
 def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     """`count` times one rank is signalled at a random moment; the steps at which this one stops."""
-    from hpctrain.runtime.agreement import STOP_TERM, Agreement, Wish
-    from hpctrain.runtime.signals import Listener
+    from hpctrain.runtime.agreement import STOP_TERM, Agreement, StopRequest
+    from hpctrain.runtime.signals import RankSignals
     from hpctrain.world import join_world
 
-    listener = Listener()
+    listener = RankSignals()
     listener.start()
     world = join_world()
     rng = random.Random(world.rank)
@@ -33,7 +33,7 @@ def _rounds(count: int, signum: int, step_s: float) -> list[int]:
                 os.kill(os.getpid(), signum)
             time.sleep(rng.random() * step_s)
             heard = listener.term or listener.warned
-            if agreement.tick(Wish(STOP_TERM if heard else 0)).cause is not None:
+            if agreement.tick(StopRequest(STOP_TERM if heard else 0)).cause is not None:
                 stopped.append(step)
                 break
     return stopped
@@ -52,7 +52,7 @@ def test_one_signalled_rank_stops_all_at_the_same_step(step_s, signum):
 
 
 def _saves(save_from: int) -> list[int]:
-    from hpctrain.runtime.agreement import Agreement, Wish
+    from hpctrain.runtime.agreement import Agreement, StopRequest
     from hpctrain.world import join_world
 
     world = join_world()
@@ -60,7 +60,7 @@ def _saves(save_from: int) -> list[int]:
     saved = []
     for step in range(60):
         time.sleep(0.001 * (world.rank + 1))
-        if agreement.tick(Wish(0, world.rank == 0 and step >= save_from)).save:
+        if agreement.tick(StopRequest(0, world.rank == 0 and step >= save_from)).save:
             saved.append(step)
     return saved
 
@@ -75,7 +75,7 @@ def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step():
 
 def _wishes(name: str) -> list[int]:
     """The ticks at which all agreed, where rank 0 wishes until then and never again."""
-    from hpctrain.runtime.agreement import Agreement, Wish
+    from hpctrain.runtime.agreement import Agreement, StopRequest
     from hpctrain.world import join_world
 
     world = join_world()
@@ -84,7 +84,7 @@ def _wishes(name: str) -> list[int]:
     for step in range(60):
         time.sleep(0.001)
         wishes = world.rank == 0 and step >= 10 and not agreed
-        if getattr(agreement.tick(Wish(**{name: wishes})), name):
+        if getattr(agreement.tick(StopRequest(**{name: wishes})), name):
             agreed.append(step)
     return agreed
 

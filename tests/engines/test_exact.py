@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.data.batches import GlobalBatches, Passes, cut_step
+from hpctrain.data.batches import GlobalBatches, MicrobatchRules, cut_step
 from hpctrain.data.order import SampleOrder
 from hpctrain.errors import UsageError
 from tests.support.gloo import launch
@@ -65,7 +65,7 @@ def engine_of(world, model, **settings):
     import torch
 
     from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.engine import Parts
+    from hpctrain.engines.engine import EngineInputs
     from hpctrain.engines.exact.copies import ExactCopies
     from hpctrain.engines.parallelize import parallelize
     from hpctrain.settings.schema import EngineSettings
@@ -76,7 +76,7 @@ def engine_of(world, model, **settings):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     if not world.is_distributed:
         known = frozenset(model.state_dict())
-        return ExactCopies("plain", model, optimizer, Parts(chosen, world, Mesh(), known))
+        return ExactCopies("plain", model, optimizer, EngineInputs(chosen, world, Mesh(), known))
     return parallelize(model, optimizer, chosen, world)
 
 
@@ -252,7 +252,7 @@ def refusals():
     good = cut_step(range(8), *place, PER_LEAF, index=int, passes=engine.passes)
     other = cut_step(range(8), *place, PER_LEAF, index=int)
     swapped = cut_step(
-        range(8), 1 - place[0], place[1], PER_LEAF, index=int, passes=Passes(leaves=True)
+        range(8), 1 - place[0], place[1], PER_LEAF, index=int, passes=MicrobatchRules(leaves=True)
     )
     told = []
 

@@ -17,7 +17,7 @@ import pytest
 from hpctrain.agent import node as module
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
-from hpctrain.agent.stop_deadline import StopWatch
+from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext
 from hpctrain.run.fence import Attempt
 from tests.support.gloo import preload
@@ -75,7 +75,7 @@ def _agent(node, port, folder, changes=None):
         return Attempt(len(begun), "token", "1", 0, time.time())
 
     context = JobContext("1", 0, node, ["n0", "n1"], "127.0.0.1", port, "")
-    watch = StopWatch(context, arrivals=list, ask=None)
+    watch = StopDeadline(context, arrivals=list, ask=None)
     told = []
 
     def may_restart(failure):

@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
-from hpctrain.agent.stop_deadline import StopWatch
+from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext
 from hpctrain.run.fence import Attempt
 from tests.support.gloo import _free_port
@@ -54,7 +54,7 @@ def agent_of(folder, port, what):
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     os.setpgid(0, 0)
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
-    watch = StopWatch(context, arrivals=list, ask=None)
+    watch = StopDeadline(context, arrivals=list, ask=None)
     hooks = RoundHooks(
         lambda _size: Attempt(1, "token", "1", 0, 0.0), watch, lambda _failure: False
     )

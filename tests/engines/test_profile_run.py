@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from hpctrain.profile.files import Request, Window, find
+from hpctrain.profile.files import ProfileRequest, StepWindow, find
 from hpctrain.profile.trace import Kind
 from hpctrain.profile.verdict import Bound, examine
 from hpctrain.run import events as ledger
@@ -49,7 +49,7 @@ def _rank(folder, switch):
             matrix @ matrix
         dist.all_reduce(torch.ones(64))
         if step == switch and run.world.rank == 0:
-            request = Request("test", "tok", 2, None, memory=False, t=time.time())
+            request = ProfileRequest("test", "tok", 2, None, memory=False, t=time.time())
             request.write(RunDir(folder).profile_request)
         asked = asked or (step > switch and run._profiler.due != NEVER)
         if asked and run._profiler.due == NEVER:
@@ -74,7 +74,7 @@ def profiled(tmp_path_factory):
 def test_the_steps_of_the_settings_show_the_rank_that_waits_for_its_data(profiled):
     profile = examine(find(profiled.profile)[0])
 
-    assert (profile.found.attempt, profile.found.window) == (1, Window(3, 4))
+    assert (profile.found.attempt, profile.found.window) == (1, StepWindow(3, 4))
     assert [list(r.steps) for r in profile.ranks] == [[3, 4], [3, 4]]
     assert profile.verdict.waited_for == 1
     assert profile.verdict.bound is Bound.DATA
@@ -129,9 +129,9 @@ def test_a_stop_in_the_middle_cuts_the_profile_and_the_next_attempt_goes_on(tmp_
     [stopped] = [e.data["step"] for e in ledger.read(run) if e.kind == "stopped"]
     cut, rest = find(run.profile)
     assert 5 <= stopped < 12
-    assert (cut.attempt, cut.window) == (1, Window(3, stopped))
+    assert (cut.attempt, cut.window) == (1, StepWindow(3, stopped))
     assert examine(cut).ranks[0].shares[Kind.SAVE] > 0
-    assert (rest.attempt, rest.window) == (2, Window(stopped + 1, 12))
+    assert (rest.attempt, rest.window) == (2, StepWindow(stopped + 1, 12))
     assert list(examine(rest).ranks[0].steps) == [*range(stopped + 1, 13)]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
-from hpctrain.agent.stop_deadline import StopWatch
+from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext
 from hpctrain.run.fence import Attempt
 from tests.support import local_runs
@@ -40,7 +40,7 @@ def _agent(folder, port):
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
     hooks = RoundHooks(
         lambda _size: Attempt(1, "token", "1", 0, time.time()),
-        StopWatch(context, arrivals=list, ask=None),
+        StopDeadline(context, arrivals=list, ask=None),
         lambda _failure: False,
     )
     rendezvous = Rendezvous("127.0.0.1", port, 0, ["n0"], run_id="test", timeout_s=60)

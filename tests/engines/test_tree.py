@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.engines.exact.norm import LIMBS, Counter, exact_norm, limbs_of
+from hpctrain.engines.exact.norm import LIMBS, PairwiseSum, exact_norm, limbs_of
 from hpctrain.world import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -27,7 +27,7 @@ def numbers(count, seed):
 
 
 def added(leaves):
-    counter = Counter()
+    counter = PairwiseSum()
     for leaf in leaves:
         counter.push([leaf])
     return counter.total()[0]
@@ -64,7 +64,7 @@ def test_it_does_not_matter_how_elements_are_cut_into_shards(count, seed, cuts):
 
 def test_leaves_are_left_as_they_are_and_their_memory_may_be_used_again():
     leaves = numbers(11, 0)
-    counter, received = Counter(), torch.empty(SIZE)
+    counter, received = PairwiseSum(), torch.empty(SIZE)
 
     for leaf in leaves:
         received.copy_(leaf)
@@ -75,7 +75,7 @@ def test_leaves_are_left_as_they_are_and_their_memory_may_be_used_again():
 
 
 def test_no_more_partial_sums_are_held_than_the_logarithm_of_the_leaves():
-    counter = Counter()
+    counter = PairwiseSum()
     for count, leaf in enumerate(numbers(100, 0), start=1):
         counter.push([leaf])
         assert counter.count == count
@@ -83,7 +83,7 @@ def test_no_more_partial_sums_are_held_than_the_logarithm_of_the_leaves():
 
 
 def test_a_counter_can_be_used_for_the_next_step():
-    counter = Counter()
+    counter = PairwiseSum()
     for seed in (0, 1):
         for leaf in numbers(5, seed):
             counter.push([leaf])
@@ -92,13 +92,13 @@ def test_a_counter_can_be_used_for_the_next_step():
 
 
 def test_leaves_of_another_shape_and_no_leaves_are_refused():
-    counter = Counter()
+    counter = PairwiseSum()
     counter.push([torch.zeros(3)])
 
     with pytest.raises(ValueError, match=r"leaf 1 has shapes \[\(1,\)\]"):
         counter.push([torch.zeros(1)])
     with pytest.raises(ValueError, match="nothing to add up"):
-        Counter().total()
+        PairwiseSum().total()
 
 
 def norm_of(parts, count=None):

@@ -137,8 +137,8 @@ def test_a_file_that_one_node_does_not_see_is_not_damaged(root, name):
                 real = table.load
                 table.load = lambda path, manifest: real(path.with_name("not-yet"), manifest)
             else:
-                real_file = reader.Files._file
-                reader.Files._file = lambda self, number, _: real_file(self, number, "not-yet")
+                real_file = reader.ChunkFiles._file
+                reader.ChunkFiles._file = lambda self, number, _: real_file(self, number, "not-yet")
 
     for (answer,) in launch(load_rank, 2, root=root, cases=[""], spoil=hide):
         assert answer["error"] == "FileSystemFault"

@@ -321,7 +321,7 @@ def _refused(model=None, groups=None, **settings):
     import torch
 
     from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.engine import Parts
+    from hpctrain.engines.engine import EngineInputs
     from hpctrain.engines.zero.engine import Zero
     from hpctrain.errors import UsageError
     from hpctrain.settings.schema import EngineSettings
@@ -331,7 +331,7 @@ def _refused(model=None, groups=None, **settings):
     optimizer = torch.optim.AdamW(groups or model.parameters())
     world = World(0, 0, 1, torch.device("cpu"))
     with pytest.raises(UsageError) as caught:
-        Zero(model, optimizer, Parts(EngineSettings(**settings), world, Mesh(), frozenset()))
+        Zero(model, optimizer, EngineInputs(EngineSettings(**settings), world, Mesh(), frozenset()))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.engines.zero.nvme import CHUNK_BYTES, Files, gaps, take_folder
+from hpctrain.engines.zero.nvme import CHUNK_BYTES, NvmeFiles, gaps, take_folder
 from tests.support import zero
 
 # ---- files
@@ -25,7 +25,7 @@ from tests.support import zero
 @pytest.mark.parametrize("skip", [0, 1], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize("count", [7, 4096, CHUNK_BYTES // 4 + 1025])
 def test_what_is_written_is_read_whatever_its_length_and_place_in_memory(tmp_path, count, skip):
-    files = Files()
+    files = NvmeFiles()
     row = files.new_cpu_locked_tensor(count + 1, torch.empty(0, dtype=torch.float32))
     row.copy_(torch.arange(count + 1, dtype=torch.float32))
     written = row.narrow(0, skip, count).clone()
@@ -42,7 +42,7 @@ def test_what_is_written_is_read_whatever_its_length_and_place_in_memory(tmp_pat
 
 
 def test_memory_of_its_own_is_told_from_other_memory():
-    files = Files()
+    files = NvmeFiles()
     row = files.new_cpu_locked_tensor(10, torch.empty(0, dtype=torch.float32))
 
     assert files.is_pinned(row.narrow(0, 3, 2))
@@ -50,7 +50,7 @@ def test_memory_of_its_own_is_told_from_other_memory():
 
 
 def test_a_full_disk_and_a_file_cut_short_are_errors_and_not_leftovers_in_memory(tmp_path):
-    files = Files()
+    files = NvmeFiles()
     row = files.new_cpu_locked_tensor(8192, torch.empty(0, dtype=torch.float32))
     files.async_pwrite(row, "/dev/full", 0)
     with pytest.raises(OSError, match="/dev/full") as full:

@@ -12,7 +12,7 @@ import contextlib
 import pytest
 
 from hpctrain.preflight.node import REPORT
-from hpctrain.preflight.report import Report
+from hpctrain.preflight.report import PreflightReport
 from tests.support import client_disk
 from tests.support.scenario import submit
 
@@ -78,7 +78,7 @@ def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, r
     assert nodes[:3] == [["n1", "n2"], ["n3", "n4"], ["n1", "n2"]]
     assert [why for why, _ in run.ends()] == ["preempted", "preempted", "stopped", "completed"]
     assert run.steps_lost() == [0, 0, 0], run.story()
-    reports = [Report.load(path) for path in run.dir.root.glob(f"preflight/*/{REPORT}")]
+    reports = [PreflightReport.load(path) for path in run.dir.root.glob(f"preflight/*/{REPORT}")]
     told = [{one.check: one.message for one in report.results} for report in reports]
     assert len(told) == 4
     assert all("every node sees all files" in one["shared directory"] for one in told), told

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from hpctrain.history.goodput import Spent, goodput
+from hpctrain.history.goodput import TimeClass, goodput
 from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
 from tests.support import processes
 from tests.support.scenario import submit
@@ -83,7 +83,7 @@ def _stretches(account):
     """The times in which nodes were held, as the account has them: (start, end) of each."""
     found = []
     for one in account.slices:
-        if one.kind is Spent.QUEUE or one.end <= one.start:
+        if one.kind is TimeClass.QUEUE or one.end <= one.start:
             continue
         if found and one.start - found[-1][1] < 1e-6:
             found[-1][1] = one.end

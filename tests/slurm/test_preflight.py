@@ -20,7 +20,7 @@ import pytest
 from hpctrain.preflight.checks import Expected
 from hpctrain.preflight.checks_fabric import check_interfaces
 from hpctrain.preflight.facts import NodeFacts
-from hpctrain.preflight.probe import Sources, read_interfaces
+from hpctrain.preflight.probe import FactSources, read_interfaces
 from hpctrain.preflight.report import FAIL
 from hpctrain.testing.node_faults import VARIABLE
 from tests.support.processes import AT_A_TERMINAL
@@ -28,7 +28,7 @@ from tests.support.scenario import cli
 
 pytestmark = pytest.mark.slurm
 
-IFNAME = next(one.name for one in read_interfaces(Sources()) if one.up and one.addresses)
+IFNAME = next(one.name for one in read_interfaces(FactSources()) if one.up and one.addresses)
 FAULTS = {
     "interfaces": f"no-interface:n2,name={IFNAME}",
     "shared directory": "no-shared:n3",

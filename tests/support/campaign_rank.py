@@ -132,7 +132,7 @@ class _Rank:
     def __init__(self, say: Voice, part: Part) -> None:
         import torch
 
-        from hpctrain.checkpoint.tensors.save import Place
+        from hpctrain.checkpoint.tensors.save import SavePlace
         from hpctrain.checkpoint.tensors.saver import Saver
         from hpctrain.settings.schema import CheckpointSettings
         from hpctrain.world import World
@@ -142,7 +142,7 @@ class _Rank:
         self.say, self.part = say, part
         cpu = torch.device("cpu")
         self.world = World(part.rank, part.rank, RANKS, cpu, _join(part))
-        self.place = Place(part.run, part.attempt, CheckpointSettings(keep_last=KEEP_LAST))
+        self.place = SavePlace(part.run, part.attempt, CheckpointSettings(keep_last=KEEP_LAST))
         is_async = part.mode == "async"
         self.saver = Saver(self.place, self.world, after=self._prune) if is_async else None
         self.mesh = sharded.mesh_of(self.world, part.engine)

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format.manifest import (
     Manifest,
     file_digest,
 )
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.run.fence import Attempt, take_attempt
@@ -31,13 +31,13 @@ SHARD_0, SHARD_1 = shard.file_name(0), shard.file_name(1)
 BLOCK_BYTES = 512
 PIECES = [
     [
-        Piece("model.w", "F32", (96, 16), (0, 0), (56, 16)),
-        Piece("model.b", "BF16", (100,), (0,), (100,)),
-        Piece("optim.step", "I64", (), (), ()),
+        ShardPiece("model.w", "F32", (96, 16), (0, 0), (56, 16)),
+        ShardPiece("model.b", "BF16", (100,), (0,), (100,)),
+        ShardPiece("optim.step", "I64", (), (), ()),
     ],
     [
-        Piece("model.w", "F32", (96, 16), (56, 0), (40, 16)),
-        Piece("model.none", "U8", (0, 3), (0, 0), (0, 3)),
+        ShardPiece("model.w", "F32", (96, 16), (56, 0), (40, 16)),
+        ShardPiece("model.none", "U8", (0, 3), (0, 0), (0, 3)),
     ],
 ]
 """What two ranks write: a tensor of several blocks in both files, small ones, and an empty one."""
@@ -57,7 +57,7 @@ def next_attempt(run: RunDir) -> Attempt:
 
 def write_pieces(
     staged: Path,
-    ranks: Sequence[Sequence[Piece]],
+    ranks: Sequence[Sequence[ShardPiece]],
     contents: Mapping[str, bytes],
     *,
     block_bytes: int = BLOCK_BYTES,
@@ -82,13 +82,13 @@ def write_pieces(
     return parts
 
 
-def bytes_of(piece: Piece, content: bytes) -> bytes:
+def bytes_of(piece: ShardPiece, content: bytes) -> bytes:
     """The bytes of a piece, element by element: slow, and plainly right."""
     item = shard.DTYPES[piece.dtype]
     return b"".join(content[at * item : (at + 1) * item] for at in elements_of(piece))
 
 
-def elements_of(piece: Piece) -> Iterable[int]:
+def elements_of(piece: ShardPiece) -> Iterable[int]:
     """The numbers of a piece's elements in its whole tensor, in their order."""
     if piece.flat:
         return range(piece.begin[0], piece.begin[0] + piece.extent[0])
@@ -98,13 +98,13 @@ def elements_of(piece: Piece) -> Iterable[int]:
     return numbers
 
 
-def contents(seed: int, ranks: Sequence[Sequence[Piece]] = PIECES) -> dict[str, bytes]:
+def contents(seed: int, ranks: Sequence[Sequence[ShardPiece]] = PIECES) -> dict[str, bytes]:
     """Random bytes for every tensor, the same for the same seed."""
     dice = random.Random(seed)
     whole: dict[str, bytes] = {}
     for piece in (piece for pieces in ranks for piece in pieces):
         if piece.name not in whole:
-            everything = Piece(
+            everything = ShardPiece(
                 piece.name, piece.dtype, piece.shape, (0,) * len(piece.shape), piece.shape
             )
             whole[piece.name] = dice.randbytes(everything.nbytes)
@@ -120,14 +120,14 @@ def _sizes() -> dict[str, int]:
     return sizes
 
 
-def _unwritten(rank: int, pieces: Sequence[Piece]) -> shard.Report:
+def _unwritten(rank: int, pieces: Sequence[ShardPiece]) -> shard.ShardReport:
     """A report with digests as large as they get."""
     sizes = [piece.nbytes for piece in pieces]
     offsets = len(shard.header(pieces)) + np.cumsum([0, *sizes], dtype=np.int64)
     blocks = sum(shard.blocks_of(size, BLOCK_BYTES) for size in sizes)
     digests = np.full(blocks, 2**64 - 1, np.uint64)
     name = shard.file_name(rank)
-    return shard.Report(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
+    return shard.ShardReport(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
 
 
 SHARDS = _sizes()
@@ -178,7 +178,7 @@ def save(run: RunDir, attempt: Attempt, *steps: int) -> list[Path]:
 
 def bare(
     directory: Path,
-    ranks: Sequence[Sequence[Piece]],
+    ranks: Sequence[Sequence[ShardPiece]],
     whole: Mapping[str, bytes],
     *,
     block_bytes: int = BLOCK_BYTES,

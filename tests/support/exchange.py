@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES
@@ -103,14 +103,16 @@ def save(
     return commit.publish(run, staged, manifest, attempt)
 
 
-def _share(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> tuple[Piece, bytes] | None:
+def _share(
+    name: str, tensor: torch.Tensor, rank: int, ranks: int
+) -> tuple[ShardPiece, bytes] | None:
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     if not shape or shape[0] < ranks:
-        whole = Piece(name, dtype, shape, (0,) * len(shape), shape)
+        whole = ShardPiece(name, dtype, shape, (0,) * len(shape), shape)
         return (whole, raw(tensor)) if rank == 0 else None
     low, high = shape[0] * rank // ranks, shape[0] * (rank + 1) // ranks
     begin = (low, *(0,) * (len(shape) - 1))
-    return Piece(name, dtype, shape, begin, (high - low, *shape[1:])), raw(tensor[low:high])
+    return ShardPiece(name, dtype, shape, begin, (high - low, *shape[1:])), raw(tensor[low:high])
 
 
 def loaded(run: RunDir, step: int) -> dict[str, torch.Tensor]:

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format.shard import ShardPiece
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.checkpoint.store.find import FoundCheckpoint
 
 
-def loaded(found: Found) -> dict[str, bytes]:
+def loaded(found: FoundCheckpoint) -> dict[str, bytes]:
     """Every tensor's bytes, by its name.
 
     Raises:
         TornCheckpoint: the product's reader found damage.
     """
     assert found.manifest is not None
-    source = Source.open(found.path, found.manifest)
+    source = CheckpointSource.open(found.path, found.manifest)
     values, targets = {}, []
     for entry in found.manifest.tensors:
         begin = (0,) * len(entry.shape)
-        piece = Piece(entry.name, entry.dtype, entry.shape, begin, entry.shape)
+        piece = ShardPiece(entry.name, entry.dtype, entry.shape, begin, entry.shape)
         values[entry.name] = np.full(piece.nbytes, 255, np.uint8)
         targets.append(Target(piece, values[entry.name]))
     source.read(targets)

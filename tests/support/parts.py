@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import RankPart
 
 BLOCK_BYTES = 64
 
 
-def whole(name: str, dtype: str, *shape: int) -> Piece:
+def whole(name: str, dtype: str, *shape: int) -> ShardPiece:
     """All of a tensor."""
-    return shard.Piece(name, dtype, shape, (0,) * len(shape), shape)
+    return shard.ShardPiece(name, dtype, shape, (0,) * len(shape), shape)
 
 
-def part(rank: int, pieces: Sequence[Piece]) -> RankPart:
+def part(rank: int, pieces: Sequence[ShardPiece]) -> RankPart:
     """One rank's part, with digests made up; nothing where it has no pieces."""
     if not pieces:
         return part_of([], None)
@@ -34,11 +34,11 @@ def part(rank: int, pieces: Sequence[Piece]) -> RankPart:
     blocks = sum(shard.blocks_of(size, BLOCK_BYTES) for size in sizes)
     digests = np.random.default_rng(rank).integers(0, 2**64, blocks, np.uint64)
     name = shard.file_name(rank)
-    report = shard.Report(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
+    report = shard.ShardReport(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
     return part_of(pieces, report)
 
 
-def made(ranks: Sequence[Sequence[Piece]]) -> tuple[table.ChunkTable, Manifest]:
+def made(ranks: Sequence[Sequence[ShardPiece]]) -> tuple[table.ChunkTable, Manifest]:
     """Table and manifest of a checkpoint of these ranks."""
     parts = [part(rank, pieces) for rank, pieces in enumerate(ranks)]
     files, tensors, chunks = assemble(parts, BLOCK_BYTES)

@@ -99,7 +99,7 @@ def wrong(state: dict[str, Any], step: int) -> list[str]:
 
 def place(world: Any, root: Path, **settings: Any) -> Any:
     """Where a run under `root` saves to, with the next attempt's right. Collective."""
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.run.fence import take_attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
@@ -108,7 +108,7 @@ def place(world: Any, root: Path, **settings: Any) -> Any:
     run = RunDir(root)
     run.root.mkdir(parents=True, exist_ok=True)
     attempt = on_rank_0(world, lambda: take_attempt(run, job_id="test", restarts=0))
-    return Place(run, attempt, CheckpointSettings(**settings))
+    return SavePlace(run, attempt, CheckpointSettings(**settings))
 
 
 def manifest(world: Any, step: int) -> Any:

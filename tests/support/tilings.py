@@ -7,7 +7,7 @@ import math
 
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 
 DTYPES = ["U8", "BOOL", "BF16", "F16", "F32", "I64", "C64"]
 
@@ -51,8 +51,8 @@ def tilings(draw, name, shape, dtype):
     """Pieces that make up a tensor: boxes, or flat ranges."""
     if draw(st.booleans()):
         parts = draw(ranges(math.prod(shape)))
-        return [Piece(name, dtype, shape, (at,), (count,), flat=True) for at, count in parts]
-    return [Piece(name, dtype, shape, begin, extent) for begin, extent in draw(cuts(shape))]
+        return [ShardPiece(name, dtype, shape, (at,), (count,), flat=True) for at, count in parts]
+    return [ShardPiece(name, dtype, shape, begin, extent) for begin, extent in draw(cuts(shape))]
 
 
 @st.composite
@@ -62,10 +62,10 @@ def regions(draw, name, shape, dtype):
         number = math.prod(shape)
         at = draw(st.integers(0, number))
         count = draw(st.integers(0, number - at))
-        return Piece(name, dtype, shape, (at,), (count,), flat=True)
+        return ShardPiece(name, dtype, shape, (at,), (count,), flat=True)
     begin = tuple(draw(st.integers(0, size)) for size in shape)
     extent = tuple(draw(st.integers(0, size - at)) for at, size in zip(begin, shape, strict=True))
-    return Piece(name, dtype, shape, begin, extent)
+    return ShardPiece(name, dtype, shape, begin, extent)
 
 
 @st.composite

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchSide, Start
-from hpctrain.agent.ending import OUTCOME, Aftermath, read_outcome
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.ending import OUTCOME, AttemptEnding, read_outcome
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.errors import ClusterUnreachable
@@ -52,7 +52,7 @@ def story(tmp_path):
 def aftermath(story, scheduler, *, job_id="7", restarts=1):
     context = JobContext(job_id, restarts, 0, ["n1", "n2"], "n1", 20000, "")
     spec = load_spec(story.run.spec)
-    return Aftermath(story.run, spec, context, scheduler, now=lambda: story.t)
+    return AttemptEnding(story.run, spec, context, scheduler, now=lambda: story.t)
 
 
 def test_a_zombie_requeues_nothing_and_writes_no_end(story):
@@ -119,7 +119,7 @@ def test_the_successor_tells_how_far_the_dead_came_by_its_heartbeat(story):
     story.steps(1, 1, 4)
     write_heartbeat(story.run, 1, Heartbeat(story.t + 40, 9))
 
-    aftermath(story, Scheduler()).bury_the_dead()
+    aftermath(story, Scheduler()).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["step"], end["heard"]) == ("node_failed", 9, story.t + 40)
@@ -130,7 +130,7 @@ def test_an_older_heartbeat_takes_nothing_back(story):
     write_heartbeat(story.run, 1, Heartbeat(story.t - 10, 2))
     story.steps(1, 1, 4)
 
-    aftermath(story, Scheduler()).bury_the_dead()
+    aftermath(story, Scheduler()).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["step"], end["heard"]) == (4, story.t)
@@ -139,7 +139,7 @@ def test_an_older_heartbeat_takes_nothing_back(story):
 def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
     scheduler = Scheduler()
 
-    aftermath(story, scheduler, job_id="8", restarts=0).bury_the_dead()
+    aftermath(story, scheduler, job_id="8", restarts=0).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["ended_at"], scheduler.asked) == ("unknown", None, [])
@@ -148,7 +148,7 @@ def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
 def test_a_scheduler_without_memory_is_asked_once(story):
     scheduler = Scheduler(EndReason.UNKNOWN)
 
-    aftermath(story, scheduler).bury_the_dead()
+    aftermath(story, scheduler).record_lost_attempt()
 
     assert scheduler.asked == ["end"]
     assert last(story, "attempt_ended").data["ended_at"] is None
@@ -278,7 +278,9 @@ def test_the_batch_side_tells_the_same(story):
     write_heartbeat(story.run, 1, Heartbeat(story.t + 3, 8))
     control = SimpleNamespace(facts=lambda: JobFacts("COMPLETING", restarts=1))
 
-    BatchSide(story.run, Start("7", 0, "tok-1", ["n1"], 137, term=False), control).finish()
+    BatchScriptSide(
+        story.run, JobStartFacts("7", 0, "tok-1", ["n1"], 137, term=False), control
+    ).finish()
 
     end = last(story, "attempt_ended").data
     assert (end["by"], end["step"], end["heard"]) == ("batch", 8, story.t + 3)
@@ -286,9 +288,9 @@ def test_the_batch_side_tells_the_same(story):
 
 def test_a_start_without_an_agent_tells_when_the_scheduler_began_it(story):
     control = SimpleNamespace(facts=lambda: JobFacts("RUNNING", restarts=0), requeue=lambda: None)
-    start = Start("9", 0, "tok-1", ["n1"], 1, term=True, start_time=1_763_700_400.0)
+    start = JobStartFacts("9", 0, "tok-1", ["n1"], 1, term=True, start_time=1_763_700_400.0)
 
-    BatchSide(story.run, start, control).finish()
+    BatchScriptSide(story.run, start, control).finish()
 
     assert last(story, "attempt_started").data["job_started"] == 1_763_700_400.0
 
@@ -380,7 +382,7 @@ def test_an_agent_that_was_overtaken_neither_restarts_nor_requeues(story):
 def test_the_job_of_an_older_submission_leaves(story, token, why):
     story.submitted("8", "tok-2")
     context = JobContext("7", 1, 0, ["n1"], "n1", 20000, token)
-    mine = Aftermath(story.run, load_spec(story.run.spec), context, Scheduler())
+    mine = AttemptEnding(story.run, load_spec(story.run.spec), context, Scheduler())
 
     assert mine.is_over() == why
 
@@ -409,7 +411,7 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
 def test_a_cancelled_job_does_not_start_again(story, job_id, save, why):
     story.add("cancel_requested", job_id=job_id, save=save)
     context = JobContext("7", 1, 0, ["n1"], "n1", 20000, "tok-1")
-    mine = Aftermath(story.run, load_spec(story.run.spec), context, Scheduler())
+    mine = AttemptEnding(story.run, load_spec(story.run.spec), context, Scheduler())
 
     assert mine.is_over() == why
 

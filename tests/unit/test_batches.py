@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data.batches import (
     GlobalBatches,
-    Passes,
+    MicrobatchRules,
     cut_step,
     pieces,
     plan_micro_batches,
@@ -94,7 +94,7 @@ def test_no_pass_more_is_run_than_memory_asks_for(global_batch, world_size, micr
 
 
 ASKED = st.builds(
-    Passes,
+    MicrobatchRules,
     equal=st.booleans(),
     at_least=st.integers(1, 9),
     multiple_of=st.integers(1, 5),
@@ -155,7 +155,7 @@ def test_no_pass_more_is_run_than_an_engine_asks_for(asked, world_size, micro_ba
 def test_leaves_are_the_same_samples_at_any_world_size(
     equal, world_size, micro_batch, global_batch
 ):
-    asked = Passes(leaves=True, equal=equal)
+    asked = MicrobatchRules(leaves=True, equal=equal)
     (alone,) = cut(range(100, 100 + global_batch), 1, micro_batch, asked)
 
     steps = cut(range(100, 100 + global_batch), world_size, micro_batch, asked)
@@ -172,7 +172,7 @@ def test_leaves_are_the_same_samples_at_any_world_size(
 
 
 def test_the_last_leaf_may_be_smaller_and_ranks_without_one_run_a_spare_pass():
-    steps = cut(range(10, 17), 3, 2, Passes(leaves=True))
+    steps = cut(range(10, 17), 3, 2, MicrobatchRules(leaves=True))
 
     assert [[(p.leaf, p.indices, p.weights) for p in step.pieces] for step in steps] == [
         [(0, [10, 11], [1.0, 1.0]), (3, [16], [1.0])],
@@ -183,7 +183,7 @@ def test_the_last_leaf_may_be_smaller_and_ranks_without_one_run_a_spare_pass():
 
 def test_a_walk_cuts_its_steps_as_its_engine_asks():
     order = SampleOrder(101, 7)
-    asked = Passes(leaves=True)
+    asked = MicrobatchRules(leaves=True)
     walk = GlobalBatches(order, 6, 1, 2, 2, passes=asked)
 
     walk.next_step()
@@ -309,9 +309,9 @@ def test_a_state_without_a_count_of_samples_is_refused(consumed):
         (lambda: rank_positions(0, 4, 4, 4), "rank 4"),
         (lambda: rank_positions(0, 4, -1, 4), "rank -1"),
         (lambda: plan_micro_batches(4, 2, -1), "-1"),
-        (lambda: plan_micro_batches(4, 2, 0, Passes(leaves=True)), "set a micro batch"),
-        (lambda: plan_micro_batches(4, 2, 1, Passes(at_least=0)), "at least 0 passes"),
-        (lambda: plan_micro_batches(4, 2, 1, Passes(multiple_of=0)), "multiple of 0"),
+        (lambda: plan_micro_batches(4, 2, 0, MicrobatchRules(leaves=True)), "set a micro batch"),
+        (lambda: plan_micro_batches(4, 2, 1, MicrobatchRules(at_least=0)), "at least 0 passes"),
+        (lambda: plan_micro_batches(4, 2, 1, MicrobatchRules(multiple_of=0)), "multiple of 0"),
     ],
 )
 def test_impossible_numbers_are_refused(call, found):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import table as module
 from hpctrain.checkpoint.format.manifest import TensorEntry
-from hpctrain.checkpoint.format.shard import Piece, file_name
+from hpctrain.checkpoint.format.shard import ShardPiece, file_name
 from hpctrain.checkpoint.format.table import as_range, assemble
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
@@ -33,11 +33,11 @@ def refused(*ranks) -> str:
 
 
 def box(begin, extent, shape, name="w", dtype="F32"):
-    return Piece(name, dtype, tuple(shape), tuple(begin), tuple(extent))
+    return ShardPiece(name, dtype, tuple(shape), tuple(begin), tuple(extent))
 
 
 def flat(begin, count, shape, name="w", dtype="F32"):
-    return Piece(name, dtype, tuple(shape), (begin,), (count,), flat=True)
+    return ShardPiece(name, dtype, tuple(shape), (begin,), (count,), flat=True)
 
 
 def grid(shape, *counts, name="w"):

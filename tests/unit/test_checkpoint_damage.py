@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.checkpoint.format import table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, TornCheckpoint
 from tests.support import checkpoints as support
@@ -25,8 +25,8 @@ from tests.support.loading import loaded
 OLD, NEW = 1000, 2000
 FILES = (SHARD_0, SHARD_1, TABLE_NAME, MANIFEST_NAME)
 ALIKE = [
-    [Piece("model.w", "F32", (16, 16), (0, 0), (8, 16))],
-    [Piece("model.w", "F32", (16, 16), (8, 0), (8, 16))],
+    [ShardPiece("model.w", "F32", (16, 16), (0, 0), (8, 16))],
+    [ShardPiece("model.w", "F32", (16, 16), (8, 0), (8, 16))],
 ]
 """Two shards of the same size."""
 

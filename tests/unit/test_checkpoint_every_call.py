@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.store import find, retention
-from hpctrain.checkpoint.tensors.save import Place, commit_together
+from hpctrain.checkpoint.tensors.save import SavePlace, commit_together
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import CheckpointSettings
@@ -65,7 +65,7 @@ def _save(run, attempt, step):
     def write(path):
         return shard.write(path, pieces, sources, block_bytes=support.BLOCK_BYTES, step=step)
 
-    place = Place(run, attempt, CheckpointSettings())
+    place = SavePlace(run, attempt, CheckpointSettings())
     manifest = support.manifest(step, [])
     commit_together(place, world, manifest, pieces=pieces, write=write, started=0.0)
 

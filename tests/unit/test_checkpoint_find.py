@@ -160,7 +160,7 @@ def test_neither_age_nor_a_latest_file_nor_a_foreign_name_decides(run, attempt):
 
 def test_a_run_without_checkpoints_has_none_and_that_is_no_error(run):
     assert find.candidates(run) == []
-    assert find.choose(run) == find.Choice(None, [])
+    assert find.choose(run) == find.CheckpointChoice(None, [])
 
 
 def test_when_all_are_torn_none_is_taken_and_all_are_told(run, attempt):

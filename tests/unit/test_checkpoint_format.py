@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from hpctrain.checkpoint.format import manifest, shard, table
-from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import TornCheckpoint
@@ -74,13 +74,13 @@ def test_hpctrain_reads_every_tensor_of_the_sample():
     chunks = table.load(STEP, found.manifest)
     targets = {
         entry.name: Target(
-            Piece(entry.name, entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape),
+            ShardPiece(entry.name, entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape),
             bytearray(KNOWN[entry.name].nbytes),
         )
         for entry in found.manifest.tensors
     }
 
-    Source(STEP, found.manifest, chunks).read(list(targets.values()))
+    CheckpointSource(STEP, found.manifest, chunks).read(list(targets.values()))
 
     assert {name: bytes(target.buffer) for name, target in targets.items()} == {
         name: known.tobytes() for name, known in KNOWN.items()
@@ -184,11 +184,11 @@ def test_the_shards_and_the_table_that_this_version_writes_are_byte_for_byte_for
     assert again.dump() == (STEP / "chunks.table").read_bytes()
 
 
-def piece_of(listed, chunks, row) -> Piece:
+def piece_of(listed, chunks, row) -> ShardPiece:
     entry = listed.tensors[chunks.tensor[row]]
     pairs = slice(chunks.first_dim[row], chunks.first_dim[row + 1])
     begin, extent = tuple(chunks.begin[pairs].tolist()), tuple(chunks.extent[pairs].tolist())
-    return Piece(entry.name, entry.dtype, entry.shape, begin, extent, bool(chunks.flat[row]))
+    return ShardPiece(entry.name, entry.dtype, entry.shape, begin, extent, bool(chunks.flat[row]))
 
 
 def test_the_other_reader_reads_what_this_version_writes(tmp_path):

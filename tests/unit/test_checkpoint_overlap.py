@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format.geometry import Grid, Region, overlap
-from hpctrain.checkpoint.format.shard import DTYPES, Piece
+from hpctrain.checkpoint.format.shard import DTYPES, ShardPiece
 from hpctrain.checkpoint.format.table import ChunkTable
 from tests.support import checkpoints as support
 from tests.support import tilings
@@ -117,7 +117,7 @@ def test_a_missing_or_a_doubled_chunk_is_told_by_every_region_that_it_touches(dr
 
 
 def boxes(shape, *parts):
-    return [Piece("t", "U8", shape, begin, extent) for begin, extent in parts]
+    return [ShardPiece("t", "U8", shape, begin, extent) for begin, extent in parts]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_right_number_of_elements_is_not_enough(parts):
 
 
 def test_an_empty_box_is_in_nobodys_way():
-    flat = Piece("t", "U8", (4, 4), (0,), (16,), flat=True)
+    flat = ShardPiece("t", "U8", (4, 4), (0,), (16,), flat=True)
     empty, wanted = boxes((4, 4), ((0, 0), (0, 2)), ((1, 0), (2, 4)))
 
     assert found_for([flat, empty], wanted).runs.T.tolist() == [[0, 0, 4, 0, 8]]
@@ -155,8 +155,8 @@ def test_a_region_that_is_not_covered_tells_how_much_it_lacks():
 
 def test_flat_ranges_beside_boxes_that_are_none_are_refused():
     mixed = [
-        Piece("t", "U8", (4, 4), (0, 0), (4, 2)),
-        Piece("t", "U8", (4, 4), (0,), (8,), flat=True),
+        ShardPiece("t", "U8", (4, 4), (0, 0), (4, 2)),
+        ShardPiece("t", "U8", (4, 4), (0,), (8,), flat=True),
     ]
     wanted = boxes((4, 4), ((0, 0), (4, 4)))
 
@@ -168,12 +168,12 @@ def test_flat_ranges_beside_boxes_that_are_none_are_refused():
 @pytest.mark.parametrize("flat", [False, True])
 def test_rows_for_rows_are_runs_whatever_is_flat(flat):
     rows = [
-        Piece("t", "F32", (8, 3), (at * 3,), (6,), flat=True)
+        ShardPiece("t", "F32", (8, 3), (at * 3,), (6,), flat=True)
         if flat
-        else Piece("t", "F32", (8, 3), (at, 0), (2, 3))
+        else ShardPiece("t", "F32", (8, 3), (at, 0), (2, 3))
         for at in range(0, 8, 2)
     ]
-    wanted = Piece("t", "F32", (8, 3), (1, 0), (4, 3))
+    wanted = ShardPiece("t", "F32", (8, 3), (1, 0), (4, 3))
 
     found = found_for(rows, wanted)
 
@@ -184,7 +184,7 @@ def test_rows_for_rows_are_runs_whatever_is_flat(flat):
 def test_what_lies_in_one_column_of_boxes_on_both_sides_is_a_run():
     columns = boxes((8, 8), ((0, 0), (8, 4)), ((0, 4), (8, 4)))
 
-    found = found_for(columns, Piece("t", "U8", (8, 8), (2, 4), (3, 4)))
+    found = found_for(columns, ShardPiece("t", "U8", (8, 8), (2, 4), (3, 4)))
 
     assert found.grids == []
     assert found.runs.T.tolist() == [[0, 1, 8, 0, 12]]
@@ -201,7 +201,7 @@ def test_what_lies_in_one_column_of_boxes_on_both_sides_is_a_run():
 def test_dimensions_that_go_on_where_the_inner_one_ends_are_one_loop(begin, extent, grid):
     (chunk,) = boxes((6, 5, 4, 3), ((0, 0, 0, 0), (6, 5, 4, 3)))
 
-    found = found_for([chunk], Piece("t", "U8", (6, 5, 4, 3), begin, extent))
+    found = found_for([chunk], ShardPiece("t", "U8", (6, 5, 4, 3), begin, extent))
 
     assert found.grids == [(0, 0, grid)]
 

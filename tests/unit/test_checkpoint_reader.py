@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.format import reader, shard
 from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, TABLE_NAME, TensorEntry
 from hpctrain.checkpoint.format.patience import Patience
-from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from hpctrain.testing import points
 from tests.support import checkpoints as support
@@ -37,7 +37,7 @@ def target_of(piece, buffer=None):
 
 
 def box(begin, extent, name="model.w", dtype="F32", shape=(96, 16)):
-    return Piece(name, dtype, shape, begin, extent)
+    return ShardPiece(name, dtype, shape, begin, extent)
 
 
 def everything():
@@ -52,7 +52,7 @@ def everything():
 @pytest.fixture
 def source(tmp_path):
     """The small checkpoint: see `support.PIECES`."""
-    return Source(tmp_path, *support.bare(tmp_path, support.PIECES, WHOLE))
+    return CheckpointSource(tmp_path, *support.bare(tmp_path, support.PIECES, WHOLE))
 
 
 @settings(max_examples=300)
@@ -70,7 +70,7 @@ def test_any_region_is_read_from_any_tiling(tmp_path_factory, drawn, block, wind
     targets = [target_of(piece) for piece in wanted]
 
     with mock.patch.object(reader, "WINDOW_BYTES", window):
-        Source(directory, manifest, table).read(targets, threads=threads)
+        CheckpointSource(directory, manifest, table).read(targets, threads=threads)
 
     for piece, target in zip(wanted, targets, strict=True):
         assert bytes(target.buffer) == support.bytes_of(piece, whole[piece.name])
@@ -122,7 +122,7 @@ def test_a_damaged_chunk_table_is_found_when_it_is_opened(source):
     support.flip_bit(source.path / TABLE_NAME, 8 * 600)
 
     with pytest.raises(TornCheckpoint, match=f"^{TABLE_NAME}: digest"):
-        Source.open(source.path, source.manifest)
+        CheckpointSource.open(source.path, source.manifest)
 
 
 def test_truncation_at_any_length_is_found_and_the_file_named(source):
@@ -179,7 +179,7 @@ def test_a_handle_that_went_stale_is_opened_again(source, monkeypatch):
         return real_read(handle, *args)
 
     opened.first = True
-    patient = Source.open(source.path, source.manifest, Patience(0.01))
+    patient = CheckpointSource.open(source.path, source.manifest, Patience(0.01))
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "preadv", read)
 
@@ -203,7 +203,7 @@ def test_calls_that_give_less_than_asked_for_are_repeated(source, monkeypatch):
 
 def test_swapped_shards_of_one_size_are_found(tmp_path):
     ranks = [[box((0, 0), (48, 16))], [box((48, 0), (48, 16))]]
-    source = Source(tmp_path, *support.bare(tmp_path, ranks, WHOLE))
+    source = CheckpointSource(tmp_path, *support.bare(tmp_path, ranks, WHOLE))
     (tmp_path / SHARD_0).rename(tmp_path / "spare")
     (tmp_path / SHARD_1).rename(tmp_path / SHARD_0)
     (tmp_path / "spare").rename(tmp_path / SHARD_1)
@@ -287,13 +287,13 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(source):
 def test_memory_of_any_kind_is_filled(tmp_path):
     ranks = [
         [
-            Piece("c", "C64", (3, 2), (0, 0), (3, 2)),
-            Piece("b", "BOOL", (), (), ()),
-            Piece("n", "F32", (0,), (0,), (0,)),
+            ShardPiece("c", "C64", (3, 2), (0, 0), (3, 2)),
+            ShardPiece("b", "BOOL", (), (), ()),
+            ShardPiece("n", "F32", (0,), (0,), (0,)),
         ]
     ]
     whole = {"c": np.arange(6, dtype=np.complex64).tobytes(), "b": b"\1", "n": b""}
-    source = Source(tmp_path, *support.bare(tmp_path, ranks, whole))
+    source = CheckpointSource(tmp_path, *support.bare(tmp_path, ranks, whole))
     many, scalar = np.zeros((3, 2), np.complex64), np.zeros((), bool)
     empty = np.zeros(0, np.float32)
 
@@ -370,8 +370,10 @@ def count_calls(monkeypatch):
 
 
 def test_neighbouring_chunks_are_read_in_one_call(tmp_path, monkeypatch):
-    pieces = [Piece(f"t{n}", "U8", (10,), (0,), (10,)) for n in range(300)]
-    source = Source(tmp_path, *support.bare(tmp_path, [pieces], support.contents(1, [pieces])))
+    pieces = [ShardPiece(f"t{n}", "U8", (10,), (0,), (10,)) for n in range(300)]
+    source = CheckpointSource(
+        tmp_path, *support.bare(tmp_path, [pieces], support.contents(1, [pieces]))
+    )
     calls = count_calls(monkeypatch)
 
     source.read([target_of(piece) for piece in pieces])
@@ -383,10 +385,10 @@ def test_neighbouring_chunks_are_read_in_one_call(tmp_path, monkeypatch):
 
 
 def test_small_blocks_make_no_more_buffers_than_the_kernel_takes(tmp_path):
-    ranks = [[Piece("t", "U8", (100_000,), (0,), (100_000,))]]
+    ranks = [[ShardPiece("t", "U8", (100_000,), (0,), (100_000,))]]
     whole = support.contents(1, ranks)
-    source = Source(tmp_path, *support.bare(tmp_path, ranks, whole, block_bytes=8))
-    target = target_of(Piece("t", "U8", (100_000,), (3,), (99_990,)))
+    source = CheckpointSource(tmp_path, *support.bare(tmp_path, ranks, whole, block_bytes=8))
+    target = target_of(ShardPiece("t", "U8", (100_000,), (3,), (99_990,)))
 
     source.read([target])
 
@@ -394,10 +396,10 @@ def test_small_blocks_make_no_more_buffers_than_the_kernel_takes(tmp_path):
 
 
 def test_blocks_that_hold_nothing_of_a_column_are_not_read(tmp_path):
-    rows = Piece("t", "U8", (20, 256), (0, 0), (20, 256))
+    rows = ShardPiece("t", "U8", (20, 256), (0, 0), (20, 256))
     whole = support.contents(1, [[rows]])
-    source = Source(tmp_path, *support.bare(tmp_path, [[rows]], whole, block_bytes=64))
-    column = Piece("t", "U8", (20, 256), (0, 70), (20, 50))
+    source = CheckpointSource(tmp_path, *support.bare(tmp_path, [[rows]], whole, block_bytes=64))
+    column = ShardPiece("t", "U8", (20, 256), (0, 70), (20, 50))
     target = target_of(column)
 
     assert source.read([target]) == 20 * 64
@@ -417,7 +419,7 @@ def test_no_more_than_115_percent_of_what_is_needed_is_read(tmp_path, ranks):
         report = shard.write(tmp_path / shard.file_name(rank), [piece], [data])
         parts.append(support.part_of([piece], report))
     support.commit.write_table(tmp_path, manifest, parts)
-    source = Source.open(tmp_path, manifest)
+    source = CheckpointSource.open(tmp_path, manifest)
     per = -(-4096 // ranks)
 
     total = 0
@@ -443,7 +445,7 @@ def test_beside_the_destination_little_memory_is_taken(tmp_path, columns):
     target = target_of(box((0, low), (4096, count), shape=shape), into)
 
     tracemalloc.start()
-    Source.open(tmp_path, manifest).read([target], threads=2)
+    CheckpointSource.open(tmp_path, manifest).read([target], threads=2)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
-from hpctrain.checkpoint.store.retention import Row, Why, to_delete
+from hpctrain.checkpoint.store.retention import CheckpointRow, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
 from hpctrain.history.run_state import standing
 from hpctrain.run import events as ledger
@@ -27,7 +27,7 @@ ROWS = st.dictionaries(
     st.integers(0, 60), st.tuples(st.booleans(), st.booleans(), LOSSES), max_size=15
 ).map(
     lambda found: [
-        Row(step, valid, pinned, {} if loss is None else {"loss": loss})
+        CheckpointRow(step, valid, pinned, {} if loss is None else {"loss": loss})
         for step, (valid, pinned, loss) in found.items()
     ]
 )
@@ -55,8 +55,10 @@ def attempt(run):
 
 def rows(*steps, **losses):
     """Valid rows of these steps; `s1000=0.5` is one with that loss."""
-    found = [Row(step, valid=True) for step in steps]
-    return found + [Row(int(n[1:]), valid=True, metrics={"loss": v}) for n, v in losses.items()]
+    found = [CheckpointRow(step, valid=True) for step in steps]
+    return found + [
+        CheckpointRow(int(n[1:]), valid=True, metrics={"loss": v}) for n, v in losses.items()
+    ]
 
 
 def valid_steps(found):
@@ -101,14 +103,18 @@ def test_the_last_ones_and_every_so_many_stay():
 
 
 def test_torn_ones_never_count():
-    found = [*rows(1000, 2000), Row(3000, valid=False), Row(4000, valid=False)]
+    found = [*rows(1000, 2000), CheckpointRow(3000, valid=False), CheckpointRow(4000, valid=False)]
 
     assert to_delete(found, keep_last=2) == []
     assert to_delete(found, keep_last=1) == [1000]
 
 
 def test_pinned_ones_stay_torn_or_not():
-    found = [Row(1000, valid=True, pinned=True), Row(2000, valid=False, pinned=True), *rows(3, 4)]
+    found = [
+        CheckpointRow(1000, valid=True, pinned=True),
+        CheckpointRow(2000, valid=False, pinned=True),
+        *rows(3, 4),
+    ]
 
     assert to_delete([*found, *rows(5000)], keep_last=1) == [3, 4]
 
@@ -141,7 +147,7 @@ def test_what_is_no_finite_number_is_never_best(best_is, value):
 
 
 def test_a_torn_one_is_never_best():
-    found = [Row(1000, valid=False, metrics={"loss": 0.0}), *rows(s2000=1.0, s3000=2.0)]
+    found = [CheckpointRow(1000, valid=False, metrics={"loss": 0.0}), *rows(s2000=1.0, s3000=2.0)]
 
     assert to_delete(found, keep_last=1, keep_best=1, best_metric="loss") == [1000]
 
@@ -202,7 +208,8 @@ def test_without_a_metric_whether_an_older_one_is_valid_makes_no_difference(foun
     rules["keep_best"] = 0
     counted = valid_steps(found)[: rules["keep_last"]]
     not_looked_at = [
-        Row(row.step, row.valid and row.step in counted, row.pinned, row.metrics) for row in found
+        CheckpointRow(row.step, row.valid and row.step in counted, row.pinned, row.metrics)
+        for row in found
     ]
 
     assert to_delete(found, **rules) == to_delete(not_looked_at, **rules)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.shard import Piece, Report, blocks_of, file_name, write
+from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport, blocks_of, file_name, write
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
 
@@ -29,8 +29,8 @@ TORCH = {
 }  # fmt: skip
 
 
-def whole(name: str, dtype: str, *shape: int) -> Piece:
-    return Piece(name, dtype, shape, (0,) * len(shape), shape)
+def whole(name: str, dtype: str, *shape: int) -> ShardPiece:
+    return ShardPiece(name, dtype, shape, (0,) * len(shape), shape)
 
 
 def filled(pieces, seed=0):
@@ -43,7 +43,7 @@ def views(contents):
     return [memoryview(content) for content in contents]
 
 
-def written(path, pieces, contents, **options) -> Report:
+def written(path, pieces, contents, **options) -> ShardReport:
     return write(path, pieces, views(contents), block_bytes=BLOCK, **options)
 
 
@@ -103,7 +103,7 @@ def test_the_values_that_numpy_reads_are_those_that_were_written(path):
 
 
 def test_a_box_is_stored_under_its_tensors_name_with_the_boxs_own_shape(path):
-    piece = Piece("model.w", "U8", (8, 4), (6, 1), (2, 3))
+    piece = ShardPiece("model.w", "U8", (8, 4), (6, 1), (2, 3))
 
     written(path, [piece], [bytes(range(6))])
 
@@ -113,10 +113,10 @@ def test_a_box_is_stored_under_its_tensors_name_with_the_boxs_own_shape(path):
 
 def test_torch_is_told_where_boxes_lie_and_that_what_has_a_key_of_its_own_is_by_itself(path):
     pieces = [
-        Piece("a", "U8", (8, 4), (6, 0), (2, 4)),
-        Piece("a", "U8", (8, 4), (0, 2), (2, 2)),
-        Piece("b", "U8", (9,), (5,), (4,), flat=True),
-        Piece("c", "U8", (), (), ()),
+        ShardPiece("a", "U8", (8, 4), (6, 0), (2, 4)),
+        ShardPiece("a", "U8", (8, 4), (0, 2), (2, 2)),
+        ShardPiece("b", "U8", (9,), (5,), (4,), flat=True),
+        ShardPiece("c", "U8", (), (), ()),
     ]
 
     written(path, pieces, filled(pieces))
@@ -133,10 +133,10 @@ def test_torch_is_told_where_boxes_lie_and_that_what_has_a_key_of_its_own_is_by_
 
 def test_a_second_box_and_a_flat_range_have_keys_of_their_own(path):
     pieces = [
-        Piece("a", "U8", (8, 4), (6, 0), (2, 4)),
-        Piece("a", "U8", (8, 4), (0, 2), (2, 2)),
-        Piece("a", "U8", (8, 4), (4,), (2,), flat=True),
-        Piece("b", "U8", (9,), (5,), (4,), flat=True),
+        ShardPiece("a", "U8", (8, 4), (6, 0), (2, 4)),
+        ShardPiece("a", "U8", (8, 4), (0, 2), (2, 2)),
+        ShardPiece("a", "U8", (8, 4), (4,), (2,), flat=True),
+        ShardPiece("b", "U8", (9,), (5,), (4,), flat=True),
     ]
     contents = filled(pieces)
 
@@ -328,15 +328,15 @@ def test_a_chunk_has_as_many_blocks_as_its_bytes_fill(nbytes, block):
 
 
 def test_a_piece_takes_the_bytes_of_its_part_only():
-    assert Piece("w", "BF16", (8, 4), (6, 1), (2, 3)).nbytes == 12
-    assert Piece("w", "F32", (8, 4), (6,), (5,), flat=True).nbytes == 20
-    assert Piece("step", "I64", (), (), ()).nbytes == 8
+    assert ShardPiece("w", "BF16", (8, 4), (6, 1), (2, 3)).nbytes == 12
+    assert ShardPiece("w", "F32", (8, 4), (6,), (5,), flat=True).nbytes == 20
+    assert ShardPiece("step", "I64", (), (), ()).nbytes == 8
     assert file_name(3) == "shard-00003.safetensors"
 
 
 def test_what_the_support_module_cuts_out_is_what_is_written(tmp_path):
     """The other tests' way to write a checkpoint: the pieces hold their parts of the tensor."""
-    piece = Piece("w", "U8", (3, 4), (1, 1), (2, 2))
+    piece = ShardPiece("w", "U8", (3, 4), (1, 1), (2, 2))
 
     support.write_pieces(tmp_path, [[piece]], {"w": bytes(range(12))})
 

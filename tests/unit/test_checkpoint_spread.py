@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format.geometry import my_part
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from tests.support import tilings
 from tests.support.checkpoints import elements_of
 from tests.support.parts import whole
@@ -27,7 +27,7 @@ def held(draw):
         shape = draw(tilings.shapes(largest=12))
         begin, extent = draw(st.sampled_from(draw(tilings.cuts(shape))))
         dtype = draw(st.sampled_from(tilings.DTYPES))
-        pieces.append(Piece(f"t{number}", dtype, shape, begin, extent))
+        pieces.append(ShardPiece(f"t{number}", dtype, shape, begin, extent))
     return pieces
 
 
@@ -109,7 +109,7 @@ def test_one_alone_writes_everything_as_it_holds_it():
 
 
 def test_a_cut_goes_to_the_nearest_row_of_the_first_dimension_that_has_two():
-    piece = Piece("w", "F32", (9, 16, 10), (4, 2, 0), (1, 10, 10))
+    piece = ShardPiece("w", "F32", (9, 16, 10), (4, 2, 0), (1, 10, 10))
 
     parts = all_parts([piece], 3)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import table
 from hpctrain.checkpoint.format.manifest import TABLE_NAME
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.errors import TornCheckpoint
 from tests.support import checkpoints as support
 from tests.support import tilings
@@ -22,14 +22,14 @@ from tests.support.parts import made
 
 RANKS = [
     [
-        Piece("w", "F32", (9, 16), (0, 0), (5, 16)),
-        Piece("step", "I64", (), (), ()),
-        Piece("b", "BF16", (100,), (0,), (60,), flat=True),
+        ShardPiece("w", "F32", (9, 16), (0, 0), (5, 16)),
+        ShardPiece("step", "I64", (), (), ()),
+        ShardPiece("b", "BF16", (100,), (0,), (60,), flat=True),
     ],
     [
-        Piece("b", "BF16", (100,), (60,), (40,), flat=True),
-        Piece("w", "F32", (9, 16), (5, 0), (4, 16)),
-        Piece("none", "U8", (0, 3), (0, 0), (0, 3)),
+        ShardPiece("b", "BF16", (100,), (60,), (40,), flat=True),
+        ShardPiece("w", "F32", (9, 16), (5, 0), (4, 16)),
+        ShardPiece("none", "U8", (0, 3), (0, 0), (0, 3)),
     ],
 ]
 
@@ -243,7 +243,7 @@ def test_a_chunk_that_lies_behind_the_files_end_or_not_at_its_neighbours_is_refu
 
 
 def test_rows_that_are_not_sorted_by_file_are_refused_for_rows_in_would_miss_some():
-    halves = [Piece("w", "U8", (4, 8), (at, 0), (2, 8)) for at in (0, 2)]
+    halves = [ShardPiece("w", "U8", (4, 8), (at, 0), (2, 8)) for at in (0, 2)]
     whole, manifest = made([[half] for half in halves])
     content = dataclasses.replace(whole, file=whole.file[::-1]).dump()
 

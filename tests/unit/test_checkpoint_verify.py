@@ -148,7 +148,7 @@ def test_swapped_shards_of_one_size_are_found(tmp_path):
     half = [replace(support.PIECES[0][0], begin=(at, 0), extent=(48, 16)) for at in (0, 48)]
     ranks = [[half[0]], [half[1]]]
     manifest, _ = support.bare(tmp_path, ranks, support.contents(1, ranks))
-    found = find.Found(1000, tmp_path, manifest, None)
+    found = find.FoundCheckpoint(1000, tmp_path, manifest, None)
     assert verify.verify(found) == []
     (tmp_path / SHARD_0).rename(tmp_path / "spare")
     (tmp_path / SHARD_1).rename(tmp_path / SHARD_0)

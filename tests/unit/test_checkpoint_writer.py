@@ -22,11 +22,16 @@ import xxhash
 
 import hpctrain
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.tensors import writer
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
-from hpctrain.checkpoint.tensors.writer import Writer, WriterTimeout
-from hpctrain.checkpoint.tensors.writer_process import SHIELDED, Failure, Request, frame
+from hpctrain.checkpoint.tensors.writer import ShardWriter, WriterTimeout
+from hpctrain.checkpoint.tensors.writer_process import (
+    SHIELDED,
+    WriteFailure,
+    WriteRequest,
+    frame,
+)
 from hpctrain.errors import CheckpointError
 from hpctrain.testing.faults import armed
 from tests.support import small_disk as disks
@@ -42,22 +47,22 @@ WRITER = """
 import os, sys
 sys.path[:0] = {path!r}
 from hpctrain.checkpoint.tensors.arena import Arena
-from hpctrain.checkpoint.format.shard import Piece
-from hpctrain.checkpoint.tensors.writer_process import Request
-from hpctrain.checkpoint.tensors.writer import Writer
+from hpctrain.checkpoint.format.shard import ShardPiece
+from hpctrain.checkpoint.tensors.writer_process import WriteRequest
+from hpctrain.checkpoint.tensors.writer import ShardWriter
 from pathlib import Path
 arena = Arena(16 << 20)
 arena.view(0, 4)[:] = b"abcd"
 def request(path, pieces, nbytes):
-    parts = [Piece(f"w{{i}}", "U8", (nbytes,), (0,), (nbytes,)) for i in range(pieces)]
-    return Request(Path(path), parts, [0] * pieces, 512 << 10, 4 << 20, 1, 7, 0)
+    parts = [ShardPiece(f"w{{i}}", "U8", (nbytes,), (0,), (nbytes,)) for i in range(pieces)]
+    return WriteRequest(Path(path), parts, [0] * pieces, 512 << 10, 4 << 20, 1, 7, 0)
 """
 """How a rank of its own begins, in a test."""
 
 
 @pytest.fixture
 def one():
-    with Writer() as made:
+    with ShardWriter() as made:
         yield made
 
 
@@ -75,12 +80,12 @@ def filled(arena, sizes, seed=0):
     for offset, size in zip(offsets, sizes, strict=False):
         view = np.frombuffer(arena.view(offset, size), np.uint8)
         view[:] = random.integers(0, 256, size, dtype=np.uint8)
-    pieces = [Piece(f"w{i}", "U8", (size,), (0,), (size,)) for i, size in enumerate(sizes)]
+    pieces = [ShardPiece(f"w{i}", "U8", (size,), (0,), (size,)) for i, size in enumerate(sizes)]
     return pieces, offsets[:-1]
 
 
 def request(path, pieces, offsets, threads=1):
-    return Request(path, pieces, offsets, BLOCK, 2 * MIB, threads, step=7, rank=3)
+    return WriteRequest(path, pieces, offsets, BLOCK, 2 * MIB, threads, step=7, rank=3)
 
 
 def small(path, arena):
@@ -91,7 +96,7 @@ def small(path, arena):
 def endless(path, arena):
     """A request that takes seconds: much to write, though the arena is small."""
     arena.ensure(16 * MIB)
-    piece = Piece("w", "U8", (16 * MIB,), (0,), (16 * MIB,))
+    piece = ShardPiece("w", "U8", (16 * MIB,), (0,), (16 * MIB,))
     return request(path, [piece] * 256, [0] * 256)
 
 
@@ -145,7 +150,7 @@ def test_a_shard_and_its_report_are_those_that_the_rank_itself_would_have_made(
 
 def test_a_rank_without_bytes_gets_its_shard_too(one, tmp_path):
     with Arena() as empty:
-        piece = Piece("nothing", "F32", (0, 4), (0, 0), (0, 4))
+        piece = ShardPiece("nothing", "F32", (0, 4), (0, 0), (0, 4))
         one.begin(request(tmp_path / "shard", [piece], [0]), empty)
         assert one.wait(PATIENCE).size == (tmp_path / "shard").stat().st_size
 
@@ -176,7 +181,9 @@ def test_an_arena_that_has_grown_or_is_another_reaches_the_process(one, arena, t
 def test_begin_returns_at_once_even_if_the_process_does_not_move(one, arena, tmp_path):
     pid = ready(one, arena, tmp_path / "before")
     os.kill(pid, signal.SIGSTOP)
-    many = [Piece(f"a.long.name.of.a.tensor.{i}", "U8", (9,), (0,), (9,)) for i in range(20_000)]
+    many = [
+        ShardPiece(f"a.long.name.of.a.tensor.{i}", "U8", (9,), (0,), (9,)) for i in range(20_000)
+    ]
     began = time.monotonic()
     one.begin(request(tmp_path / "shard", many, [0] * len(many)), arena)
     assert time.monotonic() - began < 2.0
@@ -250,7 +257,7 @@ def test_a_full_disk_is_an_error_with_its_errno(one, arena, small_disk):
 
 
 def test_the_process_reaches_its_point_with_rank_and_step_before_it_begins(arena, tmp_path):
-    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), Writer() as failing:
+    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), ShardWriter() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="Disk quota exceeded") as caught:
             failing.wait(PATIENCE)
@@ -302,7 +309,7 @@ def test_the_end_of_the_process_is_seen_though_another_one_holds_its_socket(
         return popen(*args, **kwargs)
 
     monkeypatch.setattr(subprocess, "Popen", leaky)
-    with Writer() as leaking:
+    with ShardWriter() as leaking:
         leaking.begin(endless(tmp_path / "shard", arena), arena)
         os.kill(leaking.pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match="killed by SIGKILL"):
@@ -420,7 +427,7 @@ def test_abandoning_nothing_leaves_the_process_alone(one, arena, tmp_path):
 
 
 def test_closing_kills_and_leaves_no_zombie_and_can_be_repeated(arena, tmp_path):
-    closing = Writer()
+    closing = ShardWriter()
     closing.begin(endless(tmp_path / "shard", arena), arena)
     until(begun_to_write(tmp_path / "shard"))
     pid = closing.pid
@@ -450,7 +457,7 @@ def test_a_writer_is_not_started_by_a_thread_that_may_end_before_it():
     refused = []
 
     def start():
-        with contextlib.suppress(RuntimeError), Writer():
+        with contextlib.suppress(RuntimeError), ShardWriter():
             return
         refused.append(True)
 
@@ -465,7 +472,7 @@ def test_a_process_that_cannot_be_started_is_one_line_that_says_what_to_do(monke
     with pytest.raises(
         CheckpointError, match=r'No such file.* set checkpoint\.mode = "sync"'
     ) as it:
-        Writer()
+        ShardWriter()
     assert "\n" not in str(it.value)
 
 
@@ -473,13 +480,13 @@ def test_a_process_that_ends_as_it_starts_is_an_error_with_its_exit_code(
     arena, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writer, "BOOT", "raise SystemExit(3)")
-    with Writer() as failing:
+    with ShardWriter() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="ended with exit code 3"):
             failing.wait(PATIENCE)
 
 
-GOOD = pickle.dumps(Failure("made up", None))
+GOOD = pickle.dumps(WriteFailure("made up", None))
 FORGED = {
     "noise": (b"\xff" * 100, "it answers request 18446744073709551615, not 1"),
     "half a frame": (frame(1, GOOD)[:10], "ended with exit code 0"),
@@ -505,7 +512,7 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 ):
     with monkeypatch.context() as forging:
         forging.setattr(writer, "BOOT", FORGER.format(answer=answer))
-        broken = Writer()
+        broken = ShardWriter()
     with broken:
         pid = broken.pid
         broken.begin(small(tmp_path / "shard", arena), arena)
@@ -520,7 +527,7 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PATIENCE_S", 0.05)
     monkeypatch.setattr(writer, "BOOT", FORGER.format(answer=b"") + "import time; time.sleep(600)")
-    with Writer() as deaf:
+    with ShardWriter() as deaf:
         pid = deaf.pid
         deaf.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="has stopped answering"):
@@ -535,7 +542,7 @@ def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatc
 
 ORPHANED = """
 import signal
-one = Writer()
+one = ShardWriter()
 one.begin(request({path!r}, 256, 16 << 20), arena)
 print(one.pid, flush=True)
 sys.stdin.readline()
@@ -561,7 +568,7 @@ def test_the_process_is_gone_when_its_rank_is_killed(tmp_path):
 
 
 def test_slurms_signals_do_not_end_the_process_not_even_as_it_starts(arena, tmp_path):
-    with Writer() as one:
+    with ShardWriter() as one:
         pid = one.pid
         for signum in SHIELDED:
             os.kill(pid, signum)
@@ -581,7 +588,7 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
     os.set_inheritable(writing, True)  # noqa: FBT003 - the only form it has
     try:
         pipe = Path(f"/proc/self/fd/{writing}").readlink()
-        with Writer() as one:
+        with ShardWriter() as one:
             pid = ready(one, arena, tmp_path / "shard")
             open_there = {entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()}
     finally:
@@ -602,7 +609,7 @@ def test_the_process_has_the_ranks_environment_and_one_thread(arena, tmp_path, m
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("HPCTRAIN_FAULTS", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with Writer() as one:
+    with ShardWriter() as one:
         pid = ready(one, arena, tmp_path / "shard")
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         threads = status_kib(pid, "Threads")
@@ -621,7 +628,7 @@ def test_the_process_writes_from_the_arena_without_a_copy_of_it(one, arena, tmp_
 
 def test_what_the_process_says_goes_to_the_ranks_log(arena, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(writer, "BOOT", "print('these words'); raise SystemExit(1)")
-    with Writer() as failing:
+    with ShardWriter() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="last words"):
             failing.wait(PATIENCE)
@@ -642,7 +649,7 @@ def test_neither_side_imports_torch_or_what_else_is_slow(module):
 
 FOREIGN = """
 os.environ["PYTHONPATH"] = {traps!r}
-with Writer() as one:
+with ShardWriter() as one:
     one.begin(request({path!r}, 1, 4), arena)
     print(one.wait(60).size, one.pid)
 """

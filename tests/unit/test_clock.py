@@ -10,7 +10,7 @@ import pytest
 from hpctrain.base.records import StopCause
 from hpctrain.plan import interval
 from hpctrain.run import events as ledger
-from hpctrain.runtime.agreement import STOP_TERM, WARNED, Wish
+from hpctrain.runtime.agreement import STOP_TERM, WARNED, StopRequest
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.run import Run
 from hpctrain.runtime.save_policy import LEAVE_S, JobClock
@@ -161,7 +161,7 @@ def test_a_warning_is_kept_until_all_ranks_have_heard_it(run, agreed, heard, ask
     warnings = []
     run._listener = SimpleNamespace(interrupted=False, term=False, warned=True)
     run._watcher = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
-    run._agreement = SimpleNamespace(tick=lambda wish: Wish(agreed if wish.stop else 99))
+    run._agreement = SimpleNamespace(tick=lambda wish: StopRequest(agreed if wish.stop else 99))
     run._telemetry = SimpleNamespace(wishes_to_tell=lambda: False)
     run.world, run._saves = SimpleNamespace(rank=0), None
 

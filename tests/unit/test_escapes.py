@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.events import append
-from hpctrain.terminal import Cleaned, border, clean, clean_log
+from hpctrain.terminal import CleanedStream, border, clean, clean_log
 from tests.support.ledger_runs import Story
 
 EVIL = "\x1b]52;c;SGFjaw==\x07\x1b[1A\x1b[2K\x9b2J\x1b[8mhidden\u202e\r"
@@ -140,7 +140,7 @@ def test_the_border_is_put_up_once_and_taken_down(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
     with border(), border():
-        assert isinstance(sys.stdout, Cleaned)
+        assert isinstance(sys.stdout, CleanedStream)
         assert sys.stdout.stream is out
         print("\x1b[2J→")
     assert sys.stdout is out

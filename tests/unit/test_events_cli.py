@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import events as events_cli
-from hpctrain.cli.events import Lines, Reading
+from hpctrain.cli.events import EventLines, Reading
 from hpctrain.cli.main import main
 from hpctrain.logs import follow as log_follow
 from hpctrain.run.events import Event, append, read
@@ -239,7 +239,7 @@ def test_following_ends_with_the_run(story, tmp_path):
 
 def test_step_marks_are_gathered_while_one_follows(story, monkeypatch):
     """A line every few seconds would hide what matters."""
-    reading = Reading(story.run, Lines(None, None, None, fold=True, as_json=False))
+    reading = Reading(story.run, EventLines(None, None, None, fold=True, as_json=False))
     assert "steps 31 to 40" not in list(reading.new(last=False))[-1]
     story.steps(2, 41, 50)
     assert list(reading.new(last=False)) == []
@@ -259,7 +259,7 @@ def test_a_ledger_of_many_marks_is_read_without_parsing_them(story, monkeypatch)
         file.write(marks)
     parsed = []
     monkeypatch.setattr("hpctrain.run.events.parse", _counting(parsed))
-    reading = Reading(story.run, Lines(None, None, None, fold=True, as_json=False))
+    reading = Reading(story.run, EventLines(None, None, None, fold=True, as_json=False))
     assert "1001 marks" in list(reading.new(last=True))[-1]
     assert len(parsed) < 20
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.exchange import diff
-from hpctrain.checkpoint.format.reader import Source
+from hpctrain.checkpoint.format.reader import CheckpointSource
 from tests.support.exchange import Commands, made_run, save, some
 
 
@@ -40,7 +40,7 @@ STATE = {"data": {"samples_consumed": 1}, "extra": {}}
 def test_the_same_cut_alike_is_known_without_reading(run, told, monkeypatch):
     save(run, 1, some(), ranks=2, **STATE)
     save(run, 2, some(), ranks=2, **STATE)
-    monkeypatch.setattr(Source, "read", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(CheckpointSource, "read", lambda *_, **__: pytest.fail("it was read"))
 
     assert told(run.name, 1, 2) == {
         "compared": ["lm-1:1", "lm-1:2"],
@@ -124,7 +124,7 @@ def test_state_beside_the_tensors_counts(run, told):
 def test_quick_reads_nothing_where_digests_can_say(run, told, monkeypatch):
     save(run, 1, {"model.a": torch.ones(3)}, **STATE)
     save(run, 2, {"model.a": torch.zeros(3)}, **STATE)
-    monkeypatch.setattr(Source, "read", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(CheckpointSource, "read", lambda *_, **__: pytest.fail("it was read"))
 
     (row,) = told(run.name, 1, 2, "--quick")["changed"]
 

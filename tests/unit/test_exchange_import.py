@@ -31,7 +31,7 @@ from hpctrain.checkpoint.exchange import (
     safetensors,
     to_torch,
 )
-from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.manifest import file_digest
 from hpctrain.checkpoint.store import commit, find, verify
@@ -471,7 +471,7 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed(run, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1000)}, path)
     contents = open_source.read(path)
-    tensors, _ = name_all(contents, Request())
+    tensors, _ = name_all(contents, NameRequest())
 
     def on_bytes(_):
         content = bytearray(path.read_bytes())
@@ -488,7 +488,7 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed(run, tmp_path):
 def test_an_interrupted_import_leaves_nothing(run, tmp_path):
     save_file({"a": torch.ones(10), "b": torch.ones(10)}, tmp_path / "a.safetensors")
     contents = open_source.read(tmp_path / "a.safetensors")
-    tensors, _ = name_all(contents, Request())
+    tensors, _ = name_all(contents, NameRequest())
     told = iter(range(9))
 
     def on_bytes(_):
@@ -535,7 +535,7 @@ def test_the_import_is_in_the_ledger_and_status_and_list_work(run, call, tmp_pat
 def test_a_large_tensor_is_read_once_to_be_written_and_once_to_be_compared(run, tmp_path):
     save_file({"a": torch.ones(3 << 20), "b": torch.ones(2)}, tmp_path / "a.safetensors")
     contents = open_source.read(tmp_path / "a.safetensors")
-    tensors, _ = name_all(contents, Request())
+    tensors, _ = name_all(contents, NameRequest())
     reads = []
 
     def counted(one):
@@ -550,7 +550,7 @@ def test_memory_holds_the_largest_tensor_not_the_checkpoint(run, tmp_path):
     size = 4 << 20
     save_file({f"w{n}": torch.full((size // 4,), float(n)) for n in range(10)}, tmp_path / "a")
     contents = open_source.read(tmp_path / "a", "safetensors")
-    tensors, _ = name_all(contents, Request())
+    tensors, _ = name_all(contents, NameRequest())
 
     tracemalloc.start()
     try:

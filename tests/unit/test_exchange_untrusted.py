@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import hpctrain
 from hpctrain.checkpoint.exchange import from_dcp, open_source
-from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
@@ -222,7 +222,7 @@ def sources(folder):
 
 
 def read_all(source):
-    tensors, _ = name_all(open_source.read(source), Request())
+    tensors, _ = name_all(open_source.read(source), NameRequest())
     return [one.read() for one in tensors]
 
 

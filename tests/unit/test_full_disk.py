@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchSide, Start, finish
-from hpctrain.agent.ending import Aftermath
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts, finish
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
@@ -182,12 +182,14 @@ def conclude(run, scheduler, end, cause=None):
     context = JobContext("7", 0, 0, ["n1", "n2"], "n1", 20000, "tok-1")
     watch = Watch()
     watch.cause = cause
-    return Aftermath(run, load_spec(run.spec), context, scheduler).conclude(1, end, watch)
+    return AttemptEnding(run, load_spec(run.spec), context, scheduler).conclude(1, end, watch)
 
 
 def after(run, scheduler, *, rc=0, term=False, restarts=0, slept=None):
-    start = Start("7", restarts, "tok-1", ["n1", "n2"], rc, term)
-    return BatchSide(run, start, scheduler, (slept if slept is not None else []).append).finish()
+    start = JobStartFacts("7", restarts, "tok-1", ["n1", "n2"], rc, term)
+    return BatchScriptSide(
+        run, start, scheduler, (slept if slept is not None else []).append
+    ).finish()
 
 
 def test_a_preempted_job_is_requeued(training, capsys):
@@ -251,8 +253,8 @@ def test_before_sigkill_there_is_no_pause(training):
 def test_a_pause_ends_before_the_job_does(monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1000.0)
 
-    assert Start("7", 9, "", [], 1, term=False, end_time=1100.0).pause_s() == 40.0
-    assert Start("7", 9, "", [], 1, term=False, end_time=900.0).pause_s() == 0.0
+    assert JobStartFacts("7", 9, "", [], 1, term=False, end_time=1100.0).pause_s() == 40.0
+    assert JobStartFacts("7", 9, "", [], 1, term=False, end_time=900.0).pause_s() == 0.0
 
 
 def stale(times):
@@ -272,7 +274,9 @@ def test_a_ledger_that_cannot_be_read_for_a_moment_is_read_again(training, monke
     monkeypatch.setattr(ledger, "read", stale(3))
     scheduler, slept = Scheduler(RUNNING), []
 
-    code = finish(training, Start("7", 0, "tok-1", ["n1"], 93, term=False), scheduler, slept.append)
+    code = finish(
+        training, JobStartFacts("7", 0, "tok-1", ["n1"], 93, term=False), scheduler, slept.append
+    )
 
     assert (code, slept, scheduler.requeues) == (93, [2.0, 2.0, 2.0], 0)
 
@@ -290,7 +294,7 @@ def test_where_the_ledger_stays_away_slurms_word_decides(
 ):
     monkeypatch.setattr(ledger, "read", stale(1000))
     scheduler = Scheduler(facts)
-    start = Start("7", 0, "tok-1", ["n1"], 137, term=True)
+    start = JobStartFacts("7", 0, "tok-1", ["n1"], 137, term=True)
 
     assert finish(training, start, scheduler, lambda _: None) == code
 

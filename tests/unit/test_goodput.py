@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.base.records import JobStart
 from hpctrain.history.attempts import attempts
-from hpctrain.history.goodput import Goodput, Spent, goodput, window
+from hpctrain.history.goodput import Goodput, TimeClass, goodput, window
 from hpctrain.history.timeline import _CHANGES, _SUBMITS
 from hpctrain.run.events import Event
 from hpctrain.scheduler.local.client import LocalCluster
@@ -63,9 +63,9 @@ def assert_adds_up(found: Goodput) -> None:
     """The slices are in order, apart from each other, and the sums are theirs."""
     assert all(one.start < one.end for one in found.slices)
     assert all(before.end <= after.start for before, after in pairwise(found.slices))
-    assert all((one.kind is Spent.QUEUE) == (one.nodes == 0) for one in found.slices)
-    assert set(found.seconds) == set(Spent)
-    assert set(found.node_seconds) == set(Spent) - {Spent.QUEUE}
+    assert all((one.kind is TimeClass.QUEUE) == (one.nodes == 0) for one in found.slices)
+    assert set(found.seconds) == set(TimeClass)
+    assert set(found.node_seconds) == set(TimeClass) - {TimeClass.QUEUE}
     wall = math.fsum(one.seconds for one in found.slices)
     held = math.fsum(one.seconds * one.nodes for one in found.slices)
     assert found.submitted_s == pytest.approx(wall)
@@ -120,7 +120,7 @@ def test_nodes_weigh_what_they_were_in_each_attempt():
 
     found = goodput(log.events, now=1400)
 
-    assert found.node_seconds[Spent.STARTUP] == 2 * 30 + 5 * 100
+    assert found.node_seconds[TimeClass.STARTUP] == 2 * 30 + 5 * 100
     assert found.allocated_s == 2 * 900 + 5 * 100
     assert found.submitted_s == 1400
     assert found.useful_of_allocated == pytest.approx(2 * 622 / 2300)
@@ -298,7 +298,7 @@ def test_idle_time_between_an_end_for_good_and_the_resume_counts_nowhere():
     found = goodput(log.events, now=50_100)
 
     assert found.submitted_s == 1000 + 100
-    assert found.seconds[Spent.QUEUE] == 100 + 60
+    assert found.seconds[TimeClass.QUEUE] == 100 + 60
 
 
 def test_a_wait_that_was_cancelled_counts_and_what_came_after_it_does_not():
@@ -333,7 +333,7 @@ def test_a_start_that_only_accounting_knows_held_its_nodes_too():
 
     assert_adds_up(found)
     assert [s.nodes for s in found.slices if s.attempt is None and s.nodes] == [3]
-    assert found.seconds[Spent.QUEUE] == 100 + 100 + 140
+    assert found.seconds[TimeClass.QUEUE] == 100 + 100 + 140
 
 
 def test_a_requeue_before_the_start_leaves_no_row_and_the_time_tells_which_is_which():
@@ -400,9 +400,9 @@ def test_a_stretch_of_days_is_cut_so_that_the_last_day_has_its_own_shares():
 
     day = window(found, 48 * HOUR)
 
-    assert found.seconds[Spent.DATA] == pytest.approx(24 * 600)
-    assert day.seconds[Spent.DATA] == 0
-    assert day.seconds[Spent.SAVE] == pytest.approx(24 * 60)
+    assert found.seconds[TimeClass.DATA] == pytest.approx(24 * 600)
+    assert day.seconds[TimeClass.DATA] == 0
+    assert day.seconds[TimeClass.SAVE] == pytest.approx(24 * 60)
     assert day.submitted_s == pytest.approx(24 * HOUR)
     assert_adds_up(day)
 

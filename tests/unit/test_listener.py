@@ -8,14 +8,14 @@ import sys
 RANK = """
 import multiprocessing, os, signal, subprocess, sys
 from multiprocessing import resource_tracker
-from hpctrain.runtime.signals import Listener
+from hpctrain.runtime.signals import RankSignals
 
 def show(_=None):
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     print({signal.SIGTERM, signal.SIGUSR2} <= mask, flush=True)
 
 if __name__ == "__main__":
-    listener = Listener()
+    listener = RankSignals()
     listener.start()
     for method in ("spawn", "fork"):
         context = multiprocessing.get_context(method)

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from hpctrain.agent import log_index
-from hpctrain.agent.log_index import LogClock
-from hpctrain.run.log_files import Guess, LogTimes, Mark, first_offset, times_path
+from hpctrain.agent.log_index import LogIndexer
+from hpctrain.run.log_files import Guess, LogMark, LogTimes, first_offset, times_path
 
 
 class Rank:
@@ -17,7 +17,7 @@ class Rank:
     def __init__(self, folder):
         self.log = folder / "rank-00000.log"
         self.t = 1000.0
-        self.clock = LogClock([self.log], now=lambda: self.t)
+        self.clock = LogIndexer([self.log], now=lambda: self.t)
 
     def prints(self, size):
         with self.log.open("ab") as file:
@@ -145,10 +145,10 @@ def test_marks_are_read_as_they_grow(rank):
     times = LogTimes(rank.log)
     assert list(times.read()) == []
     times_path(rank.log).write_bytes(b"10 5\n2")
-    assert list(times.read()) == [Mark(10, 5)]
+    assert list(times.read()) == [LogMark(10, 5)]
     with times_path(rank.log).open("ab") as file:
         file.write(b"0 9\n")
-    assert list(times.read()) == [Mark(10, 5), Mark(20, 9)]
+    assert list(times.read()) == [LogMark(10, 5), LogMark(20, 9)]
 
 
 @pytest.mark.parametrize(
@@ -156,29 +156,29 @@ def test_marks_are_read_as_they_grow(rank):
     [(0, 0), (5, 5), (10, 10), (15, 60), (20, 110), (25, 115), (30, 120), (99, 120)],
 )
 def test_between_two_marks_a_lines_place_tells_its_time(offset, t):
-    guess = Guess([Mark(10, 10), Mark(110, 20)], begin=0, end=Mark(120, 30))
+    guess = Guess([LogMark(10, 10), LogMark(110, 20)], begin=0, end=LogMark(120, 30))
     assert guess.at(offset) == pytest.approx(t)
 
 
 def test_without_marks_a_lines_place_in_the_file_tells_its_time():
-    guess = Guess([], begin=100, end=Mark(200, 10))
+    guess = Guess([], begin=100, end=LogMark(200, 10))
     assert [guess.at(offset) for offset in (0, 5, 10)] == [100, 150, 200]
 
 
 def test_times_never_go_back_where_clocks_differ():
-    guess = Guess([Mark(10, 10), Mark(110, 20)], begin=50, end=Mark(90, 30))
+    guess = Guess([LogMark(10, 10), LogMark(110, 20)], begin=50, end=LogMark(90, 30))
     found = [guess.at(offset) for offset in range(31)]
     assert found == sorted(found)
 
 
 @pytest.mark.parametrize(("since", "offset"), [(9, 0), (10, 0), (11, 10), (110, 10), (111, 20)])
 def test_what_was_written_before_is_known_by_the_last_mark_before(since, offset):
-    assert first_offset([Mark(10, 10), Mark(110, 20)], since) == offset
+    assert first_offset([LogMark(10, 10), LogMark(110, 20)], since) == offset
 
 
 @pytest.mark.parametrize(("ranks", "every_s"), [(8, 2), (1000, 2), (10_000, 20)])
 def test_all_nodes_together_ask_for_no_more_than_500_logs_a_second(tmp_path, ranks, every_s):
-    clock = LogClock([tmp_path / f"rank-{rank:05d}.log" for rank in range(8)], in_all=ranks)
+    clock = LogIndexer([tmp_path / f"rank-{rank:05d}.log" for rank in range(8)], in_all=ranks)
 
     assert clock.every_s == every_s
     assert ranks / clock.every_s <= log_index.LOOKS_PER_S

@@ -19,10 +19,10 @@ from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.cli.options import parse_since
 from hpctrain.logs import follow as log_follow
-from hpctrain.logs.printer import Choice, Printer
+from hpctrain.logs.printer import LogSelection, Printer
 from hpctrain.logs.sections import Trouble, is_trouble
 from hpctrain.run.events import read
-from hpctrain.run.log_files import LogFile, Mark, mark_line, tail_offset, times_path
+from hpctrain.run.log_files import LogFile, LogMark, mark_line, tail_offset, times_path
 from hpctrain.status.status import Answer
 from tests.support.ledger_runs import Story, local_job
 
@@ -180,7 +180,7 @@ def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs):
     story = Story(runs / "lm").submitted("17").started(1, "17").ended(1, "preempted", "requeue")
     story.started(2, "17", ("n1",))
     out = io.BytesIO()
-    printer = Printer(story.run, out, Choice(), live=True)
+    printer = Printer(story.run, out, LogSelection(), live=True)
     printer.show(read(story.run), over=False)
     story.add("restored", 2, step=0, checkpoint=None, seconds=0.0)
     printer.show(read(story.run), over=False)
@@ -197,7 +197,7 @@ def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs):
 
 def times(story: Story, attempt: int, rank: int, *marks: tuple[float, int]) -> None:
     path = times_path(story.run.rank_log(attempt, rank))
-    path.write_bytes(b"".join(mark_line(Mark(*mark)) for mark in marks))
+    path.write_bytes(b"".join(mark_line(LogMark(*mark)) for mark in marks))
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_ranks_that_are_followed_take_turns_in_each_look(runs):
     """Not file after file: what came between two looks is laid over each other."""
     story = Story(runs / "lm", t=time.time() - 100).submitted("17").started(1, "17", ("n1",))
     out = io.BytesIO()
-    printer = Printer(story.run, out, Choice(ranks="all"), live=True)
+    printer = Printer(story.run, out, LogSelection(ranks="all"), live=True)
     for look in range(3):
         for rank in (0, 1):
             story.log(1, rank, f"{look}.1\n{look}.2\n")
@@ -455,7 +455,7 @@ def test_lines_that_are_seen_only_after_an_attempts_end_are_still_printed(runs):
     """Over NFS the ledger may be ahead of another node's log."""
     story = Story(runs / "lm").submitted("17").started(1, "17").ended(1, "crashed", "requeue")
     out = io.BytesIO()
-    printer = Printer(story.run, out, Choice())
+    printer = Printer(story.run, out, LogSelection())
     printer.show(read(story.run), over=False)
     story.log(1, 0, "late\n")
     printer.show(read(story.run), over=False)
@@ -468,7 +468,7 @@ def test_lines_that_are_seen_only_after_an_attempts_end_are_still_printed(runs):
 
 def test_a_following_terminal_gets_colour_and_a_pipe_does_not(story, monkeypatch, capsys):
     out = io.BytesIO()
-    printer = Printer(story.run, out, Choice(ranks="all", attempt=1, color=True))
+    printer = Printer(story.run, out, LogSelection(ranks="all", attempt=1, color=True))
     printer.show(read(story.run), over=True)
     assert b"\033[2m[a1 r0 n1]\033[0m a1\n" in out.getvalue()
     assert "\033" not in "".join(logs("--rank", "all", capsys=capsys)[1])
@@ -584,14 +584,14 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     story = Story(runs / "lm").submitted("17").started(1, "17", ("n1",))
     story.ended(1, "preempted", "requeue")
     out = io.BytesIO()
-    printer = Printer(story.run, out, Choice(), live=True)
+    printer = Printer(story.run, out, LogSelection(), live=True)
     watch = log_follow.EndWatch(story.run, None, log_follow.told_by(printer))
     watch.add(read(story.run))
     start = time.time() + 3600
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
     monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: Answer(job))
     assert not watch.is_over()
-    follower = log_follow.Follower(printer, log_follow.Turns(story.run), watch)
+    follower = log_follow.Follower(printer, log_follow.LedgerTail(story.run), watch)
     for _ in range(3):
         follower._show_and_wait()
     when = time.strftime("%H:%M:%S", time.localtime(start))

@@ -16,7 +16,7 @@ from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import telemetry as module
-from hpctrain.runtime.step_log import KEPT, StepMarks, StepTimes, mark_every_s, run_age_s
+from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
 from hpctrain.world import World
 
@@ -211,7 +211,7 @@ def test_a_month_costs_less_than_50_mb(run, attempt, clock, ranks, attempts):
 
 
 def _longest_lines(run, attempt, clock, ranks):
-    marks_ = StepMarks(run, attempt, lambda: 60.0, clock=clock)
+    marks_ = StepLog(run, attempt, lambda: 60.0, clock=clock)
     clock.passes(59.123)
     told = {"loss": 1 / 3, "tokens": 1e14 - 1, "flops": 1e23 / 7, "grad_norm": 1 / 7, "skipped": 12}
     marks_.add(12_345_678, (3_456_789_012, 3_456_799_012), 1 / 7, told)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.base.mesh import AXES, Mesh
 from hpctrain.base.text import placed, rank_map
 from hpctrain.cli.main import main
-from hpctrain.data.batches import Passes
+from hpctrain.data.batches import MicrobatchRules
 from hpctrain.errors import UsageError
 from hpctrain.plan import resume
 from hpctrain.plan.mesh import ModelShape, Planner, divisors, meshes, passes_of, plan_mesh, shape_of
@@ -564,14 +564,18 @@ def test_a_model_that_is_not_ours_is_cut_as_its_owner_says():
 @pytest.mark.parametrize(
     ("engine", "mesh", "passes"),
     [
-        (EngineSettings(), Mesh(dp_replicate=4), Passes()),
-        (EngineSettings(exact=True), Mesh(dp_replicate=4), Passes(leaves=True, equal=True)),
-        (fsdp2(pp="2"), Mesh(pp=2, dp_shard=2), Passes(equal=True, at_least=2)),
-        (fsdp2(pp="2", pp_schedule="gpipe"), Mesh(pp=2), Passes(equal=True)),
+        (EngineSettings(), Mesh(dp_replicate=4), MicrobatchRules()),
+        (
+            EngineSettings(exact=True),
+            Mesh(dp_replicate=4),
+            MicrobatchRules(leaves=True, equal=True),
+        ),
+        (fsdp2(pp="2"), Mesh(pp=2, dp_shard=2), MicrobatchRules(equal=True, at_least=2)),
+        (fsdp2(pp="2", pp_schedule="gpipe"), Mesh(pp=2), MicrobatchRules(equal=True)),
         (
             fsdp2(pp="3", pp_schedule="interleaved"),
             Mesh(pp=3),
-            Passes(equal=True, at_least=3, multiple_of=3),
+            MicrobatchRules(equal=True, at_least=3, multiple_of=3),
         ),
     ],
 )

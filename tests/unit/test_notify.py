@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hpctrain.agent import notify_child
-from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.agent.notify import news_of, notify
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError
@@ -366,7 +366,9 @@ class Gone:
 
 def test_the_batch_side_tells_of_the_end_that_agents_wrote_or_could_not(story, tmp_path, server):
     asked(story, webhook_file=hook(tmp_path, server), on=["done", "failed", "stopped"])
-    side = BatchSide(story.run, Start("17", 0, "tok-1", ["n1"], rc=1, term=True), Gone())
+    side = BatchScriptSide(
+        story.run, JobStartFacts("17", 0, "tok-1", ["n1"], rc=1, term=True), Gone()
+    )
 
     side.finish()
     side.wait_told()
@@ -379,7 +381,9 @@ def test_the_batch_side_tells_of_the_end_that_agents_wrote_or_could_not(story, t
 def test_a_spec_that_cannot_be_read_does_not_change_the_jobs_exit_code(story):
     story.ended(1, "completed", "stop", step=40).add("done", 1, step=40)
     story.run.spec.write_text("{}")
-    side = BatchSide(story.run, Start("17", 0, "tok-1", ["n1"], rc=0, term=False), Gone())
+    side = BatchScriptSide(
+        story.run, JobStartFacts("17", 0, "tok-1", ["n1"], rc=0, term=False), Gone()
+    )
 
     assert side.finish() == 0
     side.wait_told()

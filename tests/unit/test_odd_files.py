@@ -17,7 +17,7 @@ from hpctrain.agent.ending import OUTCOME
 from hpctrain.agent.log_index import times_path
 from hpctrain.cli.main import main
 from hpctrain.preflight import node_lists
-from hpctrain.profile.files import MEMORY, PROBLEM, TRACE, Window, file_name
+from hpctrain.profile.files import MEMORY, PROBLEM, TRACE, StepWindow, file_name
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
@@ -109,7 +109,7 @@ def _fill(run) -> None:
         (run.jobs / f"tok-1{suffix}").write_text("words\n" * 5)
     folder = run.profile / "attempt-0001"
     folder.mkdir(parents=True)
-    window = Window(100, 100)
+    window = StepWindow(100, 100)
     (folder / file_name(0, window, TRACE)).write_bytes(gzip.compress(GPU.encode()))
     (folder / file_name(0, window, MEMORY)).write_text('{"device": "cpu"}')
     (folder / file_name(1, window, PROBLEM)).write_text("RuntimeError: no CUPTI\n")

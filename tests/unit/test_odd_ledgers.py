@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchSide, Start
-from hpctrain.agent.ending import Aftermath, read_outcome
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.ending import AttemptEnding, read_outcome
 from hpctrain.agent.notify import news_of
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.checkpoint.store.retention import in_use
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
-from hpctrain.logs.follow import EndWatch, Turns
+from hpctrain.logs.follow import EndWatch, LedgerTail
 from hpctrain.plan import interval
 from hpctrain.plan.decide import allow, attempts_without_progress
 from hpctrain.run import events as ledger
@@ -108,7 +108,7 @@ def tale(tmp_path_factory):
 def _ends(run, number):
     """An attempt of the job in hand, for those who only deal with their own."""
     context = JobContext("7", 1, 0, ["n1", "n2"], "n1", 20000, "tok-1")
-    return Aftermath(run, load_spec(run.spec), context, Scheduler())
+    return AttemptEnding(run, load_spec(run.spec), context, Scheduler())
 
 
 WATCH = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
@@ -116,7 +116,7 @@ WATCH = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
 def _start(run):
     assert isinstance(_ends(run, 2).is_over(), str)
-    _ends(run, 2).bury_the_dead()
+    _ends(run, 2).record_lost_attempt()
 
 
 def _conclude(run):
@@ -129,8 +129,8 @@ def _crash(run):
 
 
 def _batch(run):
-    start = Start("7", 1, "tok-1", ["n1", "n2"], 1, term=False)
-    assert BatchSide(run, start, Scheduler(preempt_time=5.0)).finish() in {0, 1, 75, 93}
+    start = JobStartFacts("7", 1, "tok-1", ["n1", "n2"], 1, term=False)
+    assert BatchScriptSide(run, start, Scheduler(preempt_time=5.0)).finish() in {0, 1, 75, 93}
 
 
 def _news(run):
@@ -163,7 +163,7 @@ def _board(run):
 
 def _follow(run):
     watch = EndWatch(run, None, lambda _text: None)
-    watch.add(Turns(run).new())
+    watch.add(LedgerTail(run).new())
     watch.is_over()
 
 

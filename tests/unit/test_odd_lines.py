@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import code, sign
-from hpctrain.preflight.rendezvous import HOST, MEMBER, Connection, Host, Member, Stranger
+from hpctrain.preflight.rendezvous import HOST, MEMBER, Connection, Coordinator, Peer, Stranger
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]
@@ -110,7 +110,7 @@ def test_strangers_of_all_kinds_neither_come_in_nor_break_the_meeting(begin, end
 
     def meet():
         try:
-            with Host(2, port, SECRET, PATIENCE_S, address="127.0.0.1") as one:
+            with Coordinator(2, port, SECRET, PATIENCE_S, address="127.0.0.1") as one:
                 host.append(one.agree("host", dict, PATIENCE_S))
         except Exception as error:  # noqa: BLE001 - every one is a fault
             faults.append(error)
@@ -130,7 +130,7 @@ def test_strangers_of_all_kinds_neither_come_in_nor_break_the_meeting(begin, end
                     assert one.recv(100) == b""
             except OSError:  # sent away in the middle of a word
                 continue
-    with Member(1, "127.0.0.1", port, SECRET, PATIENCE_S) as real:
+    with Peer(1, "127.0.0.1", port, SECRET, PATIENCE_S) as real:
         answer = real.agree("real", None, PATIENCE_S)
     meeting.join()
 

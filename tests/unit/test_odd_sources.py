@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hpctrain.checkpoint.exchange import import_into, open_source
-from hpctrain.checkpoint.exchange.naming import Request, name_all
+from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import HpctrainError
 from tests.support.exchange import made_run
@@ -92,7 +92,7 @@ def odd_tree(chance):
 def imported(run, source):
     """What `checkpoints import` does; what it has committed can be loaded."""
     contents = open_source.read(source, None)
-    tensors, _ = name_all(contents, Request(None, [], None, None, model_only=False))
+    tensors, _ = name_all(contents, NameRequest(None, [], None, None, model_only=False))
     import_into.write(run, "id", 7, contents, tensors)
     loaded(find.look(run, 7))
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hpctrain.checkpoint.tensors.save import Place, Saved
+from hpctrain.checkpoint.tensors.save import Saved, SavePlace
 from hpctrain.plan import interval
 from hpctrain.run.fence import take_attempt
 from hpctrain.runtime import save_policy as module
-from hpctrain.runtime.save_policy import JobClock, Pace
+from hpctrain.runtime.save_policy import JobClock, SavePolicy
 from hpctrain.settings.schema import CheckpointSettings
 from hpctrain.world import World
 from tests.support.ledger_runs import Story
@@ -50,11 +50,11 @@ def story(tmp_path):
 def pace_of(clock, story):
     """Makes the pace of the story's run."""
 
-    def make(*, ranks=1, end_time=None, **settings) -> Pace:
+    def make(*, ranks=1, end_time=None, **settings) -> SavePolicy:
         attempt = take_attempt(story.run, job_id="17", restarts=0)
-        place = Place(story.run, attempt, CheckpointSettings(**settings))
+        place = SavePlace(story.run, attempt, CheckpointSettings(**settings))
         world = World(0, 0, ranks, torch.device("cpu"))
-        return Pace(place, world, JobClock(end_time, margin_s=60.0))
+        return SavePolicy(place, world, JobClock(end_time, margin_s=60.0))
 
     return make
 
@@ -67,10 +67,10 @@ def saved(stall_s, seconds, step=100) -> Saved:
 def test_the_jobs_clock_hears_what_earlier_attempts_saves_took(story, clock, settings):
     story.started(1).add("saved", 1, step=5, seconds=40.0, stall_s=0.1)
     attempt = take_attempt(story.run, job_id="17", restarts=0)
-    place = Place(story.run, attempt, CheckpointSettings(**settings))
+    place = SavePlace(story.run, attempt, CheckpointSettings(**settings))
     job = JobClock(None, margin_s=60.0)
 
-    Pace(place, World(0, 0, 2, torch.device("cpu")), job)
+    SavePolicy(place, World(0, 0, 2, torch.device("cpu")), job)
 
     assert job.earlier_s == 80.0, "by half as many ranks"
 

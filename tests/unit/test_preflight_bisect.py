@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.agent.node_check import Fitness
+from hpctrain.agent.node_check import NodeCheck
 from hpctrain.preflight.checks import Expected
 from hpctrain.preflight.slow_nodes import Limits, search
 from hpctrain.settings.schema import Settings
@@ -171,6 +171,6 @@ def test_what_one_node_does_is_no_yardstick_for_several(baseline, nodes, yardsti
     """All pairs would be tried at each start, and on two nodes nobody could be named."""
     assert Expected(baseline=baseline).has_yardstick(nodes) == yardstick
     context = SimpleNamespace(nodes=["n"] * nodes)
-    fitness = Fitness(SimpleNamespace(), SimpleNamespace(settings=Settings()), context, "s")
+    fitness = NodeCheck(SimpleNamespace(), SimpleNamespace(settings=Settings()), context, "s")
     if nodes > 1 and not yardstick:
         assert not fitness._tries_collective(Expected(baseline=baseline))

@@ -20,8 +20,8 @@ from hpctrain.preflight.checks_between import (
 )
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 from hpctrain.preflight.rendezvous import Skew
-from hpctrain.preflight.report import Report, Result, lines
-from hpctrain.preflight.slow_nodes import Verdict
+from hpctrain.preflight.report import PreflightReport, Result, lines
+from hpctrain.preflight.slow_nodes import SearchResult
 
 NODES = ["n1", "n2", "n3", "n4"]
 WELL = NodeFacts(
@@ -254,7 +254,7 @@ def verdict(**changes):
         "bad": [], "suspects": [], "whole": 40.0, "whole_slow": False, "compared": True,
         "rounds": 1,
     }  # fmt: skip
-    return Verdict(**(base | changes))
+    return SearchResult(**(base | changes))
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_the_report_is_as_bad_as_its_worst_result_and_comes_back_from_its_file(t
         Result("b", "unknown", "y"),
         Result("c", "fail", "z", ["n2"]),
     ]
-    report = Report(NODES, results, {"rounds": 3})
+    report = PreflightReport(NODES, results, {"rounds": 3})
 
     report.dump(tmp_path / "report.json")
 
     assert report.status == "fail"
-    assert Report(NODES, results[:2]).status == "unknown"
+    assert PreflightReport(NODES, results[:2]).status == "unknown"
     assert report.bad == {"n2": "c: z"}
-    assert Report.load(tmp_path / "report.json") == report
+    assert PreflightReport.load(tmp_path / "report.json") == report
 
 
 def test_lines_name_the_nodes_and_shorten_long_lists():

@@ -21,11 +21,11 @@ from hpctrain.preflight.rendezvous import (
     MEMBER,
     Alone,
     Connection,
-    Host,
-    Member,
+    Coordinator,
+    Peer,
     Stranger,
 )
-from hpctrain.preflight.run import Place
+from hpctrain.preflight.run import NodePlace
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 
 KEY = "key"
@@ -50,7 +50,7 @@ def nodes():
 
 
 def member(rank, port, key=KEY):
-    return Member(rank, "127.0.0.1", port, key, PATIENCE_S)
+    return Peer(rank, "127.0.0.1", port, key, PATIENCE_S)
 
 
 def say(rank, port, value):
@@ -60,7 +60,7 @@ def say(rank, port, value):
 
 def test_every_node_gets_what_the_first_made_of_all_values(port, nodes):
     others = [nodes.submit(say, rank, port, rank * 10) for rank in (1, 2, 3)]
-    with Host(4, port, KEY, PATIENCE_S) as host:
+    with Coordinator(4, port, KEY, PATIENCE_S) as host:
         answer = host.agree(7, lambda values: sorted(values.items()), PATIENCE_S)
 
     assert answer == [(0, 7), (1, 10), (2, 20), (3, 30)]
@@ -71,7 +71,7 @@ def test_every_node_gets_what_the_first_made_of_all_values(port, nodes):
 def test_a_node_that_never_comes_is_named_and_the_others_go_on(port, nodes):
     one = nodes.submit(say, 2, port, "here")
 
-    with Host(3, port, KEY, 1.0) as host:
+    with Coordinator(3, port, KEY, 1.0) as host:
         assert host.agree("first", dict, PATIENCE_S) == {0: "first", 2: "here"}
     assert one.result() == {"0": "first", "2": "here"}
     assert list(host.missing) == [1]
@@ -87,7 +87,7 @@ def test_a_node_that_falls_silent_is_named_and_left_out(port, nodes):
                 one.agree("late", None, PATIENCE_S)
 
     gone = nodes.submit(silent)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         assert host.agree("first", dict, 0.2) == {0: "first"}
 
     assert host.missing == {1: "gave no answer in time"}
@@ -97,7 +97,7 @@ def test_a_node_that_falls_silent_is_named_and_left_out(port, nodes):
 
 def test_a_node_that_dies_is_named(port, nodes):
     gone = nodes.submit(lambda: member(1, port).close())
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         gone.result()
         host.agree("first", dict, PATIENCE_S)
 
@@ -151,7 +151,7 @@ def test_strangers_are_not_let_in(port, nodes):
 
     strangers = [nodes.submit(stranger, number) for number in range(count)]
     real = nodes.submit(lambda: [s.result() for s in strangers] and say(1, port, 1))
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         host.agree(0, dict, PATIENCE_S)
 
     assert real.result() == {"0": 0, "1": 1}
@@ -169,7 +169,7 @@ def test_silent_strangers_keep_nobody_out(port, nodes):
         return say(1, port, 1)
 
     answer = nodes.submit(real)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         took_s = time.monotonic() - began[0]
         host.agree(0, dict, PATIENCE_S)
 
@@ -188,7 +188,7 @@ def test_of_more_strangers_than_are_borne_the_first_have_to_go(port, nodes, monk
         return say(1, port, 1)
 
     answer = nodes.submit(real)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         host.agree(0, dict, PATIENCE_S)
 
     assert answer.result() == {"0": 0, "1": 1}
@@ -211,7 +211,7 @@ def test_the_first_of_a_rank_is_it(port, nodes):
 
     late, answer = nodes.submit(impostor), nodes.submit(real)
     third = nodes.submit(lambda: late.result() or say(2, port, "third"))
-    with Host(3, port, KEY, PATIENCE_S) as host:
+    with Coordinator(3, port, KEY, PATIENCE_S) as host:
         host.agree("host", dict, PATIENCE_S)
 
     assert answer.result() == {"0": "host", "1": "the first", "2": "third"}
@@ -237,7 +237,7 @@ def test_a_member_takes_nothing_from_one_who_does_not_know_the_secret(port, node
 
     nodes.submit(stranger)
     with pytest.raises(Alone, match="is answered by another: it does not know the secret"):
-        Member(1, "127.0.0.1", port, KEY, 0.3)
+        Peer(1, "127.0.0.1", port, KEY, 0.3)
     socket.create_connection(("127.0.0.1", port)).close()  # lets it go
 
     assert all(KEY.encode() not in line for line in said)
@@ -273,7 +273,7 @@ def test_who_passes_every_word_on_can_say_none_of_his_own(port, nodes):
             say(1, relay_port, "mine")
 
     passing, heard = nodes.submit(relay), nodes.submit(victim)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         heard.result()
         host.agree("host", dict, PATIENCE_S)
     passing.result()
@@ -290,7 +290,7 @@ def test_a_node_that_says_something_odd_is_named_and_left_out(port, nodes, odd):
                 one.agree(1, None, PATIENCE_S)
 
     done = nodes.submit(strange)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         assert host.agree("first", dict, PATIENCE_S) == {0: "first"}
     done.result()
 
@@ -327,7 +327,7 @@ def test_a_clock_is_measured_within_its_bound(port, nodes, ahead):
             one.tell_time(slow_clock)
 
     done = nodes.submit(other)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         skew = host.skews()[1]
     done.result()
 
@@ -336,25 +336,27 @@ def test_a_clock_is_measured_within_its_bound(port, nodes, ahead):
 
 def test_a_first_node_that_is_not_there_is_told(port):
     with pytest.raises(Alone, match=f"port {port} cannot be reached"):
-        Member(1, "127.0.0.1", port, KEY, 0.1)
+        Peer(1, "127.0.0.1", port, KEY, 0.1)
 
 
 def test_no_environment_comes_over_the_network(port, nodes, monkeypatch, tmp_path):
     """A node starts a program with it: PYTHONPATH or LD_PRELOAD would run what another sends."""
     begun, theirs = [], {"PYTHONPATH": "/a/strangers", "LD_PRELOAD": "/a/strangers.so"}
     monkeypatch.setattr(
-        preflight_run, "Crew", lambda env: begun.append(env) or pytest.fail("no further")
+        preflight_run,
+        "CollectiveProcess",
+        lambda env: begun.append(env) or pytest.fail("no further"),
     )
     order = Order(Expected(env=theirs), bandwidth=True)
     assert order.to_others()["expected"]["env"] == {}
-    place = Place(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path, env={"NCCL_DEBUG": "WARN"})
+    place = NodePlace(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path, env={"NCCL_DEBUG": "WARN"})
 
     def other():
         with pytest.raises(pytest.fail.Exception, match="no further"):
-            preflight_run.tour(place, None, print)
+            preflight_run.run_checks(place, None, print)
 
     done = nodes.submit(other)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         host.agree(None, lambda _: order.plain(), PATIENCE_S)  # as an older version would
         host.skews()
         done.result()
@@ -364,14 +366,14 @@ def test_no_environment_comes_over_the_network(port, nodes, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("order", [None, [], {"expected": 7}, {"expected": {"new": 1}}])
 def test_an_order_of_another_version_is_one_clear_refusal(port, nodes, tmp_path, order):
-    place = Place(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path)
+    place = NodePlace(["n0", "n1"], 1, "127.0.0.1", port, KEY, tmp_path)
 
     def other():
         with pytest.raises(ChecksFailed, match="is the same hpctrain installed on all of them"):
-            preflight_run.tour(place, None, print)
+            preflight_run.run_checks(place, None, print)
 
     done = nodes.submit(other)
-    with Host(2, port, KEY, PATIENCE_S) as host:
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
         host.agree(None, lambda _: order, PATIENCE_S)
         done.result()
 
@@ -395,11 +397,11 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
         "print(said.decode(), flush=True)\n"
     )
     member_of = (
-        "import sys; from pathlib import Path; from hpctrain.preflight.rendezvous import Member\n"
+        "import sys; from pathlib import Path; from hpctrain.preflight.rendezvous import Peer\n"
         "from hpctrain.run.layout import RunDir\n"
         "from hpctrain.run.ownership import start_secret\n"
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
-        f"Member(1, '127.0.0.1', {port}, secret, 0.0)\n"
+        f"Peer(1, '127.0.0.1', {port}, secret, 0.0)\n"
     )
     with start_as(STRANGER, [sys.executable, "-c", attack]) as stranger:
         assert stranger.stdout.readline() == "ready\n"

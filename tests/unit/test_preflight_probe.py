@@ -15,7 +15,7 @@ from hpctrain.preflight import shared
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.draft import draft
 from hpctrain.preflight.facts import Gpu, Interface, Port
-from hpctrain.preflight.probe import Sources, parse_nvlinks, probe, read_gpus, run_command
+from hpctrain.preflight.probe import FactSources, parse_nvlinks, probe, read_gpus, run_command
 
 NVIDIA = "0, NVIDIA H100 80GB HBM3, 550.54.15, 0\n1, NVIDIA H100 80GB HBM3, 550.54.15, [N/A]\n"
 NVLINK = "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: x\n"
@@ -65,7 +65,7 @@ def sources(root, **changes):
         "host": lambda: "host",
         "resolves": lambda _: True,
     }
-    return Sources(**(given | changes))
+    return FactSources(**(given | changes))
 
 
 def test_a_node_is_read(root):

@@ -9,12 +9,12 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.profile.files import Request, Window, file_name, read_request
-from hpctrain.profile.memory import Memory
+from hpctrain.profile.files import ProfileRequest, StepWindow, file_name, read_request
+from hpctrain.profile.memory import RankMemory
 from tests.support.ledger_runs import Story, local_job
 from tests.support.traces import CPU, GPU
 
-STEP_100 = Window(100, 100)
+STEP_100 = StepWindow(100, 100)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def traced(story, *texts):
 
 def test_the_verdict_and_each_ranks_shares_fit_a_terminal(running, capsys):
     folder = traced(running, GPU, CPU)
-    numbers = Memory("cuda", 10 << 30, 45 << 30, 70 << 30, 0, 3, 0)
+    numbers = RankMemory("cuda", 10 << 30, 45 << 30, 70 << 30, 0, 3, 0)
     path = folder / file_name(0, STEP_100, "memory.json")
     path.write_text(json.dumps(asdict(numbers)))
 
@@ -137,7 +137,7 @@ def test_a_second_request_is_refused_until_the_first_is_done(running, capsys):
 
 
 def test_a_request_that_nobody_took_for_long_does_not_hold(running):
-    Request("local-17", "x", 3, (0,), memory=False, t=1.0).write(running.run.profile_request)
+    ProfileRequest("local-17", "x", 3, (0,), memory=False, t=1.0).write(running.run.profile_request)
     assert read_request(running.run.profile_request, "local-17") is None
     running.run.profile_request.write_text('{"job_id": ')
     assert read_request(running.run.profile_request, "local-17") is None

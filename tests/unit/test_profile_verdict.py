@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.profile.memory import EXPANDABLE, Memory, advice
+from hpctrain.profile.memory import EXPANDABLE, RankMemory, advice
 from hpctrain.profile.trace import Kind, RankShares
 from hpctrain.profile.verdict import Bound, advice_on, bound_of, judge
 
@@ -63,12 +63,12 @@ def test_a_rank_that_merely_computes_longer_is_asked_why():
 
 
 def gpu(allocated, peak, reserved, retries=0):
-    return Memory("cuda", allocated * GIB, peak * GIB, reserved * GIB, 0, retries, 0)
+    return RankMemory("cuda", allocated * GIB, peak * GIB, reserved * GIB, 0, retries, 0)
 
 
 def test_fragmentation_is_what_is_reserved_and_not_allocated():
     assert gpu(40, 60, 70).fragmentation_bytes == 30 * GIB
-    assert Memory("cpu", allocated_peak_bytes=GIB).fragmentation_bytes is None
+    assert RankMemory("cpu", allocated_peak_bytes=GIB).fragmentation_bytes is None
 
 
 def test_expandable_segments_are_advised_where_memory_is_in_pieces():
@@ -77,4 +77,4 @@ def test_expandable_segments_are_advised_where_memory_is_in_pieces():
     assert "retried 3 times" in advice(gpu(40, 69, 70, retries=3))
     # Between two steps activations are gone: that alone is no sign of anything.
     assert advice(gpu(10, 69, 70)) is None
-    assert advice(Memory("cpu", allocated_peak_bytes=GIB)) is None
+    assert advice(RankMemory("cpu", allocated_peak_bytes=GIB)) is None

@@ -16,7 +16,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.history.causes import EndCause
-from hpctrain.history.goodput import Goodput, Slice, Spent, window
+from hpctrain.history.goodput import Goodput, TimeClass, TimeSlice, window
 from hpctrain.report import curves
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
@@ -137,9 +137,9 @@ def test_each_attempt_has_a_line_and_no_second_is_missing_from_it(data):
     assert found.lines == [(number, number) for number in range(1, 6)]
     shown = sum(bar.end - bar.start for bar in found.bars)
     assert shown == pytest.approx(sum(s.seconds for s in data.status.goodput.slices), abs=5)
-    assert {bar.kind for bar in found.bars}.isdisjoint({Spent.DATA, Spent.SAVE})
+    assert {bar.kind for bar in found.bars}.isdisjoint({TimeClass.DATA, TimeClass.SAVE})
     longest = max(found.bars, key=lambda bar: bar.end - bar.start)
-    assert longest.shares[Spent.DATA] > 0
+    assert longest.shares[TimeClass.DATA] > 0
 
 
 def test_a_thousand_attempts_share_few_lines_and_bars():
@@ -147,9 +147,9 @@ def test_a_thousand_attempts_share_few_lines_and_bars():
     for number in range(1, 1001):
         begin = BEGIN + 100 * number
         slices += [
-            Slice(begin, begin + 20, Spent.QUEUE, None, 0),
-            Slice(begin + 20, begin + 30, Spent.STARTUP, number, 2),
-            Slice(begin + 30, begin + 100, Spent.STEP, number, 2),
+            TimeSlice(begin, begin + 20, TimeClass.QUEUE, None, 0),
+            TimeSlice(begin + 20, begin + 30, TimeClass.STARTUP, number, 2),
+            TimeSlice(begin + 30, begin + 100, TimeClass.STEP, number, 2),
         ]
 
     found = timeline(slices)
@@ -370,7 +370,9 @@ def spent(**shares):
     shares["step"] = 1 - sum(share for kind, share in shares.items() if kind != "queue")
     for kind, share in shares.items():
         queue = kind == "queue"
-        one = Slice(t, t + 3600 * share, Spent(kind), None if queue else 1, 0 if queue else 2)
+        one = TimeSlice(
+            t, t + 3600 * share, TimeClass(kind), None if queue else 1, 0 if queue else 2
+        )
         slices.append(one)
         t = one.end
     return window(Goodput(tuple(slices), tells_steps=True), 0.0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.site.preset import Leaf, Site
+from hpctrain.site.preset import PresetValue, Site
 from hpctrain.site.schema import About, Lock
 from hpctrain.site.sheet import check_locked
 
 
 def site(*locks, overridden=None, contact=""):
     leaves = {
-        path: Leaf("x", "system", "/etc/j.toml", n + 1)
+        path: PresetValue("x", "system", "/etc/j.toml", n + 1)
         for n, path in enumerate(
             [("lock", "keys"), ("env", "multi_node", "NCCL_NET"), ("env", "when", "w", "set", "B")]
         )

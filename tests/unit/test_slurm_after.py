@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchSide, Start
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.run import events as ledger
@@ -65,8 +65,8 @@ def ended(run, attempt, reason, following):
 
 
 def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION):
-    start = Start("7", 0, token, ["n1", "n2"], rc, term)
-    return BatchSide(run, start, scheduler).finish()
+    start = JobStartFacts("7", 0, token, ["n1", "n2"], rc, term)
+    return BatchScriptSide(run, start, scheduler).finish()
 
 
 def last(run, kind):

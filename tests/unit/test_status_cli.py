@@ -17,10 +17,10 @@ import pytest
 from hpctrain.base.records import JobInfo, Skipped
 from hpctrain.base.text import crop, duration, fold_nodes
 from hpctrain.cli.main import main
-from hpctrain.history.goodput import Spent
+from hpctrain.history.goodput import TimeClass
 from hpctrain.history.speed import speed
 from hpctrain.run.events import read
-from hpctrain.status.reader import Looker
+from hpctrain.status.reader import StatusReader
 from hpctrain.status.screen import apportioned, as_json, as_text, runs_as_text
 from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
 from hpctrain.status.text import explained
@@ -656,7 +656,7 @@ def test_json_has_speed_goodput_and_causes(runs, story, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     value = json.loads(run("lm-3", "--json", capsys=capsys)[1])
     spent = value["goodput"]
-    assert set(spent["classes"]) == {kind.value for kind in Spent}
+    assert set(spent["classes"]) == {kind.value for kind in TimeClass}
     shares = [one["share"] for one in spent["classes"].values() if one["share"] is not None]
     assert sum(shares) == pytest.approx(1)
     assert spent["classes"]["queue"]["share"] is None
@@ -751,7 +751,7 @@ def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, sto
         "hpctrain.status.reader.job_starts", lambda *_: asked.append("starts") or ([], "")
     )
     monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: asked.append("job") or Answer())
-    looker = Looker(runs, ask_every_s=1000, account_every_s=1000)
+    looker = StatusReader(runs, ask_every_s=1000, account_every_s=1000)
     looker.look(story.run)
     looker.look(story.run)
     assert sorted(asked) == ["job", "starts"]

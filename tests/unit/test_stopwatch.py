@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hpctrain.agent.signals import Arrival
-from hpctrain.agent.stop_deadline import LEAVE_S, StopWatch
+from hpctrain.agent.stop_deadline import LEAVE_S, StopDeadline
 from hpctrain.base.records import JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable
 
@@ -38,7 +38,9 @@ def watch(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
             raise facts
         return facts
 
-    return StopWatch(context, arrivals=lambda: arrivals, ask=ask, clock=clock, stop_margin_s=10.0)
+    return StopDeadline(
+        context, arrivals=lambda: arrivals, ask=ask, clock=clock, stop_margin_s=10.0
+    )
 
 
 def test_without_a_signal_the_scheduler_is_never_asked(clock):

@@ -17,7 +17,13 @@ from hpctrain.errors import UsageError
 from hpctrain.run.events import read
 from hpctrain.runtime import trackers as run_trackers
 from hpctrain.runtime.tensorboard import attempts_page, hparams, settings_page
-from hpctrain.runtime.trackers import BEFORE_SAVE_S, ONCE_SLOW_S, Lane, TrackedRun, Trackers
+from hpctrain.runtime.trackers import (
+    BEFORE_SAVE_S,
+    ONCE_SLOW_S,
+    TrackedRun,
+    Trackers,
+    TrackerThread,
+)
 from hpctrain.settings.check import check_hooks
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
@@ -93,7 +99,9 @@ def test_a_save_waits_for_the_curves_and_little_where_the_disk_was_slow_the_last
     tmp_path, monkeypatch
 ):
     limits, in_time = [], iter([True, False, True, True])
-    monkeypatch.setattr(Lane, "flush", lambda _, limit_s: limits.append(limit_s) or next(in_time))
+    monkeypatch.setattr(
+        TrackerThread, "flush", lambda _, limit_s: limits.append(limit_s) or next(in_time)
+    )
     trackers = start(Story(tmp_path / "lm").run, None)
 
     for _ in range(4):
@@ -108,7 +116,7 @@ def test_a_save_waits_for_the_curves_and_little_where_the_disk_was_slow_the_last
 
 def test_a_tracker_gets_every_step_in_order_and_is_closed():
     book = Notebook()
-    lane = Lane("book", lambda: book, every_s=LONG_S)
+    lane = TrackerThread("book", lambda: book, every_s=LONG_S)
     for step in range(1, 6):
         lane.put(step, {"loss": 1.0}, 0.0)
 
@@ -129,7 +137,7 @@ def test_a_tracker_that_raises_is_told_once_and_left_out(where, capfd):
 
     if where != "start":
         setattr(book, where, raising)
-    lane = Lane("book", raising if where == "start" else lambda: book)
+    lane = TrackerThread("book", raising if where == "start" else lambda: book)
     lane.put(1, {"loss": 1.0}, 0.0)
     lane.begin_close()
 
@@ -143,7 +151,7 @@ def test_a_tracker_that_raises_is_told_once_and_left_out(where, capfd):
 
 def test_a_tracker_that_hangs_keeps_nobody_and_its_losses_are_counted(capfd):
     book = Stuck()
-    lane = Lane("book", lambda: book, most=3, every_s=0.001)
+    lane = TrackerThread("book", lambda: book, most=3, every_s=0.001)
     lane.put(1, {"loss": 1.0}, 0.0)
     assert book.reached.wait(LONG_S)
 

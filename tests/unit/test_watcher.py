@@ -13,11 +13,11 @@ import pytest
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.profile import files
-from hpctrain.profile.files import Request
+from hpctrain.profile.files import ProfileRequest
 from hpctrain.run.fence import left_text
 from hpctrain.runtime import requests as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
-from hpctrain.runtime.requests import Watcher
+from hpctrain.runtime.requests import Rank0Requests
 from hpctrain.runtime.save_policy import JobClock
 
 PATIENCE_S = 20.0
@@ -72,7 +72,7 @@ def _left_text(path):
 
 
 def watching(tmp_path, *, request=None, profile=None, control=None, end_time=2e9):
-    watcher = Watcher(
+    watcher = Rank0Requests(
         request=request or tmp_path / "stop-request.json",
         profile_request=profile or tmp_path / "profile-request.json",
         job_id=JOB,
@@ -122,7 +122,7 @@ def test_a_preemption_is_heard_beside_files_that_cannot_be_read(tmp_path, bad):
 
 
 def test_trouble_with_one_request_does_not_hide_the_other(tmp_path):
-    request = Request(JOB, "token", 3, None, memory=False, t=time.time())
+    request = ProfileRequest(JOB, "token", 3, None, memory=False, t=time.time())
     request.write(tmp_path / "profile-request.json")
     broken = Disk(tmp_path / "stop-request.json", errno.EIO)
 
@@ -160,7 +160,7 @@ def test_what_a_warning_means(tmp_path, answer, end_time, expected):
     control = Scheduler(RUNNING)
     watcher = watching(tmp_path, control=control, end_time=end_time)
     profile = tmp_path / "profile-request.json"
-    Request(JOB, "up", 1, None, memory=False, t=time.time()).write(profile)
+    ProfileRequest(JOB, "up", 1, None, memory=False, t=time.time()).write(profile)
     until(lambda: watcher.profile)  # it has asked what it may have missed
     control.answer = answer
 
@@ -211,7 +211,7 @@ def test_the_schedulers_end_of_the_job_is_the_clocks(tmp_path):
 
 def test_a_profile_request_is_taken_once(tmp_path):
     path = tmp_path / "profile-request.json"
-    text = json.dumps(vars(Request(JOB, "token", 3, (0, 1), memory=True, t=time.time())))
+    text = json.dumps(vars(ProfileRequest(JOB, "token", 3, (0, 1), memory=True, t=time.time())))
     disk = Disk(path, text)  # which cannot be removed either
 
     watcher = watching(tmp_path, profile=disk)

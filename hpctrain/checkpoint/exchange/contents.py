@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.shard import DTYPES, Piece
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format.shard import DTYPES, ShardPiece
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, NotFound, TornCheckpoint
 
@@ -36,7 +36,7 @@ CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class NestedValue:
     """One value in nested dictionaries: a tensor, or something else.
 
     Attributes:
@@ -67,7 +67,7 @@ class Contents:
 
     kind: str
     source: Path
-    leaves: list[Leaf]
+    leaves: list[NestedValue]
     full_names: bool = False
     step: int | None = None
     state: dict[str, Any] = field(default_factory=dict)
@@ -249,16 +249,21 @@ def tensors(path: Path, manifest: Manifest) -> list[Tensor]:
     Raises:
         TornCheckpoint: its chunk table is damaged.
     """
-    source = Source.open(path, manifest)
+    source = CheckpointSource.open(path, manifest)
     return [_tensor(source, entry) for entry in manifest.tensors]
 
 
-def _tensor(source: Source, entry: TensorEntry) -> Tensor:
+def _tensor(source: CheckpointSource, entry: TensorEntry) -> Tensor:
     def read() -> Bytes:
         content = np.empty(math.prod(entry.shape) * DTYPES[entry.dtype], np.uint8)
         whole = (0,) * len(entry.shape)
         source.read(
-            [Target(Piece(entry.name, entry.dtype, entry.shape, whole, entry.shape), content.data)]
+            [
+                Target(
+                    ShardPiece(entry.name, entry.dtype, entry.shape, whole, entry.shape),
+                    content.data,
+                )
+            ]
         )
         return content
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.exchange.contents import is_floating, same, widened
-from hpctrain.checkpoint.format.reader import Source
+from hpctrain.checkpoint.format.reader import CheckpointSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ def compare(
 def _side(path: Path, manifest: Manifest) -> _Side:
     tensors = {tensor.name: tensor for tensor in contents.tensors(path, manifest)}
     numbers = {entry.name: number for number, entry in enumerate(manifest.tensors)}
-    return _Side(manifest, Source.open(path, manifest).table, tensors, numbers)
+    return _Side(manifest, CheckpointSource.open(path, manifest).table, tensors, numbers)
 
 
 def _changed(

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exchange.contents import MODEL, PREFIXES, Contents, Leaf, Tensor, carried
+from hpctrain.checkpoint.exchange.contents import (
+    MODEL,
+    PREFIXES,
+    Contents,
+    NestedValue,
+    Tensor,
+    carried,
+)
 from hpctrain.checkpoint.exchange.untrusted import (
     DTYPE_NAMES,
     Inert,
@@ -159,9 +166,9 @@ def _contents(source: Path, metadata: Any) -> Contents:
         if not all(isinstance(key, str | int) for key in path):
             raise CheckpointError(f"{source / METADATA} has {path!r} for the place of {name}")
         if isinstance(entry, _TensorEntry):
-            leaves.append(Leaf(path, _tensor(directory, name, entry)))
+            leaves.append(NestedValue(path, _tensor(directory, name, entry)))
         else:
-            leaves.append(Leaf(path, None, _value(directory, name)))
+            leaves.append(NestedValue(path, None, _value(directory, name)))
     contents = Contents("dcp", source, leaves)
     names = [leaf.tensor.name for leaf in leaves if leaf.tensor is not None]
     contents.full_names = (

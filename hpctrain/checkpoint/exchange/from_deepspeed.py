@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exchange.contents import Contents, Leaf, Tensor
+from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor
 from hpctrain.checkpoint.exchange.untrusted import DTYPE_NAMES, Inert, as_tensor, load, raw
 from hpctrain.errors import CheckpointError
 
@@ -229,13 +229,13 @@ def _rows_of_3(directory: Path, shards: list[Any]) -> _Rows:
 
 def _whole_1(
     rows: _Rows, shapes: list[dict[str, tuple[int, ...]]], shards: list[Any]
-) -> list[Leaf]:
+) -> list[NestedValue]:
     if len(shapes) != len(rows.groups):
         raise CheckpointError(
             f"{rows.where} names {len(shapes)} groups and holds {len(rows.groups)}"
         )
     gaps = shards[0].get("param_alignment_paddings")
-    leaves: list[Leaf] = []
+    leaves: list[NestedValue] = []
     for number, group in enumerate(shapes):
         position, part = 0, rows.part[number]
         gap = gaps[number] if gaps else [0] * len(group)
@@ -263,10 +263,10 @@ def _cut(low: int, high: int, part: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def _whole_3(rows: _Rows, shapes: list[dict[str, tuple[int, ...]]]) -> list[Leaf]:
+def _whole_3(rows: _Rows, shapes: list[dict[str, tuple[int, ...]]]) -> list[NestedValue]:
     ranks = len(rows.groups[0][FP32])
     position = 0
-    leaves: list[Leaf] = []
+    leaves: list[NestedValue] = []
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         count = math.prod(shape)
         part = -(-count // ranks)
@@ -296,7 +296,7 @@ def _groups_of(rows: _Rows, low: int, high: int) -> list[tuple[int, int, int]]:
 
 def _parameter(
     rows: _Rows, name: str, shape: tuple[int, ...], spans: Sequence[tuple[int, int, int, int]]
-) -> list[Leaf]:
+) -> list[NestedValue]:
     """A parameter's weights and its optimizer's state, put together from ranges of the rows."""
     group = spans[0][0] if spans else 0
     leaves = []
@@ -306,10 +306,10 @@ def _parameter(
             if tensor.dim() != 1 or not 0 <= low <= high <= len(tensor):
                 raise CheckpointError(f"{rows.where}: {what} of {name} lies outside of rank {rank}")
         path = ("model", name) if what == FP32 else ("optimizer", "state", name, what)
-        leaves.append(Leaf(path, _joined(name, shape, parts, spans)))
+        leaves.append(NestedValue(path, _joined(name, shape, parts, spans)))
     for what, value in rows.numbers[group].items():
         path = ("optimizer", "state", name, what)
-        leaves.append(Leaf(path, as_tensor(name, value, rows.where)))
+        leaves.append(NestedValue(path, as_tensor(name, value, rows.where)))
     return leaves
 
 
@@ -329,7 +329,7 @@ def _joined(
     return Tensor(name, dtypes.pop(), shape, content)
 
 
-def _frozen(directory: Path, states: list[Any]) -> list[Leaf]:
+def _frozen(directory: Path, states: list[Any]) -> list[NestedValue]:
     """Parameters that are not trained: ZeRO-3 has a part of each beside the model's states."""
     leaves = []
     for name, size in (states[0].get("frozen_param_shapes") or {}).items():
@@ -344,11 +344,13 @@ def _frozen(directory: Path, states: list[Any]) -> list[Leaf]:
             raise CheckpointError(
                 f"{directory}: {name}, which is not trained, lacks {left} elements"
             )
-        leaves.append(Leaf(("model", name), _joined(name, shape, parts, spans)))
+        leaves.append(NestedValue(("model", name), _joined(name, shape, parts, spans)))
     return leaves
 
 
-def _others(directory: Path, state: dict[str, Any], leaves: Sequence[Leaf]) -> list[Leaf]:
+def _others(
+    directory: Path, state: dict[str, Any], leaves: Sequence[NestedValue]
+) -> list[NestedValue]:
     """What the model has besides: tied weights, buffers and, before ZeRO-3, what is not trained.
 
     Every name of the model is found, or the whole is refused: a weight that was left out would
@@ -367,5 +369,5 @@ def _others(directory: Path, state: dict[str, Any], leaves: Sequence[Leaf]) -> l
             one = as_tensor(name, tensor, directory)
         else:
             raise CheckpointError(f"{directory} names {name} and no rank's file holds it")
-        found.append(Leaf(("model", name), one))
+        found.append(NestedValue(("model", name), one))
     return found

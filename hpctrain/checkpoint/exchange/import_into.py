@@ -17,7 +17,7 @@ from hpctrain.checkpoint.exchange import contents as source_contents
 from hpctrain.checkpoint.exchange.export import compare
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
@@ -117,7 +117,8 @@ def write(
 
 def _write(staged: Path, manifest: Manifest, tensors: Sequence[Tensor], on_bytes: OnBytes) -> None:
     pieces = [
-        Piece(one.name, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for one in tensors
+        ShardPiece(one.name, one.dtype, one.shape, (0,) * len(one.shape), one.shape)
+        for one in tensors
     ]
     sources = _OneAtATime(tensors, on_bytes)
     path = staged / shard.file_name(0)

@@ -17,7 +17,7 @@ from hpctrain.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.checkpoint.exchange.contents import Contents, Leaf
+    from hpctrain.checkpoint.exchange.contents import Contents, NestedValue
 
 WEIGHTS = ("model", "model_state_dict", "state_dict", "module")
 OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
@@ -27,7 +27,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Request:
+class NameRequest:
     """What the user asked about names.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Named:
         return f"{OPTIM}{self.name}.{self.key}" if self.key else MODEL + self.name
 
 
-def name_all(contents: Contents, request: Request) -> tuple[list[Tensor], list[str]]:
+def name_all(contents: Contents, request: NameRequest) -> tuple[list[Tensor], list[str]]:
     """All tensors under our names, and notes on what was left out or guessed.
 
     Of weights alone nothing else of the manifest is carried over: it speaks of tensors, and of a
@@ -73,7 +73,7 @@ def name_all(contents: Contents, request: Request) -> tuple[list[Tensor], list[s
         contents.state = {}
     if contents.full_names and request.prefix is None:
         return _as_they_are(contents, request)
-    finder = _Finder(contents, request)
+    finder = _StateFinder(contents, request)
     named = _renamed(finder.weights() + finder.state(), request)
     prefix = MODEL if request.prefix is None else request.prefix
     if prefix and not prefix.startswith(MODEL):
@@ -94,7 +94,7 @@ def in_dtype(tensors: Sequence[Tensor], target: str | None) -> list[Tensor]:
     return [to_dtype(one, target) if one.name.startswith(MODEL) else one for one in tensors]
 
 
-def _as_they_are(contents: Contents, request: Request) -> tuple[list[Tensor], list[str]]:
+def _as_they_are(contents: Contents, request: NameRequest) -> tuple[list[Tensor], list[str]]:
     named, rest = [], []
     for leaf in contents.leaves:
         if leaf.tensor is None:
@@ -114,10 +114,10 @@ def _as_they_are(contents: Contents, request: Request) -> tuple[list[Tensor], li
     return tensors, []
 
 
-class _Finder:
+class _StateFinder:
     """Looks for weights and for an optimizer's state in what a source holds."""
 
-    def __init__(self, contents: Contents, request: Request) -> None:
+    def __init__(self, contents: Contents, request: NameRequest) -> None:
         self._contents = contents
         self._request = request
         # Without a path it is the whole source: a dictionary whose keys are no names.
@@ -157,7 +157,7 @@ class _Finder:
         if section is None or self._request.model_only:
             return []
         leaves = [replace(leaf, path=leaf.path[1:]) for leaf in self._under(section)]
-        by_number: list[Leaf] = []
+        by_number: list[NestedValue] = []
         named: list[_Named] = []
         for leaf in leaves:
             match leaf.path:
@@ -184,7 +184,7 @@ class _Finder:
         return named
 
     def _take_numbered(
-        self, named: list[_Named], leaves: Sequence[Leaf], by_number: Sequence[Leaf]
+        self, named: list[_Named], leaves: Sequence[NestedValue], by_number: Sequence[NestedValue]
     ) -> None:
         whose = self._numbered(leaves, by_number)
         for leaf in by_number:
@@ -209,7 +209,7 @@ class _Finder:
             )
         return there[0] if there else None
 
-    def _under(self, section: str) -> list[Leaf]:
+    def _under(self, section: str) -> list[NestedValue]:
         return [leaf for leaf in self._leaves if leaf.path[0] == section and len(leaf.path) > 1]
 
     def _is_number(self, key: str | int) -> bool:
@@ -218,7 +218,7 @@ class _Finder:
             key.isdecimal() and all(one.name != key for one in self._weights)
         )
 
-    def _take(self, named: list[_Named], name: str, key: str, leaf: Leaf) -> None:
+    def _take(self, named: list[_Named], name: str, key: str, leaf: NestedValue) -> None:
         if leaf.tensor is not None:
             named.append(_Named(name, key, leaf.tensor))
             return
@@ -226,7 +226,9 @@ class _Finder:
         if isinstance(value, int | float) and not isinstance(value, bool):
             named.append(_Named(name, key, scalar(f"{name}.{key}", float(value))))
 
-    def _numbered(self, leaves: Sequence[Leaf], by_number: Sequence[Leaf]) -> dict[int, str]:
+    def _numbered(
+        self, leaves: Sequence[NestedValue], by_number: Sequence[NestedValue]
+    ) -> dict[int, str]:
         """Number to name: as the groups say, or in the weights' order where that is certain."""
         groups = _groups(leaves)
         problem = "has no list of them"
@@ -250,7 +252,7 @@ class _Finder:
         )
 
     def _order_problem(
-        self, groups: Sequence[Any], numbers: Sequence[int], by_number: Sequence[Leaf]
+        self, groups: Sequence[Any], numbers: Sequence[int], by_number: Sequence[NestedValue]
     ) -> str:
         if len(groups) > 1:
             return f"has {len(groups)} groups, each with an order of its own"
@@ -287,7 +289,7 @@ class _Finder:
             self.notes.append(f"left out, with the number of values: {listed}")
 
 
-def _groups(leaves: Sequence[Leaf]) -> Any:
+def _groups(leaves: Sequence[NestedValue]) -> Any:
     """An optimizer's groups, as a list or, as torch DCP has it, value by value."""
     found: dict[int, dict[str, Any]] = {}
     for leaf in leaves:
@@ -309,7 +311,7 @@ def _are_lists(groups: Any) -> bool:
     )
 
 
-def _unwrapped(leaves: Sequence[Leaf]) -> list[Leaf]:
+def _unwrapped(leaves: Sequence[NestedValue]) -> list[NestedValue]:
     """Without one outer key: torch's tutorial saves ``{"app": {"model": ..., "optim": ...}}``."""
     found = list(leaves)
     while (
@@ -330,7 +332,7 @@ def _without_model(name: str) -> str:
     return name.removeprefix(MODEL)
 
 
-def _renamed(named: list[_Named], request: Request) -> list[_Named]:
+def _renamed(named: list[_Named], request: NameRequest) -> list[_Named]:
     table, unused = request.table or {}, set(request.table or {})
     hits = [0] * len(request.renames)
     done = []

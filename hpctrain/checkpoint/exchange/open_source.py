@@ -7,7 +7,7 @@ import re
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.exchange.contents import Contents, Leaf, carried
+from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, carried
 from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.store import find
@@ -141,7 +141,9 @@ def _ours(source: Path) -> Contents:
     try:
         manifest = manifests.load(source / manifests.MANIFEST_NAME)
         _require_sizes(source, manifest)
-        leaves = [Leaf((one.name,), one) for one in source_contents.tensors(source, manifest)]
+        leaves = [
+            NestedValue((one.name,), one) for one in source_contents.tensors(source, manifest)
+        ]
     except TornCheckpoint as error:
         raise TornCheckpoint(f"{source} is torn: {error}") from error
     contents = Contents("hpctrain", source, leaves, full_names=True, step=manifest.step)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.exchange.contents import Contents, Leaf, Tensor, carried
+from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried
 from hpctrain.checkpoint.exchange.export import Written, compare
 from hpctrain.checkpoint.exchange.place import flush, placing
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
@@ -273,7 +273,7 @@ def read(source: Path) -> Contents:
             if found.setdefault(tensor.name, tensor) is not tensor:
                 raise CheckpointError(f"{path} holds {tensor.name}, as another file does")
     _require_indexed(source, set(found))
-    contents.leaves = [Leaf((name,), tensor) for name, tensor in found.items()]
+    contents.leaves = [NestedValue((name,), tensor) for name, tensor in found.items()]
     return contents
 
 

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 
-from hpctrain.checkpoint.exchange.contents import Leaf, Tensor
+from hpctrain.checkpoint.exchange.contents import NestedValue, Tensor
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.errors import CheckpointError
 
@@ -130,7 +130,7 @@ def load(
         ) from error
 
 
-def leaves_of(tree: Any, where: object) -> list[Leaf]:
+def leaves_of(tree: Any, where: object) -> list[NestedValue]:
     """Every value in nested dictionaries; lists stay whole.
 
     Raises:
@@ -164,15 +164,15 @@ def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _leaves(value: Any, path: tuple[str | int, ...], where: object) -> Iterator[Leaf]:
+def _leaves(value: Any, path: tuple[str | int, ...], where: object) -> Iterator[NestedValue]:
     if isinstance(value, torch.Tensor):
         name = ".".join(map(str, path))
-        yield Leaf(path, as_tensor(name, value, where))
+        yield NestedValue(path, as_tensor(name, value, where))
     elif isinstance(value, dict) and value and all(isinstance(k, str | int) for k in value):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key), where)
     else:
-        yield Leaf(path, None, _giver(value))
+        yield NestedValue(path, None, _giver(value))
 
 
 def _giver(value: Any) -> Callable[[], Any]:

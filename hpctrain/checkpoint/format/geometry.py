@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import ChunkTable
 
 
@@ -451,7 +451,9 @@ def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
     )
 
 
-def my_part(pieces: Sequence[Piece], replica: int, replicas: int) -> list[tuple[int, Piece]]:
+def my_part(
+    pieces: Sequence[ShardPiece], replica: int, replicas: int
+) -> list[tuple[int, ShardPiece]]:
     """The part of the pieces that one replica writes; those of all replicas make up the pieces.
 
     Args:
@@ -479,7 +481,7 @@ def my_part(pieces: Sequence[Piece], replica: int, replicas: int) -> list[tuple[
     return mine
 
 
-def _cut(pieces: Sequence[Piece], starts: Sequence[int], number: int, replicas: int) -> int:
+def _cut(pieces: Sequence[ShardPiece], starts: Sequence[int], number: int, replicas: int) -> int:
     """The byte of the line at which part `number` starts, moved to the nearest row."""
     position = starts[-1] * number // replicas
     if position in {0, starts[-1]}:
@@ -489,17 +491,17 @@ def _cut(pieces: Sequence[Piece], starts: Sequence[int], number: int, replicas: 
     return starts[at] + (position - starts[at] + row // 2) // row * row
 
 
-def _row_bytes(piece: Piece) -> int:
+def _row_bytes(piece: ShardPiece) -> int:
     dimension = _cut_dimension(piece)
     return piece.nbytes if dimension is None else piece.nbytes // piece.extent[dimension]
 
 
-def _cut_dimension(piece: Piece) -> int | None:
+def _cut_dimension(piece: ShardPiece) -> int | None:
     """The first dimension that can be cut; those before it have extent 1."""
     return next((d for d, count in enumerate(piece.extent) if count > 1), None)
 
 
-def _rows(piece: Piece, low: int, high: int) -> Piece:
+def _rows(piece: ShardPiece, low: int, high: int) -> ShardPiece:
     """The box of bytes [low, high) of a piece, which begin and end at rows."""
     dimension = _cut_dimension(piece)
     if dimension is None or (low == 0 and high == piece.nbytes):

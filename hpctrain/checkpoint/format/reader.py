@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.geometry import Grid, Overlap
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
-    from hpctrain.checkpoint.format.shard import Piece
+    from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import ChunkTable
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ WINDOW_BYTES = 1 << 20
 """Read in one call. More is not faster, and would no longer be in the cache when it is digested."""
 
 
-class Files:
+class ChunkFiles:
     """A checkpoint's files for one thread: one is open at a time, beside memory for a window."""
 
     def __init__(self, path: Path, manifest: Manifest, patience: Patience | None = None) -> None:
@@ -202,11 +202,11 @@ class Target:
         buffer: Writable memory of exactly these elements, row-major.
     """
 
-    piece: Piece
+    piece: ShardPiece
     buffer: Any
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks of one chunk, all or part of which go to one destination as they are."""
 
     row: int
@@ -231,15 +231,15 @@ class Scattered(NamedTuple):
     grids: list[tuple[Grid, memoryview]]
 
 
-class Window(NamedTuple):
+class ReadWindow(NamedTuple):
     """What one call reads."""
 
     file: int
     position: int
-    content: list[Run] | Scattered
+    content: list[BlockRun] | Scattered
 
 
-class Source:
+class CheckpointSource:
     """A checkpoint to read from."""
 
     def __init__(
@@ -255,7 +255,9 @@ class Source:
         self.table = table
 
     @classmethod
-    def open(cls, path: Path, manifest: Manifest, patience: Patience | None = None) -> Source:
+    def open(
+        cls, path: Path, manifest: Manifest, patience: Patience | None = None
+    ) -> CheckpointSource:
         """A checkpoint whose manifest is known already; its chunk table is read.
 
         Args:
@@ -309,8 +311,8 @@ class Source:
         """
         windows = self._plan(targets)
 
-        def work(mine: Iterator[Window]) -> int:
-            with Files(self.path, self.manifest, self._patience) as files:
+        def work(mine: Iterator[ReadWindow]) -> int:
+            with ChunkFiles(self.path, self.manifest, self._patience) as files:
                 return sum(self._read(files, window, on_bytes) for window in mine)
 
         total = in_threads(windows, min(threads, len(windows)), work)
@@ -321,7 +323,7 @@ class Source:
     def _numbers(self) -> dict[str, int]:
         return {entry.name: number for number, entry in enumerate(self.manifest.tensors)}
 
-    def _plan(self, targets: Sequence[Target]) -> list[Window]:
+    def _plan(self, targets: Sequence[Target]) -> list[ReadWindow]:
         """All windows to read, in the order of the files."""
         problems: list[str] = []
         wanted: list[tuple[Target, memoryview]] = []
@@ -381,10 +383,10 @@ class Source:
         numbers = [self._numbers[one.piece.name] for one in targets]
         return overlap(self.table, regions, np.array(numbers, np.int64))
 
-    def _run_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[Window]:
+    def _run_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
         """Runs of blocks, those put together that are neighbours in their file."""
         block, most = self.table.block_bytes, window_blocks(self.table.block_bytes)
-        window: list[Run] = []
+        window: list[BlockRun] = []
         file = start = end = room = 0
         for number, position, nbytes, run in self._runs(found, memories):
             for first in range(run.first, run.last, most):
@@ -394,17 +396,17 @@ class Source:
                 joins = (number, low) == (file, end) and high - low <= room
                 if not window or not joins or len(window) == MAX_PARTS:
                     if window:
-                        yield Window(file, start, window)
+                        yield ReadWindow(file, start, window)
                     window, room, file, start = [], most * block, number, low
                 whole = (first, last) == (run.first, run.last)
                 window.append(run if whole else run._replace(first=first, last=last))
                 room, end = room - (high - low), high
         if window:
-            yield Window(file, start, window)
+            yield ReadWindow(file, start, window)
 
     def _runs(
         self, found: Overlap, memories: Sequence[memoryview]
-    ) -> Iterator[tuple[int, int, int, Run]]:
+    ) -> Iterator[tuple[int, int, int, BlockRun]]:
         """All runs in the order of the files, each with its chunk's file, offset and bytes."""
         table, block = self.table, self.table.block_bytes
         region, rows, source, target, nbytes = found.runs
@@ -417,9 +419,9 @@ class Source:
         for at, offset, size, index, row, first, last, low, high, shift in zip(
             *(column[order].tolist() for column in columns), strict=True
         ):
-            yield at, offset, size, Run(row, first, last, low, high, shift, memories[index])
+            yield at, offset, size, BlockRun(row, first, last, low, high, shift, memories[index])
 
-    def _grid_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[Window]:
+    def _grid_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
         """Blocks that some grid needs, those of a chunk put together that are neighbours."""
         table, block, most = (
             self.table,
@@ -436,9 +438,11 @@ class Source:
                 needed |= np.diff(grid.before(edges)) > 0
             for first, last in _stretches(needed, most):
                 position = int(table.offset[row]) + first * block
-                yield Window(int(table.file[row]), position, Scattered(row, first, last, grids))
+                yield ReadWindow(int(table.file[row]), position, Scattered(row, first, last, grids))
 
-    def _read(self, files: Files, window: Window, on_bytes: Callable[[int], object] | None) -> int:
+    def _read(
+        self, files: ChunkFiles, window: ReadWindow, on_bytes: Callable[[int], object] | None
+    ) -> int:
         if isinstance(window.content, Scattered):
             count = self._read_scattered(files, window, window.content)
         else:
@@ -447,7 +451,7 @@ class Source:
             on_bytes(count)
         return count
 
-    def _read_runs(self, files: Files, window: Window, runs: list[Run]) -> int:
+    def _read_runs(self, files: ChunkFiles, window: ReadWindow, runs: list[BlockRun]) -> int:
         """Whole blocks straight to their place; those wanted in part go through the scratch."""
         buffers: list[memoryview] = []
         blocks: list[tuple[int, int, memoryview]] = []
@@ -473,7 +477,7 @@ class Source:
             place[:] = content
         return count
 
-    def _read_scattered(self, files: Files, window: Window, part: Scattered) -> int:
+    def _read_scattered(self, files: ChunkFiles, window: ReadWindow, part: Scattered) -> int:
         size = self.table.block_bytes
         begin = part.first * size
         end = min(part.last * size, int(self.table.nbytes[part.row]))
@@ -494,7 +498,7 @@ class Source:
             raise TornCheckpoint(damage(self.manifest, self.table, row, block, digest))
 
 
-def _spans(run: Run, size: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _spans(run: BlockRun, size: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
     """A run's blocks, those at its ends apart if they are wanted in part: blocks, and bytes."""
     first = run.first + (run.first * size < run.low)
     last = max(first, run.last - (run.high < min(run.last * size, nbytes)))

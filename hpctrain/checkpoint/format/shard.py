@@ -39,7 +39,7 @@ MAX_PARTS = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A part of a tensor that is stored together: a box of it, or a range of its elements.
 
     Attributes:
@@ -64,7 +64,7 @@ class Piece:
         return math.prod(self.extent) * DTYPES[self.dtype]
 
 
-class Sources(Protocol):
+class PieceSources(Protocol):
     """The bytes of each piece; a sequence, or something that makes each when it is asked for."""
 
     def __getitem__(self, index: int, /) -> memoryview:
@@ -72,7 +72,7 @@ class Sources(Protocol):
 
 
 @dataclass(frozen=True)
-class Report:
+class ShardReport:
     """What has been written.
 
     Attributes:
@@ -110,7 +110,7 @@ def blocks_digest(header: bytes, digests: NDArray[np.uint64]) -> str:
     return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(numbers.astype("<u8").tobytes())
 
 
-def header(pieces: Sequence[Piece]) -> bytes:
+def header(pieces: Sequence[ShardPiece]) -> bytes:
     """The safetensors header of a file that holds these pieces one behind the other."""
     entries: dict[str, object] = {}
     boxes: dict[str, dict[str, list[int]]] = {}
@@ -138,7 +138,7 @@ def encode_header(entries: dict[str, object]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _key(piece: Piece, taken: dict[str, object]) -> str:
+def _key(piece: ShardPiece, taken: dict[str, object]) -> str:
     """The piece's key in the header: torch puts boxes together that stand under the name itself."""
     if not piece.flat and piece.name not in taken:
         return piece.name
@@ -147,14 +147,14 @@ def _key(piece: Piece, taken: dict[str, object]) -> str:
 
 def write(
     path: Path,
-    pieces: Sequence[Piece],
-    sources: Sources,
+    pieces: Sequence[ShardPiece],
+    sources: PieceSources,
     *,
     block_bytes: int = BLOCK_BYTES,
     write_bytes: int = WRITE_BYTES,
     threads: int = 1,
     step: int | None = None,
-) -> Report:
+) -> ShardReport:
     """Write a shard and flush it to disk.
 
     Args:
@@ -193,7 +193,7 @@ def write(
         os.close(file)
     points.reach("shard.done", path=path, step=step)
     size = int(offsets[-1])
-    return Report(path.name, size, blocks_digest(head, digests), offsets[:-1], digests)
+    return ShardReport(path.name, size, blocks_digest(head, digests), offsets[:-1], digests)
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class _Job:
 
     path: Path
     file: int
-    pieces: Sequence[Piece]
-    sources: Sources
+    pieces: Sequence[ShardPiece]
+    sources: PieceSources
     offsets: NDArray[np.int64]
     blocks: NDArray[np.int64]
     digests: NDArray[np.uint64]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
 
 COLUMNS = ("tensor", "file", "offset", "dims", "flat", "begin", "extent", "digests")
 NARROW: dict[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
@@ -344,7 +344,7 @@ class RankPart:
         return kept
 
 
-def part_of(pieces: Sequence[Piece], report: Report | None) -> RankPart:
+def part_of(pieces: Sequence[ShardPiece], report: ShardReport | None) -> RankPart:
     """What one rank has to say of its file; `report` is None where it wrote none."""
     if report is None:
         pieces = []

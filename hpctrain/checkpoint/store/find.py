@@ -41,7 +41,7 @@ REASON_NAME = "SET-ASIDE.txt"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A directory that has a committed checkpoint's name.
 
     Attributes:
@@ -70,10 +70,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointChoice:
     """What to load, and what was passed over for it: damaged or unfinished ones that are newer."""
 
-    found: Found | None
+    found: FoundCheckpoint | None
     skipped: list[Skipped] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ def step_path(run: RunDir, step: int) -> Path:
     return run.checkpoints / manifest_format.step_name(step)
 
 
-def candidates(run: RunDir) -> list[Found]:
+def candidates(run: RunDir) -> list[FoundCheckpoint]:
     """Every directory with a committed checkpoint's name, newest first by step; to be shown."""
     return [glance(run, step) for step in steps(run)]
 
@@ -138,7 +138,7 @@ def set_aside(run: RunDir) -> list[SetAside]:
     return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
 
 
-def look(run: RunDir, step: int) -> Found:
+def look(run: RunDir, step: int) -> FoundCheckpoint:
     """The cheap checks: the manifest proves itself, every file is there with its size.
 
     Raises:
@@ -149,25 +149,27 @@ def look(run: RunDir, step: int) -> Found:
     try:
         manifest = manifests.load(path / manifests.MANIFEST_NAME)
     except TornCheckpoint as error:
-        return Found(step, path, None, str(error))
+        return FoundCheckpoint(step, path, None, str(error))
     if manifest.step != step:
-        return Found(step, path, manifest, f"manifest is of step {manifest.step}, not {step}")
+        return FoundCheckpoint(
+            step, path, manifest, f"manifest is of step {manifest.step}, not {step}"
+        )
     problems = size_problems(path, manifest.files)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return Found(step, path, manifest, problems[0] + more if problems else None)
+    return FoundCheckpoint(step, path, manifest, problems[0] + more if problems else None)
 
 
-def glance(run: RunDir, step: int) -> Found:
+def glance(run: RunDir, step: int) -> FoundCheckpoint:
     """The same to be shown, not to act upon: what nobody can judge has a `doubt`."""
     try:
         return look(run, step)
     except FileSystemFault as error:
-        return Found(step, step_path(run, step), None, str(error), "unreadable")
+        return FoundCheckpoint(step, step_path(run, step), None, str(error), "unreadable")
     except NewerFormat as error:
-        return Found(step, step_path(run, step), None, str(error), "newer format")
+        return FoundCheckpoint(step, step_path(run, step), None, str(error), "newer format")
 
 
-def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) -> Choice:
+def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) -> CheckpointChoice:
     """The newest checkpoint that the cheap checks find whole; its bytes are still to be verified.
 
     Args:
@@ -183,9 +185,9 @@ def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) ->
     """
     if at_step is not None:
         _refuse_newer_formats(run, at_step)
-        return Choice(_exactly(run, at_step) if at_step or 0 in steps(run) else None)
+        return CheckpointChoice(_exactly(run, at_step) if at_step or 0 in steps(run) else None)
     see = glance if to_show else look
-    taken: Found | None = None
+    taken: FoundCheckpoint | None = None
     skipped: list[Skipped] = []
     for step in steps(run):
         found = see(run, step)
@@ -197,7 +199,7 @@ def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) ->
     skipped += [
         Skipped(one.step, one.path.name, one.reason) for one in staged(run) if one.step > newer_than
     ]
-    return Choice(taken, sorted(skipped, key=lambda one: -one.step))
+    return CheckpointChoice(taken, sorted(skipped, key=lambda one: -one.step))
 
 
 def size_problems(path: Path, files: list[FileEntry]) -> list[str]:
@@ -243,7 +245,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _exactly(run: RunDir, step: int) -> Found:
+def _exactly(run: RunDir, step: int) -> FoundCheckpoint:
     found = look(run, step) if step in steps(run) else None
     if found is not None and found.problem is None:
         return found

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.history.run_state import Standing
+    from hpctrain.history.run_state import LedgerState
     from hpctrain.run.events import Event
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
@@ -176,7 +176,7 @@ class Usage:
         return step == self.only or (self.since is not None and step >= self.since)
 
 
-def in_use(events: Sequence[Event], idle: Standing | None = None) -> Usage | None:
+def in_use(events: Sequence[Event], idle: LedgerState | None = None) -> Usage | None:
     """What must stay for the run as it stands; None where nothing is in use.
 
     Args:
@@ -197,7 +197,7 @@ def in_use(events: Sequence[Event], idle: Standing | None = None) -> Usage | Non
     return Usage(f"the job that is to go on from step {asked} waits to start", only=asked)
 
 
-def _running(events: Sequence[Event], now: Standing) -> Usage:
+def _running(events: Sequence[Event], now: LedgerState) -> Usage:
     restored = [
         whole(event.data.get("step")) or 0
         for event in live(events)
@@ -227,7 +227,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """What retention knows of one checkpoint."""
 
     step: int
@@ -266,16 +266,16 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeepDecision:
     """One checkpoint and why it stays; it may go where `why` is empty."""
 
-    row: Row
+    row: CheckpointRow
     why: tuple[Why, ...]
     size_bytes: int
 
 
 def to_delete(
-    rows: Iterable[Row],
+    rows: Iterable[CheckpointRow],
     *,
     keep_last: int,
     keep_every: int = 0,
@@ -294,7 +294,7 @@ def to_delete(
 
 
 def why_kept(
-    rows: Iterable[Row], rules: Rules, protect: Collection[int] = ()
+    rows: Iterable[CheckpointRow], rules: Rules, protect: Collection[int] = ()
 ) -> dict[int, tuple[Why, ...]]:
     """Step to all reasons for which it stays.
 
@@ -331,7 +331,7 @@ def why_kept(
     }
 
 
-def best_of(rows: Iterable[Row], rules: Rules) -> list[int]:
+def best_of(rows: Iterable[CheckpointRow], rules: Rules) -> list[int]:
     """The steps that stay for their metric, the best first; of equal ones the newer.
 
     A value that is no finite number is never best: a loss that became NaN compares with nothing.
@@ -357,8 +357,8 @@ def prune(
     best_is: str = "lowest",
     protect: Collection[int] = (),
     attempt: Attempt | None = None,
-    idle: Standing | None = None,
-    known: dict[int, Row] | None = None,
+    idle: LedgerState | None = None,
+    known: dict[int, CheckpointRow] | None = None,
 ) -> list[int]:
     """Delete what need not be kept, and return its steps.
 
@@ -402,7 +402,7 @@ def prune(
     return going
 
 
-def plan(run: RunDir, rules: Rules, *, idle: Standing | None = None) -> list[Verdict]:
+def plan(run: RunDir, rules: Rules, *, idle: LedgerState | None = None) -> list[KeepDecision]:
     """What `prune` would do for a person, newest first; nothing is changed.
 
     Raises:
@@ -411,13 +411,13 @@ def plan(run: RunDir, rules: Rules, *, idle: Standing | None = None) -> list[Ver
     try:
         rows = _looked_at(run, None, {})
         kept = why_kept(rows, rules, used_steps(run, idle))
-        return [Verdict(row, kept[row.step], size_of(run, row.step)) for row in rows]
+        return [KeepDecision(row, kept[row.step], size_of(run, row.step)) for row in rows]
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
 
 
 def remove(
-    run: RunDir, steps: Collection[int], *, force: bool = False, idle: Standing | None = None
+    run: RunDir, steps: Collection[int], *, force: bool = False, idle: LedgerState | None = None
 ) -> list[int]:
     """Delete these checkpoints, for a person: all of them or, where one is refused, none.
 
@@ -448,7 +448,7 @@ def remove(
 
 
 def refuse(
-    run: RunDir, steps: Collection[int], *, force: bool, idle: Standing | None = None
+    run: RunDir, steps: Collection[int], *, force: bool, idle: LedgerState | None = None
 ) -> None:
     """The checks of `remove`, which deletes nothing where one does not hold.
 
@@ -479,7 +479,7 @@ def refuse(
         )
 
 
-def used_steps(run: RunDir, idle: Standing | None = None) -> set[int]:
+def used_steps(run: RunDir, idle: LedgerState | None = None) -> set[int]:
     """The steps that a live attempt may be using; see `usage.in_use`."""
     usage = in_use(ledger.read(run), idle)
     return {step for step in find.steps(run) if usage is not None and usage.holds(step)}
@@ -541,20 +541,22 @@ def _barred(run: RunDir, attempt: Attempt) -> list[str]:
     return [one.path.name for one in left]
 
 
-def _looked_at(run: RunDir, enough: int | None, known: dict[int, Row]) -> list[Row]:
+def _looked_at(
+    run: RunDir, enough: int | None, known: dict[int, CheckpointRow]
+) -> list[CheckpointRow]:
     """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
 
     What is known to be valid is not looked at again, and what is found valid is put there.
     """
-    rows: list[Row] = []
+    rows: list[CheckpointRow] = []
     valid = 0
     for step in find.steps(run):
         pinned = carries(find.step_path(run, step))
         if step not in known and (enough is None or valid < enough):
             found = find.look(run, step)
             if found.problem is None and found.manifest is not None:
-                known[step] = Row(step, valid=True, metrics=found.manifest.metrics)
-        row = replace(known.get(step, Row(step, valid=False)), pinned=pinned)
+                known[step] = CheckpointRow(step, valid=True, metrics=found.manifest.metrics)
+        row = replace(known.get(step, CheckpointRow(step, valid=False)), pinned=pinned)
         rows.append(row)
         valid += row.valid
     return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.manifest import BLOCKS_PREFIX, TABLE_NAME, block_digest, file_digest
-from hpctrain.checkpoint.format.reader import Files, damage, in_threads, window_blocks
+from hpctrain.checkpoint.format.reader import ChunkFiles, damage, in_threads, window_blocks
 from hpctrain.checkpoint.format.shard import blocks_digest
 from hpctrain.checkpoint.format.table import require_cover
 from hpctrain.checkpoint.store import find
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
-    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.checkpoint.store.find import FoundCheckpoint
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
@@ -34,7 +34,7 @@ SHOWN = 3
 
 
 def verify(
-    found: Found,
+    found: FoundCheckpoint,
     files: Sequence[str] | None = None,
     *,
     threads: int = 1,
@@ -81,7 +81,7 @@ def verify(
 
 
 def _small(
-    found: Found, files: Sequence[str] | None, *, deep: bool
+    found: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
 ) -> tuple[list[str], ChunkTable | None]:
     """What is wrong with all that is small; and the chunk table, if it is right.
 
@@ -113,7 +113,7 @@ def _small(
     return problems, table
 
 
-def set_aside(run: RunDir, found: Found, reason: str, attempt: Attempt | None) -> Path:
+def set_aside(run: RunDir, found: FoundCheckpoint, reason: str, attempt: Attempt | None) -> Path:
     """Move a damaged checkpoint away, with the reason inside; returns where it lies then.
 
     Args:
@@ -168,7 +168,7 @@ class _Scrub:
     def work(self, tasks: Iterator[_Task]) -> int:
         """Do tasks as long as there are any; returns how many bytes were read."""
         total = 0
-        with Files(self.path, self.manifest) as files:
+        with ChunkFiles(self.path, self.manifest) as files:
             for task in tasks:
                 if task.file in self.refused:
                     continue
@@ -186,7 +186,7 @@ class _Scrub:
                     self.on_bytes(count)
         return total
 
-    def _check(self, files: Files, task: _Task) -> int:
+    def _check(self, files: ChunkFiles, task: _Task) -> int:
         if len(task.rows):
             return self._blocks(files, task)
         if self.manifest.files[task.file].digest.startswith(BLOCKS_PREFIX):
@@ -222,7 +222,7 @@ class _Scrub:
             yield _Task(number, edges[at : to + 1], rows[at:to], blocks[at:to])
             at = to
 
-    def _header(self, files: Files, number: int) -> int:
+    def _header(self, files: ChunkFiles, number: int) -> int:
         """What stands before the first chunk, proved by the file's digest of it and all blocks."""
         entry = self.manifest.files[number]
         low, high = self.table.rows_in(number)
@@ -251,7 +251,7 @@ class _Scrub:
             )
         return entry.size
 
-    def _blocks(self, files: Files, task: _Task) -> int:
+    def _blocks(self, files: ChunkFiles, task: _Task) -> int:
         begin = int(task.edges[0])
         content = files.scratch[: int(task.edges[-1]) - begin]
         count = files.read(task.file, [content], begin)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from hpctrain.checkpoint.format.geometry import my_part
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Held:
         replicas: How many hold it.
     """
 
-    piece: Piece
+    piece: ShardPiece
     local: torch.Tensor
     replica: int
     replicas: int
@@ -87,7 +87,7 @@ class Held:
 class Part:
     """A box that this rank reads or writes, contiguous in memory."""
 
-    piece: Piece
+    piece: ShardPiece
     view: torch.Tensor
 
 
@@ -139,7 +139,7 @@ def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
     return sorted(parts, key=lambda part: -part.view.element_size())
 
 
-def cut(box: Held, piece: Piece) -> torch.Tensor:
+def cut(box: Held, piece: ShardPiece) -> torch.Tensor:
     """The elements of a piece of a box; contiguous, and a copy only where the box is not."""
     local = box.local
     for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
@@ -156,13 +156,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held:
     shape = tuple(tensor.shape)
-    piece = Piece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
+    piece = ShardPiece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
     return Held(piece, tensor.detach(), replica, replicas)
 
 
 def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
     extent = (tensor.local.numel(),)
-    piece = Piece(
+    piece = ShardPiece(
         name, _dtype(name, tensor.local), tensor.shape, (tensor.first,), extent, flat=True
     )
     return Held(piece, tensor.local.detach(), replica, replicas)
@@ -174,14 +174,14 @@ def _sharded(name: str, tensor: Any) -> Held:
     key = (name, tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements)
     if key not in _PLACES:
         begin, extent, replica, replicas = _place(name, tensor)
-        piece = Piece(name, _dtype(name, tensor), tuple(tensor.shape), begin, extent)
+        piece = ShardPiece(name, _dtype(name, tensor), tuple(tensor.shape), begin, extent)
         _PLACES[key] = (piece, replica, replicas)
     piece, replica, replicas = _PLACES[key]
     local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
     return Held(piece, local.detach(), replica, replicas)
 
 
-_PLACES: dict[tuple[Any, ...], tuple[Piece, int, int]] = {}
+_PLACES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
 """Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
 
 

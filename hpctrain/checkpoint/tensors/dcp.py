@@ -32,8 +32,8 @@ from torch.futures import Future
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.reader import Source, Target
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES, bytes_of
@@ -166,7 +166,7 @@ class Reader(StorageReader):
         """Begin a load; DCP passes the `checkpoint_id` that it was called with."""
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
-            self._source: Source | None = None
+            self._source: CheckpointSource | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, in DCP's words.
@@ -231,32 +231,34 @@ class Reader(StorageReader):
         """Whether there is a checkpoint of ours."""
         return (Path(checkpoint_id) / manifests.MANIFEST_NAME).exists()
 
-    def _open(self) -> Source:
+    def _open(self) -> CheckpointSource:
         if self._source is None:
             manifest = manifests.load(self._path / manifests.MANIFEST_NAME)
             problems = find.size_problems(self._path, manifest.files)
             if problems:
                 raise TornCheckpoint(f"{self._path}: {problems[0]}")
-            self._source = Source.open(self._path, manifest)
+            self._source = CheckpointSource.open(self._path, manifest)
         return self._source
 
 
-def _piece(item: WriteItem, data: torch.Tensor | io.BytesIO) -> tuple[Piece, memoryview]:
+def _piece(item: WriteItem, data: torch.Tensor | io.BytesIO) -> tuple[ShardPiece, memoryview]:
     name = item.index.fqn
     if not isinstance(data, torch.Tensor):
         content = data.getbuffer()
         size = (len(content),)
-        return Piece(name, "U8", size, (0,), size), content
+        return ShardPiece(name, "U8", size, (0,), size), content
     if item.tensor_data is None:
         raise CheckpointError(f"{name} comes without its place in the whole tensor")
     chunk, dtype = item.tensor_data.chunk, DTYPES[data.dtype]
-    piece = Piece(
+    piece = ShardPiece(
         name, dtype, tuple(item.tensor_data.size), tuple(chunk.offsets), tuple(chunk.sizes)
     )
     return piece, bytes_of(data.detach().cpu().contiguous())
 
 
-def _destination(item: ReadItem, planner: LoadPlanner, source: Source) -> tuple[torch.Tensor, Any]:
+def _destination(
+    item: ReadItem, planner: LoadPlanner, source: CheckpointSource
+) -> tuple[torch.Tensor, Any]:
     """Host memory to read into, and what to do once it is filled."""
     if item.type is LoadItemType.BYTE_IO:
         host = torch.empty(source.entry(item.storage_index.fqn).shape, dtype=torch.uint8)
@@ -277,11 +279,11 @@ def _destination(item: ReadItem, planner: LoadPlanner, source: Source) -> tuple[
     return host, copy
 
 
-def _target(item: ReadItem, source: Source, host: torch.Tensor) -> Target:
+def _target(item: ReadItem, source: CheckpointSource, host: torch.Tensor) -> Target:
     entry = source.entry(item.storage_index.fqn)
     begin = (0,) * len(entry.shape)
     if item.type is not LoadItemType.BYTE_IO:
         first = item.storage_index.offset or begin
         begin = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
-    piece = Piece(entry.name, DTYPES[host.dtype], entry.shape, begin, tuple(host.shape))
+    piece = ShardPiece(entry.name, DTYPES[host.dtype], entry.shape, begin, tuple(host.shape))
     return Target(piece, bytes_of(host))

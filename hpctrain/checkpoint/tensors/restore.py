@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hpctrain.base.text import Meter
 from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.patience import Patience
-from hpctrain.checkpoint.format.reader import Source, Target
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import asked_step, refuse_to_forget
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import Piece
-    from hpctrain.checkpoint.store.find import Found
+    from hpctrain.checkpoint.format.shard import ShardPiece
+    from hpctrain.checkpoint.store.find import FoundCheckpoint
     from hpctrain.checkpoint.tensors.arena import Arena
     from hpctrain.checkpoint.tensors.boxes import Held, State
-    from hpctrain.checkpoint.tensors.save import Place
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.world import World
@@ -104,7 +104,7 @@ class _Reading:
 
 
 def restore(
-    place: Place,
+    place: SavePlace,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     *,
@@ -168,7 +168,7 @@ def restore(
 
 
 def _try(
-    found: Found,
+    found: FoundCheckpoint,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     reading: _Reading,
@@ -208,7 +208,7 @@ def _try(
 
 
 def _read(
-    found: Found,
+    found: FoundCheckpoint,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     reading: _Reading,
@@ -217,13 +217,13 @@ def _read(
         raise TornCheckpoint("manifest is missing")
     # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
     want = wanted(found.manifest)
-    source = Source.open(found.path, found.manifest, reading.patience)
+    source = CheckpointSource.open(found.path, found.manifest, reading.patience)
     _require_all_weights(source, want.state)
     filling = _Filling(world, want, once=reading.once, arena=reading.arena)
     return filling, filling.read(source)
 
 
-def _require_all_weights(source: Source, state: State) -> None:
+def _require_all_weights(source: CheckpointSource, state: State) -> None:
     """A weight that nobody asks for belongs to another model, and would be lost with the next save.
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
@@ -259,7 +259,7 @@ class _Filling:
         common = {id(box) for box in self._common}
         self._alone = [box for box in boxes if id(box) not in common]
 
-    def read(self, source: Source) -> int:
+    def read(self, source: CheckpointSource) -> int:
         """Read and prove this rank's boxes; returns the bytes read.
 
         Raises:
@@ -293,13 +293,13 @@ class _Filling:
             views = [_view(box, piece) for box, piece in self._parts_of(rank)]
             _broadcast_views(views, rank, self._world)
 
-    def _parts_of(self, rank: int) -> list[tuple[Held, Piece]]:
+    def _parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
         """What a rank reads of that which all ranks hold."""
         pieces = [box.piece for box in self._common]
         parts = my_part(pieces, rank, self._world.world_size)
         return [(self._common[number], piece) for number, piece in parts]
 
-    def _stage(self, view: torch.Tensor, piece: Piece) -> Target:
+    def _stage(self, view: torch.Tensor, piece: ShardPiece) -> Target:
         host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
         self._staged.append((view, host))
         return Target(piece, bytes_of(host))
@@ -331,7 +331,7 @@ def _is_plain(box: Held) -> bool:
     return box.piece.extent == box.piece.shape
 
 
-def _view(box: Held, piece: Piece) -> torch.Tensor:
+def _view(box: Held, piece: ShardPiece) -> torch.Tensor:
     """The elements of a piece in the program's own memory, contiguous or not."""
     local = box.local
     for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
@@ -341,9 +341,9 @@ def _view(box: Held, piece: Piece) -> torch.Tensor:
 
 
 def _batches(
-    through: Sequence[tuple[torch.Tensor, Piece]],
-) -> Iterator[list[tuple[torch.Tensor, Piece]]]:
-    batch: list[tuple[torch.Tensor, Piece]] = []
+    through: Sequence[tuple[torch.Tensor, ShardPiece]],
+) -> Iterator[list[tuple[torch.Tensor, ShardPiece]]]:
+    batch: list[tuple[torch.Tensor, ShardPiece]] = []
     for view, piece in through:
         if batch and sum(one.nbytes for _, one in batch) + piece.nbytes > BATCH_BYTES:
             yield batch
@@ -354,8 +354,8 @@ def _batches(
 
 
 def _read_through(
-    source: Source,
-    batch: Sequence[tuple[torch.Tensor, Piece]],
+    source: CheckpointSource,
+    batch: Sequence[tuple[torch.Tensor, ShardPiece]],
     on_bytes: Callable[[int], None] | None,
 ) -> int:
     """Read into host memory first: a device's memory cannot be read into."""
@@ -429,7 +429,9 @@ def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(by_name.values())
 
 
-def _give_up(run: RunDir, attempt: Attempt, found: Found, damaged: dict[str, Any]) -> None:
+def _give_up(
+    run: RunDir, attempt: Attempt, found: FoundCheckpoint, damaged: dict[str, Any]
+) -> None:
     verify.set_aside(run, found, damaged["reason"], attempt)
     ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged)
 
@@ -441,4 +443,4 @@ def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
             path = find.step_path(run, newer)
             row = {"step": newer, "name": path.name}
             row["reason"] = f"newer than `resume --from {step}`"
-            _give_up(run, attempt, find.Found(newer, path, None, None), row)
+            _give_up(run, attempt, find.FoundCheckpoint(newer, path, None, None), row)

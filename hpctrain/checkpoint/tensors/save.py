@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
     from hpctrain.checkpoint.tensors.boxes import Part, State
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
@@ -58,7 +58,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Place:
+class SavePlace:
     """Where a save goes, and by which right: an older attempt's save is refused."""
 
     run: RunDir
@@ -66,7 +66,7 @@ class Place:
     settings: CheckpointSettings
 
 
-def save(place: Place, world: World, state: State, manifest: Manifest) -> Saved:
+def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Saved:
     """Write and commit one checkpoint while training waits. Collective.
 
     Either it is committed on return, or an error is raised on every rank and nothing is left that
@@ -88,7 +88,7 @@ def save(place: Place, world: World, state: State, manifest: Manifest) -> Saved:
     pieces = [part.piece for part in parts]
     options = write_options(place.settings, manifest)
 
-    def write(path: Path) -> Report:
+    def write(path: Path) -> ShardReport:
         return shard.write(path, pieces, _Sources(parts), step=manifest.step, **options)
 
     return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
@@ -104,12 +104,12 @@ def write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str,
 
 
 def commit_together(
-    place: Place,
+    place: SavePlace,
     world: World,
     manifest: Manifest,
     *,
-    pieces: Sequence[Piece],
-    write: Callable[[Path], Report],
+    pieces: Sequence[ShardPiece],
+    write: Callable[[Path], ShardReport],
     started: float,
 ) -> Saved:
     """Stage, write on every rank, gather, publish. Collective on `world.control`.
@@ -137,7 +137,7 @@ def commit_together(
     return Saved(manifest.step, step_name(manifest.step), size, seconds, seconds, digest)
 
 
-def _stage(place: Place, step: int, need: int, need_files: int) -> Path:
+def _stage(place: SavePlace, step: int, need: int, need_files: int) -> Path:
     try:
         place.run.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,8 +153,8 @@ def _write(
     staged: Path,
     world: World,
     step: int,
-    pieces: Sequence[Piece],
-    write: Callable[[Path], Report],
+    pieces: Sequence[ShardPiece],
+    write: Callable[[Path], ShardReport],
 ) -> tuple[RankPart, str, bool]:
     """This rank's part; an error is returned, not raised, so that all ranks abort together.
 
@@ -173,7 +173,10 @@ def _write(
 
 
 def _publish(
-    place: Place, staged: Path, manifest: Manifest, answers: Sequence[tuple[RankPart, str, bool]]
+    place: SavePlace,
+    staged: Path,
+    manifest: Manifest,
+    answers: Sequence[tuple[RankPart, str, bool]],
 ) -> tuple[int, str]:
     """Rank 0: commit if every rank has written, else free what was staged."""
     try:

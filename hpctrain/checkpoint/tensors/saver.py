@@ -22,20 +22,20 @@ import torch
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
-from hpctrain.checkpoint.tensors.writer import Writer
-from hpctrain.checkpoint.tensors.writer_process import Request
+from hpctrain.checkpoint.tensors.writer import ShardWriter
+from hpctrain.checkpoint.tensors.writer_process import WriteRequest
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.testing import points
-from hpctrain.world import apart, one_line
+from hpctrain.world import one_line, with_own_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
     from hpctrain.checkpoint.tensors.boxes import Part, State
-    from hpctrain.checkpoint.tensors.save import Place, Saved
+    from hpctrain.checkpoint.tensors.save import Saved, SavePlace
     from hpctrain.world import World
 
 GRACE_S = 120.0
@@ -69,7 +69,7 @@ class Saver:
     """
 
     def __init__(
-        self, place: Place, world: World, *, after: Callable[[Saved], None] | None = None
+        self, place: SavePlace, world: World, *, after: Callable[[Saved], None] | None = None
     ) -> None:
         """Start the writer process and make a group for the saves' own exchanges.
 
@@ -79,10 +79,10 @@ class Saver:
             after: Rank 0, in the thread, when a save has been committed: to prune.
         """
         self._place = place
-        self._world = apart(world, place.settings.timeout_s + GRACE_S)
+        self._world = with_own_group(world, place.settings.timeout_s + GRACE_S)
         self._after = after
         self._arena = Arena()
-        self._writer = Writer()
+        self._writer = ShardWriter()
         self._flight: _Flight | None = None
         self._preparing: threading.Thread | None = None
 
@@ -169,11 +169,11 @@ class Saver:
 
     def _writing(
         self, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
-    ) -> Callable[[Path], Report]:
+    ) -> Callable[[Path], ShardReport]:
         """What has the writer process write the arena's copy of these parts."""
 
-        def write(path: Path) -> Report:
-            request = Request(
+        def write(path: Path) -> ShardReport:
+            request = WriteRequest(
                 path=path,
                 pieces=[part.piece for part in parts],
                 offsets=offsets,
@@ -190,8 +190,8 @@ class Saver:
         self,
         flight: _Flight,
         manifest: Manifest,
-        pieces: Sequence[Piece],
-        write: Callable[[Path], Report],
+        pieces: Sequence[ShardPiece],
+        write: Callable[[Path], ShardReport],
     ) -> None:
         """The thread: everything after the copy."""
         step = flight.step
@@ -269,10 +269,10 @@ class Saver:
         self._arena.close()
 
 
-def _failing(error: Exception) -> Callable[[Path], Report]:
+def _failing(error: Exception) -> Callable[[Path], ShardReport]:
     """A write that fails: the other ranks must hear of what went wrong before it."""
 
-    def write(_: Path) -> Report:
+    def write(_: Path) -> ShardReport:
         raise error
 
     return write

@@ -25,8 +25,14 @@ import numpy as np
 import xxhash
 
 import hpctrain
-from hpctrain.checkpoint.format.shard import Report
-from hpctrain.checkpoint.tensors.writer_process import FRAME, SHIELDED, Failure, Request, frame
+from hpctrain.checkpoint.format.shard import ShardReport
+from hpctrain.checkpoint.tensors.writer_process import (
+    FRAME,
+    SHIELDED,
+    WriteFailure,
+    WriteRequest,
+    frame,
+)
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ class WriterTimeout(CheckpointError, TimeoutError):
     """A shard was not written in the time that it had."""
 
 
-class Writer:
+class ShardWriter:
     """A process that writes shards.
 
     `begin` and `wait` are for one thread at a time; `abandon` and `close` may be called from any.
@@ -85,7 +91,7 @@ class Writer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
-        self._pending: Request | None = None
+        self._pending: WriteRequest | None = None
         self._abandoned = False
         self._closed = False
         self._left: list[subprocess.Popen[bytes]] = []
@@ -111,7 +117,7 @@ class Writer:
                 self._end()
                 self._process = _Process(self._nice)
 
-    def begin(self, request: Request, arena: Arena) -> None:
+    def begin(self, request: WriteRequest, arena: Arena) -> None:
         """Have a shard written; returns at once. The arena's bytes must stay until `wait` returns.
 
         Raises:
@@ -145,7 +151,7 @@ class Writer:
         finally:
             self._lock.release()
 
-    def wait(self, timeout_s: float) -> Report:
+    def wait(self, timeout_s: float) -> ShardReport:
         """Wait for the shard that was begun; other threads of the rank run meanwhile.
 
         Raises:
@@ -168,7 +174,7 @@ class Writer:
                 raise
             finally:
                 self._pending = None
-        if isinstance(answer, Failure):
+        if isinstance(answer, WriteFailure):
             raise CheckpointError(answer.message) from _system_error(answer)
         return answer
 
@@ -205,7 +211,7 @@ class Writer:
         if self._closed or os.getpid() != self._owner:
             raise RuntimeError("the writer is closed, or another process's")
 
-    def _send(self, request: Request, arena: Arena) -> None:
+    def _send(self, request: WriteRequest, arena: Arena) -> None:
         if self._process is not None and not self._process.dead():
             try:
                 self._process.send(self._number, request, arena)
@@ -222,7 +228,9 @@ class Writer:
         self._process = _Process(self._nice)
         self._process.send(self._number, request, arena)
 
-    def _answer(self, request: Request, process: _Process, deadline: float) -> Report | Failure:
+    def _answer(
+        self, request: WriteRequest, process: _Process, deadline: float
+    ) -> ShardReport | WriteFailure:
         try:
             answer = process.answer(self._number, deadline, lambda: self._abandoned)
         except TimeoutError as error:
@@ -242,11 +250,11 @@ class Writer:
             ) from error
         except Exception as error:
             raise self._not_understood(request, error) from error
-        if not isinstance(answer, Report | Failure):
+        if not isinstance(answer, ShardReport | WriteFailure):
             raise self._not_understood(request, TypeError(type(answer).__name__))
         return answer
 
-    def _not_understood(self, request: Request, error: Exception) -> CheckpointError:
+    def _not_understood(self, request: WriteRequest, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"{request.path} may not be written: the answer of its writer process makes no sense "
             f"({type(error).__name__}: {error}); the next save gets a new one"
@@ -293,7 +301,7 @@ class _Process:
                 'set checkpoint.mode = "sync"'
             ) from error
 
-    def send(self, number: int, request: Request, arena: Arena) -> None:
+    def send(self, number: int, request: WriteRequest, arena: Arena) -> None:
         """Hand a request over; what goes through the socket fits in its buffer."""
         body = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         handle = os.memfd_create("hpctrain-request", os.MFD_CLOEXEC)
@@ -392,6 +400,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **single}
 
 
-def _system_error(failure: Failure) -> OSError | None:
+def _system_error(failure: WriteFailure) -> OSError | None:
     number = failure.errno
     return None if number is None else OSError(number, os.strerror(number))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.format.shard import Piece, Report
+    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
 
 FRAME = struct.Struct("<QQQ")
 """Number of the request, bytes of the body, digest of the body."""
@@ -51,7 +51,7 @@ IOPRIO_LOWEST = 2 << 13 | 7
 
 
 @dataclass(frozen=True)
-class Request:
+class WriteRequest:
     """A shard to write from the arena.
 
     Attributes:
@@ -66,7 +66,7 @@ class Request:
     """
 
     path: Path
-    pieces: Sequence[Piece]
+    pieces: Sequence[ShardPiece]
     offsets: Sequence[int]
     block_bytes: int
     write_bytes: int
@@ -76,7 +76,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WriteFailure:
     """Why a shard was not written."""
 
     message: str
@@ -165,7 +165,7 @@ class _Mapped:
         return self._view[offset : offset + nbytes]
 
 
-def _receive(connection: socket.socket) -> tuple[int, Request, int] | None:
+def _receive(connection: socket.socket) -> tuple[int, WriteRequest, int] | None:
     """The next request and the arena's descriptor; None when the rank has closed its end."""
     descriptors = array.array("i")
     head, controls, _, _ = connection.recvmsg(
@@ -179,17 +179,17 @@ def _receive(connection: socket.socket) -> tuple[int, Request, int] | None:
     number, nbytes, _ = FRAME.unpack(head)
     with os.fdopen(request_fd, "rb") as file:
         # Written by the rank that started this process, into memory that nobody else has.
-        request: Request = pickle.loads(os.pread(file.fileno(), nbytes, 0))  # noqa: S301
+        request: WriteRequest = pickle.loads(os.pread(file.fileno(), nbytes, 0))  # noqa: S301
     return number, request, arena_fd
 
 
-def _answer(connection: socket.socket, number: int, answer: Report | Failure) -> None:
+def _answer(connection: socket.socket, number: int, answer: ShardReport | WriteFailure) -> None:
     body = pickle.dumps(answer)
     # An error here means that the rank is gone, and then so is this process.
     connection.sendall(frame(number, body) + body)
 
 
-def _work(request: Request, arena: _Mapped, arena_fd: int) -> Report | Failure:
+def _work(request: WriteRequest, arena: _Mapped, arena_fd: int) -> ShardReport | WriteFailure:
     try:
         arena.take(arena_fd)
         points.reach("writer.request", path=request.path, step=request.step, rank=request.rank)
@@ -210,14 +210,16 @@ def _work(request: Request, arena: _Mapped, arena_fd: int) -> Report | Failure:
         return _failure(request.path, error)
 
 
-def _failure(path: Path, error: Exception) -> Failure:
+def _failure(path: Path, error: Exception) -> WriteFailure:
     if isinstance(error, OSError):
-        return Failure(f"{path} cannot be written: {_one_line(error)}", error.errno)
+        return WriteFailure(f"{path} cannot be written: {_one_line(error)}", error.errno)
     if isinstance(error, HpctrainError):
         cause = error.__cause__
-        return Failure(_one_line(error), cause.errno if isinstance(cause, OSError) else None)
+        return WriteFailure(_one_line(error), cause.errno if isinstance(cause, OSError) else None)
     traceback.print_exception(error, file=sys.stderr)  # a defect: the rank's log shows where
-    return Failure(f"{path} cannot be written: {type(error).__name__}: {_one_line(error)}", None)
+    return WriteFailure(
+        f"{path} cannot be written: {type(error).__name__}: {_one_line(error)}", None
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hpctrain.engines.engine import global_sum
 from hpctrain.engines.exact.engine import Exact, Round
-from hpctrain.engines.exact.norm import Counter, exact_norm
+from hpctrain.engines.exact.norm import PairwiseSum, exact_norm
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Parts
+    from hpctrain.engines.engine import EngineInputs
 
 BUCKET = 1 << 23
 """Elements of a gradient that travel together: 32 MiB of fp32."""
@@ -31,7 +31,9 @@ BUCKET = 1 << 23
 class ExactCopies(Exact):
     """Copies of a model, one for each rank; also the model of a single process."""
 
-    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+    ) -> None:
         """See `Native`. Collective: rank 0's weights are copied to the others.
 
         Raises:
@@ -46,7 +48,7 @@ class ExactCopies(Exact):
             )
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._buckets = [
-            (bucket, Counter())
+            (bucket, PairwiseSum())
             for bucket in buckets([parameter.numel() for parameter in self._parameters], BUCKET)
         ]
         self._used = [False] * len(self._parameters)
@@ -89,7 +91,7 @@ class ExactCopies(Exact):
         """See `Native`; every rank has the whole gradient."""
         return exact_norm(gradients, self._size, self.world, spread=False)
 
-    def _flat(self, bucket: list[Slice]) -> torch.Tensor:
+    def _flat(self, bucket: list[BucketSlice]) -> torch.Tensor:
         """A bucket of this rank's gradient in fp32, with room to be cut into equal shares."""
         ranks = self.data_ranks
         size = bucket[-1].offset + len(bucket[-1].elements)
@@ -99,7 +101,9 @@ class ExactCopies(Exact):
                 flat[slice_.offset : slice_.offset + len(slice_.elements)] = gradient
         return flat
 
-    def _slices(self, bucket: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor | None]]:
+    def _slices(
+        self, bucket: list[BucketSlice]
+    ) -> Iterator[tuple[BucketSlice, torch.Tensor | None]]:
         """The slices and the elements of the gradients that they mean."""
         for slice_ in bucket:
             gradient = self._parameters[slice_.tensor].grad
@@ -127,7 +131,7 @@ class ExactCopies(Exact):
 
 
 @dataclass(frozen=True)
-class Slice:
+class BucketSlice:
     """Some elements of a flattened tensor, and where they begin in a bucket."""
 
     tensor: int
@@ -135,9 +139,9 @@ class Slice:
     offset: int
 
 
-def buckets(sizes: Sequence[int], most: int) -> list[list[Slice]]:
+def buckets(sizes: Sequence[int], most: int) -> list[list[BucketSlice]]:
     """Tensors of so many elements, one after the other, cut into buckets of `most` elements."""
-    found: list[list[Slice]] = []
+    found: list[list[BucketSlice]] = []
     room = 0
     for number, size in enumerate(sizes):
         first = 0
@@ -146,6 +150,6 @@ def buckets(sizes: Sequence[int], most: int) -> list[list[Slice]]:
                 found.append([])
                 room = most
             taken = min(room, size - first)
-            found[-1].append(Slice(number, range(first, first + taken), most - room))
+            found[-1].append(BucketSlice(number, range(first, first + taken), most - room))
             first, room = first + taken, room - taken
     return found

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import nn
 
-from hpctrain.data.batches import Passes
+from hpctrain.data.batches import MicrobatchRules
 from hpctrain.engines.engine import Engine, global_sum
 from hpctrain.engines.native import Native
 from hpctrain.errors import UsageError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.engine import Loss, Microbatch, Parts
+    from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.settings.schema import EngineSettings
 
 CUT_HINT = "cut steps with hpctrain.data.batches and passes=engine.passes"
@@ -59,7 +59,9 @@ class Exact(Native):
         seed: Of the run's random numbers in training; the same on every rank and after a resume.
     """
 
-    def __init__(self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+    ) -> None:
         """See `Native`.
 
         Raises:
@@ -68,7 +70,7 @@ class Exact(Native):
         super().__init__(kind, model, optimizer, parts)
         refuse(parts.settings, model, optimizer, self.mesh)
         fix_kernels(self.world.device)
-        self.passes = Passes(leaves=True, equal=True)
+        self.passes = MicrobatchRules(leaves=True, equal=True)
         self._group: dist.ProcessGroup | None = None
         self._size = sum(parameter.numel() for parameter in model.parameters())
         self._added = False

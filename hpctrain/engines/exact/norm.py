@@ -93,7 +93,7 @@ def root_of(limbs: Sequence[int], bits: int, exponent: int) -> float:
     return math.sqrt(math.ldexp(float(total), 2 * exponent - LIMBS * bits))
 
 
-class Counter:
+class PairwiseSum:
     """Adds up lists of tensors, element by element, as they come: leaf 0, leaf 1 and so on.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from hpctrain.engines.exact.engine import Exact, Round
-from hpctrain.engines.exact.norm import Counter, exact_norm
+from hpctrain.engines.exact.norm import PairwiseSum, exact_norm
 from hpctrain.engines.norm import local
 from hpctrain.errors import UsageError
 
@@ -23,20 +23,26 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import Parts
-    from hpctrain.engines.layouts import Places
+    from hpctrain.engines.engine import EngineInputs
+    from hpctrain.engines.layouts import DeviceMeshes
 
 
 class ExactShards(Exact):
     """FSDP2, maybe with tensor parallelism inside; that stays as it is when ranks come or go."""
 
     def __init__(
-        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: Parts, *, places: Places
+        self,
+        kind: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        parts: EngineInputs,
+        *,
+        places: DeviceMeshes,
     ) -> None:
         """See `Native`; `places` are the mesh's groups."""
         super().__init__(kind, model, optimizer, parts)
         self._group = places.dense.get_group()
-        self._own = Counter()
+        self._own = PairwiseSum()
         self._shards: list[LeafScatter] = []
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UsageError(
@@ -112,7 +118,7 @@ class LeafScatter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.counter = Counter()
+        self.counter = PairwiseSum()
         self.now: Round | None = None
 
     def allocate(

@@ -24,7 +24,7 @@ from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
 from hpctrain.engines.precision import DTYPES, LossScale
 from hpctrain.engines.zero.nvme import Operator, require_room, take_folder
-from hpctrain.engines.zero.state import Holdings
+from hpctrain.engines.zero.state import ZeroState
 from hpctrain.errors import UsageError
 from hpctrain.plan.deepspeed import engine_config, read_user_config, refuse_unsupported, stage_of
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.engines.engine import Parts
+    from hpctrain.engines.engine import EngineInputs
     from hpctrain.settings.schema import EngineSettings
 
 
@@ -81,7 +81,7 @@ class DeepSpeedScale(LossScale):
 class Zero(Engine):
     """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: Parts) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: EngineInputs) -> None:
         """Hand a model over to DeepSpeed. Collective.
 
         Args:
@@ -119,7 +119,7 @@ class Zero(Engine):
                 ", so that rates set by the program would count for nothing; use AdamW, or "
                 "engine.kind fsdp2"
             )
-        self._holdings = Holdings(
+        self._holdings = ZeroState(
             named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
         )
         fp16 = self.precision is torch.float16
@@ -213,7 +213,9 @@ def _config(
     return config
 
 
-def _take_disk(config: dict[str, Any], optimizer: Optimizer, parts: Parts, data_ranks: int) -> None:
+def _take_disk(
+    config: dict[str, Any], optimizer: Optimizer, parts: EngineInputs, data_ranks: int
+) -> None:
     """A folder for this rank's state on the node's disk, written into DeepSpeed's configuration.
 
     Raises:

@@ -54,12 +54,12 @@ class Operator:
         """The module that DeepSpeed takes `aio_handle` from."""
         return self
 
-    def aio_handle(self, **_: Any) -> Files:
+    def aio_handle(self, **_: Any) -> NvmeFiles:
         """See `Files`; the operator's own sizes of blocks and queues mean nothing to it."""
-        return Files()
+        return NvmeFiles()
 
 
-class Files:
+class NvmeFiles:
     """DeepSpeed's handle: reads and writes begin at once and are waited for together."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Disk:
             UsageError: this DeepSpeed does not read and write by `Files`.
         """
         self._swapper = zero.optimizer_swapper
-        if not isinstance(self._swapper.aio_handle, Files):
+        if not isinstance(self._swapper.aio_handle, NvmeFiles):
             raise UsageError(
                 "engine.offload nvme: this version of DeepSpeed reads and writes its files in a "
                 "way that hpctrain does not know; use deepspeed 0.19.8, or engine.offload cpu"

@@ -35,7 +35,7 @@ SPREADS_PARAMETERS = 3
 
 
 @dataclass(frozen=True)
-class Owner:
+class FlatBuffer:
     """A tensor that the optimizer updates: a parameter, or a row of several parameters' ranges.
 
     Attributes:
@@ -60,7 +60,7 @@ class Fragment:
         whole: The owner is the parameter itself, on every rank.
     """
 
-    owner: Owner
+    owner: FlatBuffer
     offset: int
     first: int
     count: int
@@ -95,7 +95,12 @@ def fragments_of(
 def _copied(optimizer: Optimizer) -> dict[int, Fragment]:
     return {
         id(parameter): Fragment(
-            Owner(parameter, number), 0, 0, parameter.numel(), tuple(parameter.shape), whole=True
+            FlatBuffer(parameter, number),
+            0,
+            0,
+            parameter.numel(),
+            tuple(parameter.shape),
+            whole=True,
         )
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
@@ -106,7 +111,7 @@ def _rows_spread(zero: Any) -> dict[int, Fragment]:
     """Stages 1 and 2: each rank has a range of the row of all parameters of a group."""
     found = {}
     for number, parameters in enumerate(zero.bit16_groups):
-        owner = Owner(zero.single_partition_of_fp32_groups[number], number)
+        owner = FlatBuffer(zero.single_partition_of_fp32_groups[number], number)
         for parameter in parameters:
             held = parameter._hp_mapping  # noqa: SLF001 - what DeepSpeed's own safe_get_* read
             here = (held.hp_fragment_address.start, held.lp_fragment_address.start) if held else ()
@@ -121,7 +126,7 @@ def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
     """Stage 3: each rank has a range of each parameter; a row is of some parameters' ranges."""
     found = {}
     owners = [
-        Owner(flat, zero.sub_group_to_group_id[number])
+        FlatBuffer(flat, zero.sub_group_to_group_id[number])
         for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
     ]
     of_owner = {id(p): n for n, group in enumerate(zero.fp16_groups) for p in group}
@@ -144,7 +149,7 @@ def _range_of(parameter: Any) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class FrozenRange:
     """This rank's range of a parameter that is not trained, as it was before it became 16 bits.
 
     Attributes:
@@ -160,7 +165,7 @@ class Kept:
     shape: tuple[int, ...]
 
 
-class Holdings:
+class ZeroState:
     """All that a rank holds of a model and its optimizer under DeepSpeed, by full names."""
 
     def __init__(
@@ -258,7 +263,7 @@ class Holdings:
         return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
 
     def _row(
-        self, owner: Owner, *, with_optimizer: bool
+        self, owner: FlatBuffer, *, with_optimizer: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """An owner's masters and the optimizer's state of them, where they can be read now."""
         values = dict(self._values(owner)) if with_optimizer else {}
@@ -268,7 +273,7 @@ class Holdings:
         }
         return self._lying(owner.tensor, owner), lying
 
-    def _lying(self, value: torch.Tensor, owner: Owner) -> torch.Tensor:
+    def _lying(self, value: torch.Tensor, owner: FlatBuffer) -> torch.Tensor:
         """Masters or a moment where they can be read and written."""
         if self._disk is None or not self._disk.holds(owner.tensor):
             return value
@@ -280,7 +285,7 @@ class Holdings:
             return contextlib.nullcontext()
         return self._disk.here(row, changes=changes)
 
-    def _values(self, owner: Owner) -> Iterator[tuple[str, Any]]:
+    def _values(self, owner: FlatBuffer) -> Iterator[tuple[str, Any]]:
         for key, value in self._optimizer.state.get(owner.tensor, {}).items():
             if value is not None:
                 yield key, value
@@ -418,7 +423,7 @@ def _set(values: dict[str, Any], key: str, number: float) -> None:
         values[key] = type(held)(number)
 
 
-def _keep(parameter: Any, before: torch.Tensor) -> Kept:
+def _keep(parameter: Any, before: torch.Tensor) -> FrozenRange:
     """This rank's range of a parameter, as it was."""
     if hasattr(parameter, "ds_tensor"):
         first, count = _range_of(parameter)
@@ -427,10 +432,10 @@ def _keep(parameter: Any, before: torch.Tensor) -> Kept:
         first = min(dist.get_rank() * size, before.numel())
         count = min(size, before.numel() - first)
     local = before.reshape(-1).narrow(0, first, count).cpu().clone()
-    return Kept(parameter, local, first, tuple(before.shape))
+    return FrozenRange(parameter, local, first, tuple(before.shape))
 
 
-def _gather_kept(kept: Kept) -> None:
+def _gather_kept(kept: FrozenRange) -> None:
     """Fill a working copy from all ranks' ranges. Collective; of one parameter at a time."""
     working = kept.parameter.data
     size = math.ceil(working.numel() / dist.get_world_size())

@@ -22,13 +22,7 @@ from hpctrain.engines.norm import clip_factor
 from hpctrain.engines.parallelize import parallelize
 from hpctrain.engines.precision import DTYPES, precision_of
 from hpctrain.errors import UsageError
-from hpctrain.plan.parity import (
-    TOLERANCE,
-    GradientSums,
-    StepRecord,
-    Verdict,
-    compare,
-)
+from hpctrain.plan.parity import TOLERANCE, GradientSums, ParityResult, StepRecord, compare
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.train import (
     BETAS,
@@ -73,7 +67,7 @@ class Steps:
 
 def check_parity(
     settings: Settings, *, ranks: int, steps: int, tolerance: float | None = None
-) -> Verdict:
+) -> ParityResult:
     """Train some steps in one process and then on so many ranks, and compare.
 
     Dropout is off in both: ranks draw numbers of their own, so losses would differ by chance.

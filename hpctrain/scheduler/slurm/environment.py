@@ -155,7 +155,7 @@ SETTINGS = {
 """What a site may let its users' shells decide, and the setting that takes it."""
 
 
-class Cleaned(NamedTuple):
+class CleanedEnvironment(NamedTuple):
     """An environment fit for SLURM's commands."""
 
     env: dict[str, str]
@@ -163,7 +163,7 @@ class Cleaned(NamedTuple):
     """Names of what was not passed on, sorted."""
 
 
-def clean(environ: Mapping[str, str], kept: Collection[str] = ()) -> Cleaned:
+def clean(environ: Mapping[str, str], kept: Collection[str] = ()) -> CleanedEnvironment:
     """Leave out everything by which a shell could change a submission or an answer.
 
     Args:
@@ -173,7 +173,7 @@ def clean(environ: Mapping[str, str], kept: Collection[str] = ()) -> Cleaned:
             the script's header and so over the user's own flags.
     """
     dropped = sorted(name for name in environ if _leaks(name) and name not in kept)
-    return Cleaned(
+    return CleanedEnvironment(
         env={name: value for name, value in environ.items() if not _leaks(name)}, dropped=dropped
     )
 
