@@ -111,7 +111,7 @@ torch-versions: $(STAMP) ## engines and whole stories on the oldest and the newe
 	@for version in $(TORCH_VERSIONS); do \
 	  other=$$(tests/support/torch_environment.sh $$version $(TORCH_FOLDER)) || exit 1; \
 	  echo "# torch $$version"; \
-	  "$$other" -m pytest -q -p no:cacheprovider $(TORCH_TESTS) || exit 1; \
+	  "$$other" -m pytest -q -p no:cacheprovider $(BESIDE) $(TORCH_TESTS) || exit 1; \
 	  rm -rf "$(TORCH_FOLDER)/$$version"; \
 	done
 

@@ -17,4 +17,8 @@ if [ ! -e "$folder/.ready" ]; then
     >>"$site/behind.pth"
   touch "$folder/.ready"
 fi
+# The checkout that asks is the one that is tried, also by processes that start elsewhere.
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$top" >"$site/checkout.pth"
 echo "$python"
