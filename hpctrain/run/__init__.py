@@ -1,1 +1,1 @@
-"""A run's directory: where all of it lies, the fence, the ledger's events."""
+"""A run's directory: where its files lie, whose it is, the fence between attempts, the ledger."""

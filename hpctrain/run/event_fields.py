@@ -1,12 +1,11 @@
-"""What the fields of each kind of fact are: the one place where what was read becomes typed.
+"""Types, ranges and words of the fields of each kind of event, and readers of single values.
 
 A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
-anybody who can write it. What passes here has the type, the range and the words that every reader
-counts on; a field that has not is left out as if it had not been told, and so is a fact that says
-nothing without it. Kinds and fields that this version does not know pass as they are.
+anybody who can write it. `typed` is the one place where what was read becomes typed: what passes
+has the type, the range and the words that every reader counts on. A field that has not is left out
+as if it had not been told, and so is an event that says nothing without it. Kinds and fields that
+this version does not know pass as they are. Nothing here raises because of a value.
 tests/unit/test_fields.py and test_odd_ledgers.py hold the promises.
-
-Values of events as they come: from any version of hpctrain, by any program. Never raises.
 """
 
 from __future__ import annotations
@@ -21,9 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from enum import StrEnum
 
+    Check = Callable[[object], Any]
+
 T = TypeVar("T", bound="StrEnum")
 _JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+|pid-\d+", re.ASCII)
 """SLURM's (an array's task too), the embedded cluster's, and a process in a terminal."""
+LAST_T = 250_000_000_000.0
+"""A little before the year 9900: what comes later no calendar can show."""
+MOST = 2**53
+"""Larger whole numbers are not exact in every reader of JSON."""
+MOST_S = 1e12
+MOST_NUMBER = 1e300
+MOST_ATTEMPTS = 10_000_000
+DEEPEST = 20
+"""Lists in lists: a fact of ours has three, and to print a thousand takes the stack."""
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\[\]-]{0,299}")
+_BRACKETS = 60
+_NUMBERS = frozenset({int, float})
+_WORDS_FOR_NO_NUMBER = frozenset({"nan", "inf", "-inf"})
+
+
+# Values of events as they come.
 
 
 def whole(value: object) -> int | None:
@@ -65,22 +82,7 @@ def member(kind: type[T], value: object) -> T | None:
     return next((one for one in kind if one.value == value), None)
 
 
-if TYPE_CHECKING:
-    Check = Callable[[object], Any]
-
-LAST_T = 250_000_000_000.0
-"""A little before the year 9900: what comes later no calendar can show."""
-MOST = 2**53
-"""Larger whole numbers are not exact in every reader of JSON."""
-MOST_S = 1e12
-MOST_NUMBER = 1e300
-MOST_ATTEMPTS = 10_000_000
-DEEPEST = 20
-"""Lists in lists: a fact of ours has three, and to print a thousand takes the stack."""
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\[\]-]{0,299}")
-_BRACKETS = 60
-_NUMBERS = frozenset({int, float})
-_WORDS_FOR_NO_NUMBER = frozenset({"nan", "inf", "-inf"})
+# Checks: each gives the value that passes, else None (but for words that have a default).
 
 
 def moment(value: object) -> float | None:
@@ -259,11 +261,11 @@ def typed(kind: str, raw: dict[str, Any]) -> dict[str, Any] | None:
         check = checks.get(name)
         if check is None or raw[name] is None:
             continue
-        found = check(raw[name])
-        if found is None:
+        checked = check(raw[name])
+        if checked is None:
             del raw[name]
         else:
-            raw[name] = found
+            raw[name] = checked
     if any(raw.get(name) is None for name in _NEEDED.get(kind, ())):
         return None
     for name, value in _ALWAYS.get(kind, {}).items():
@@ -290,11 +292,11 @@ def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level and depth <= DEEPEST:
         inner: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
         depth, level = depth + 1, inner
     return depth
 

@@ -1,20 +1,19 @@
-"""The ledger: append-only facts of a run, one JSON object a line. Standard library only.
+"""The ledger: append-only events of a run, one JSON object a line. Standard library only.
 
     {"t": 1763700000.123, "kind": "saved", "attempt": 2, "step": 400, ...}
 
-Written by several processes on several nodes. Each fact is one `os.write` on a descriptor opened
+Written by several processes on several nodes. Each event is one `os.write` on a descriptor opened
 with O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic
 append (each client writes where it believes the end to be), so writers hold `events.lock` for the
 moment of the write (not the ledger itself: whoever may read a file could keep its lock). Where
-there are no locks, or a dead client's is not released in time, the fact is written all the same.
+there are no locks, or a dead client's is not released in time, the event is written all the same.
 Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
-fsync'ed: a node that loses its power may take the last seconds of facts with it, never a
+fsync'ed: a node that loses its power may take the last seconds of events with it, never a
 checkpoint.
 
-Readers take the lines that are whole and leave out the rest: a torn last line is a fact that was
-never written. tests/unit/test_events.py holds the promises.
-
-The lines of a file that others write too, in blocks: no line and no hole costs much memory.
+Readers take the lines that are whole and leave out the rest: a torn last line is an event that was
+never written. They read block by block, so that no line and no hole costs much memory.
+tests/unit/test_events.py and test_odd_ledgers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -44,46 +43,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 20
 """A fact takes a few hundred bytes; one that names 16,384 ranks 100 KiB."""
-
-
-class LineReader:
-    """Reads a file block by block.
-
-    Attributes:
-        rest: What follows the last newline so far; empty where it is longer than a line may be.
-        end: Where the last line that was handed out ended, in bytes from the file's beginning.
-    """
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-        self._dropping = False
-        self.rest = b""
-        self.end = file.tell()
-
-    def block(self, most_bytes: int = BLOCK_BYTES) -> list[bytes] | None:
-        """The lines that the next bytes complete, without newlines; None at the file's end.
-
-        Of a line that is longer than `LONGEST_BYTES`, an empty one is left. Zeros before a line, as
-        NFS shows them where bytes of another client are under way, count as no length.
-        """
-        block = self._file.read(most_bytes)
-        if not block:
-            return None
-        if block[0] == 0 and not block.strip(b"\0"):
-            skip_hole(self._file)
-            block = b"" if not self.rest else block
-        *lines, rest = (self.rest + block).split(b"\n")
-        if lines:
-            self.end = self._file.tell() - len(rest)
-            if self._dropping:
-                lines[0], self._dropping = b"", False
-        rest = rest.lstrip(b"\0")
-        if self._dropping or len(rest) > LONGEST_BYTES:
-            self._dropping, rest = True, b""
-        self.rest = rest
-        return lines
-
-
 LOCK_WAIT_S = 1.0
 """Longest wait for another writer: one that hangs must not keep a fact from being written."""
 KEPT_EVERY = 256
@@ -181,23 +140,15 @@ def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
     Raises:
         OSError: the ledger cannot be read.
     """
-    found: list[Event] = []
+    events: list[Event] = []
     try:
         with open_plain(run.events) as file:
             reader = LineReader(file)
             while (lines := reader.block()) is not None:
-                found += _marked(lines, markers)
-            return found + _marked([reader.rest], markers)
+                events += _marked(lines, markers)
+            return events + _marked([reader.rest], markers)
     except FileNotFoundError:
         return []
-
-
-def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
-    return [
-        event
-        for line in lines
-        if any(marker in line for marker in markers) and (event := parse(line))
-    ]
 
 
 def first_fact(run: RunDir) -> Event | None:
@@ -217,6 +168,103 @@ def first_fact(run: RunDir) -> Event | None:
             return parse(reader.rest)
     except FileNotFoundError:
         return None
+
+
+def parse(line: bytes) -> Event | None:
+    """One line as an event; None for what is no whole event.
+
+    What its fields are is certain from here on: see `event_fields.typed`.
+    """
+    # NFS may show zeros where another client's bytes are still under way.
+    line = line.strip(b"\0\r\n\t ")
+    if not line.startswith(b"{"):
+        return None
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
+        return None
+    raw = whole_text(line, raw)
+    if raw is None:
+        return None
+    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
+    t = moment(t)
+    if t is None or not isinstance(kind, str):
+        return None
+    data = typed(kind, raw)
+    return None if data is None else Event(float(t), kind, attempt_number(attempt), data)
+
+
+class Tail:
+    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Event]:
+        """The facts since the last call; all of them if a shorter file has replaced the old."""
+        events: list[Event] = []
+        try:
+            with open_plain(self._path) as file:
+                if os.fstat(file.fileno()).st_size >= self._offset:
+                    file.seek(self._offset)
+                reader = LineReader(file)
+                while (lines := reader.block()) is not None:
+                    events += [event for line in lines if (event := parse(line))]
+                self._offset = reader.end
+                rest = parse(reader.rest)
+                if rest is not None:  # whole but for its newline, which the next writer adds
+                    events.append(rest)
+                    self._offset = file.tell()
+        except FileNotFoundError:
+            return []
+        return events
+
+
+class LineReader:
+    """Reads a file block by block.
+
+    Attributes:
+        rest: What follows the last newline so far; empty where it is longer than a line may be.
+        end: Where the last line that was handed out ended, in bytes from the file's beginning.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._dropping = False
+        self.rest = b""
+        self.end = file.tell()
+
+    def block(self, most_bytes: int = BLOCK_BYTES) -> list[bytes] | None:
+        """The lines that the next bytes complete, without newlines; None at the file's end.
+
+        Of a line that is longer than `LONGEST_BYTES`, an empty one is left. Zeros before a line, as
+        NFS shows them where bytes of another client are under way, count as no length.
+        """
+        block = self._file.read(most_bytes)
+        if not block:
+            return None
+        if block[0] == 0 and not block.strip(b"\0"):
+            skip_hole(self._file)
+            block = b"" if not self.rest else block
+        *lines, rest = (self.rest + block).split(b"\n")
+        if lines:
+            self.end = self._file.tell() - len(rest)
+            if self._dropping:
+                lines[0], self._dropping = b"", False
+        rest = rest.lstrip(b"\0")
+        if self._dropping or len(rest) > LONGEST_BYTES:
+            self._dropping, rest = True, b""
+        self.rest = rest
+        return lines
+
+
+def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
+    return [
+        event
+        for line in lines
+        if any(marker in line for marker in markers) and (event := parse(line))
+    ]
 
 
 def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
@@ -239,9 +287,9 @@ def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
                     continue
             else:
                 yield from _ends(before, last)
-                found = _MARK.match(line)
-                if found is not None and line[-1:] == b"}":
-                    same, count, before, last = found[1], 1, b"", line
+                mark = _MARK.match(line)
+                if mark is not None and line[-1:] == b"}":
+                    same, count, before, last = mark[1], 1, b"", line
                     if _AT_SAVE not in line:
                         continue
                 else:
@@ -259,57 +307,6 @@ def _ends(before: bytes, last: bytes) -> list[bytes]:
     if not last:
         return []
     return [before, last] if before and b"\0" in last else [last]
-
-
-class Tail:
-    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def new(self) -> list[Event]:
-        """The facts since the last call; all of them if a shorter file has replaced the old."""
-        found: list[Event] = []
-        try:
-            with open_plain(self._path) as file:
-                if os.fstat(file.fileno()).st_size >= self._offset:
-                    file.seek(self._offset)
-                reader = LineReader(file)
-                while (lines := reader.block()) is not None:
-                    found += [event for line in lines if (event := parse(line))]
-                self._offset = reader.end
-                rest = parse(reader.rest)
-                if rest is not None:  # whole but for its newline, which the next writer adds
-                    found.append(rest)
-                    self._offset = file.tell()
-        except FileNotFoundError:
-            return []
-        return found
-
-
-def parse(line: bytes) -> Event | None:
-    """One line as an event; None for what is no whole event.
-
-    What its fields are is certain from here on: see `fields.typed`.
-    """
-    # NFS may show zeros where another client's bytes are still under way.
-    line = line.strip(b"\0\r\n\t ")
-    if not line.startswith(b"{"):
-        return None
-    try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
-        return None
-    raw = whole_text(line, raw)
-    if raw is None:
-        return None
-    t, kind, attempt = raw.pop("t", None), raw.pop("kind", None), raw.pop("attempt", None)
-    t = moment(t)
-    if t is None or not isinstance(kind, str):
-        return None
-    data = typed(kind, raw)
-    return None if data is None else Event(float(t), kind, attempt_number(attempt), data)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,13 @@
-"""Which attempt may write into a run.
+"""The fence of a run: the newest attempt alone may publish, whatever an older one still does.
 
 After a node failure the ranks of the old attempt may go on running beside the new one (seen for
-35 s). So every attempt carries a token, and whoever
-publishes something asks, under the run's lock, whether its token is still the newest.
+35 s). So every attempt has a token, and whoever publishes something asks, under the run's lock,
+whether its token is still the newest. tests/unit/test_fence.py and test_locks.py hold the promises.
 
-What another node has written just now, seen although this node's client of the disk caches.
-
-Clients of NFS keep for up to a minute what they know of a folder: its list, and which names are not
-in it, however often one asks. Opening a file that is there asks the server (close-to-open), as does
-every change of one's own.
+`look_anew` and `left_text` show what another node has written just now. Clients of NFS keep for up
+to a minute what they know of a folder: its list, and which names are not in it, however often one
+asks. Opening a file that is there asks the server (close-to-open), as does every change of one's
+own. tests/unit/test_fresh.py and test_client_disk.py hold the promises.
 """
 
 from __future__ import annotations
@@ -31,42 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
-
-
-def look_anew(*folders: Path) -> None:
-    """Make this node forget what it knew of folders, a parent before what is in it.
-
-    A name is made there and taken away, which lets the client ask the server. Where that cannot be,
-    what is listed may be a minute old; most file systems are coherent without it.
-    """
-    for folder in folders:
-        name = folder / f".look-{socket.gethostname()}"
-        with contextlib.suppress(OSError):
-            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            name.unlink()
-
-
-def left_text(path: Path) -> str:
-    """What a file says that another node may leave at any moment; "" while there is none.
-
-    It is opened so that it would be made, which the server decides: a client that has once been
-    told that there is no such file believes it. So it may be there empty from then on.
-
-    Raises:
-        OSError: it is there and cannot be read.
-    """
-    # Nothing else asks the server and leaves no empty file: a list of the folder may be as old as
-    # the word that there is no such file, and a name of our own, made and taken away, is two
-    # changes of the folder where this is one question, for each run twice a second.
-    try:
-        descriptor = plain_descriptor(path, os.O_RDONLY | os.O_CREAT, 0o644)
-    except OSError:  # no room for a name, or a folder that may only be read
-        with contextlib.suppress(FileNotFoundError):
-            return read_text(path)
-        return ""
-    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
-        return all_of(file, path).decode(errors="replace")
-
 
 LOCK_TIMEOUT_S = 120.0
 START_TRIES = 4
@@ -115,35 +78,6 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         yield
 
 
-def _why_not(run: RunDir, error: OSError) -> str:
-    what = f"{run.lock} cannot be locked: {error.strerror}"
-    if error.errno in locks.NO_LOCKS:
-        return (
-            f"{what}: its file system has no flock, which keeps two writers apart; have it mounted "
-            "with locks (Lustre: -o flock), or choose another disk with --runs"
-        )
-    if isinstance(error, PermissionError):
-        with contextlib.suppress(OSError):
-            return f"{what}; it belongs to user {run.root.stat().st_uid}, who alone may change it"
-    return f"{what}; try again when the disk answers"
-
-
-@contextlib.contextmanager
-def _lock_at_start(run: RunDir) -> Iterator[None]:
-    """The same, with more patience: that somebody holds the lock is no reason to end a run."""
-    with contextlib.ExitStack() as stack:
-        for left in reversed(range(START_TRIES)):
-            try:
-                stack.enter_context(run_lock(run))
-            except RunLocked as error:
-                if not left:
-                    raise
-                print(f"hpctrain: {error}; waiting on", flush=True)
-            else:
-                break
-        yield
-
-
 def read_fence(run: RunDir) -> Attempt | None:
     """The newest attempt, or None in a run that never started."""
     try:
@@ -186,6 +120,88 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
         return attempt
 
 
+@contextlib.contextmanager
+def publishing(run: RunDir, attempt: Attempt) -> Iterator[None]:
+    """Hold the lock while this attempt publishes something.
+
+    Raises:
+        Fenced: a newer attempt has begun; nothing may be published any more.
+        CheckpointError: the run's lock cannot be had.
+    """
+    with run_lock(run):
+        newest = read_fence(run)
+        if newest is None or newest.token != attempt.token:
+            raise Fenced(
+                f"attempt {attempt.number} (job {attempt.job_id}) may not write any more: "
+                f"attempt {newest.number if newest else 0} has taken {run.name} over"
+            )
+        yield
+
+
+def look_anew(*folders: Path) -> None:
+    """Make this node forget what it knew of folders, a parent before what is in it.
+
+    A name is made there and taken away, which lets the client ask the server. Where that cannot be,
+    what is listed may be a minute old; most file systems are coherent without it.
+    """
+    for folder in folders:
+        name = folder / f".look-{socket.gethostname()}"
+        with contextlib.suppress(OSError):
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            name.unlink()
+
+
+def left_text(path: Path) -> str:
+    """What a file says that another node may leave at any moment; "" while there is none.
+
+    It is opened so that it would be made, which the server decides: a client that has once been
+    told that there is no such file believes it. So it may be there empty from then on.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    # Nothing else asks the server and leaves no empty file: a list of the folder may be as old as
+    # the word that there is no such file, and a name of our own, made and taken away, is two
+    # changes of the folder where this is one question, for each run twice a second.
+    try:
+        descriptor = plain_descriptor(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError:  # no room for a name, or a folder that may only be read
+        with contextlib.suppress(FileNotFoundError):
+            return read_text(path)
+        return ""
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
+        return all_of(file, path).decode(errors="replace")
+
+
+def _why_not(run: RunDir, error: OSError) -> str:
+    what = f"{run.lock} cannot be locked: {error.strerror}"
+    if error.errno in locks.NO_LOCKS:
+        return (
+            f"{what}: its file system has no flock, which keeps two writers apart; have it mounted "
+            "with locks (Lustre: -o flock), or choose another disk with --runs"
+        )
+    if isinstance(error, PermissionError):
+        with contextlib.suppress(OSError):
+            return f"{what}; it belongs to user {run.root.stat().st_uid}, who alone may change it"
+    return f"{what}; try again when the disk answers"
+
+
+@contextlib.contextmanager
+def _lock_at_start(run: RunDir) -> Iterator[None]:
+    """The same, with more patience: that somebody holds the lock is no reason to end a run."""
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(START_TRIES)):
+            try:
+                stack.enter_context(run_lock(run))
+            except RunLocked as error:
+                if not left:
+                    raise
+                print(f"hpctrain: {error}; waiting on", flush=True)
+            else:
+                break
+        yield
+
+
 def _write(run: RunDir, attempt: Attempt) -> None:
     """Put the fence up, whole: of two starts at once, where locks do not hold, the last has it."""
     staged = run.fence.with_name(f"{run.fence.name}.{attempt.token}")
@@ -206,21 +222,3 @@ def _is_left_behind(newest: Attempt, job_id: str, restarts: int, follows: int | 
     if newest.job_id == job_id and newest.restarts > restarts:
         return True
     return follows is not None and newest.number != follows
-
-
-@contextlib.contextmanager
-def publishing(run: RunDir, attempt: Attempt) -> Iterator[None]:
-    """Hold the lock while this attempt publishes something.
-
-    Raises:
-        Fenced: a newer attempt has begun; nothing may be published any more.
-        CheckpointError: the run's lock cannot be had.
-    """
-    with run_lock(run):
-        newest = read_fence(run)
-        if newest is None or newest.token != attempt.token:
-            raise Fenced(
-                f"attempt {attempt.number} (job {attempt.job_id}) may not write any more: "
-                f"attempt {newest.number if newest else 0} has taken {run.name} over"
-            )
-        yield

@@ -1,7 +1,7 @@
-"""Which run is meant: a name, a job id, the beginning of a name, a path, or `-` for the latest.
+"""Search for the run that a user means by a name, a job id, the beginning of a name, a path or `-`.
 
-Asked by every command, so it is cheap: of a ledger only the lines about submissions are parsed.
-tests/unit/test_find_run.py holds the promises.
+`-` is the newest. Every command asks, so it is cheap: of a ledger only the lines about submissions
+are parsed. tests/unit/test_find_run.py holds the promises.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def look_into(runs: Path | str | None = None, *, own: bool = False) -> Folder:
         NotFound: the folder itself may not be read.
     """
     root = runs_root(runs)
-    found: list[tuple[float, str, RunDir]] = []
+    readable: list[tuple[float, str, RunDir]] = []
     unreadable = foreign = 0
     try:
         entries = list(root.iterdir()) if root.is_dir() else []
@@ -84,11 +84,11 @@ def look_into(runs: Path | str | None = None, *, own: bool = False) -> Folder:
                 foreign += _is_run(path)
             elif _is_run(path):
                 run = RunDir(path)
-                found.append((-_newest_submission_t(run), run.name, run))
+                readable.append((-_newest_submission_t(run), run.name, run))
         except OSError:
             unreadable += 1
-    found.sort(key=lambda entry: entry[:2])
-    return Folder(root, [run for *_, run in found], unreadable, foreign)
+    readable.sort(key=lambda entry: entry[:2])
+    return Folder(root, [run for *_, run in readable], unreadable, foreign)
 
 
 def all_runs(runs: Path | str | None = None) -> list[RunDir]:
@@ -116,12 +116,14 @@ def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
     if text and text != LATEST and _can_be_run(root / text):
         return RunDir(root / text)
     folder = look_into(root, own=True)
-    known = folder.runs
+    own_runs = folder.runs
     if text == LATEST:
-        if not known:
+        if not own_runs:
             raise NotFound(f"{_nothing_in(folder)}; `hpctrain submit` starts one")
-        return known[0]
-    matching = _with_job(text, known) or [r for r in known if text and r.name.startswith(text)]
+        return own_runs[0]
+    matching = _with_job(text, own_runs) or [
+        r for r in own_runs if text and r.name.startswith(text)
+    ]
     if len(matching) == 1:
         return matching[0]
     if matching:

@@ -1,9 +1,10 @@
-"""How far an attempt is: one short line that rank 0 rewrites every few seconds.
+"""The heartbeat of an attempt: one short line with its step, rewritten by rank 0 every few seconds.
 
 Step marks come up to a minute apart in a long run; of an attempt that is killed without a word the
 heartbeat tells the rest. It is written over in place, always of one length: nothing is truncated or
 renamed, so a reader on another node never finds it empty or gone, opening it shows what was written
 last (NFS asks the server then), and a full disk has room for it once it is there.
+tests/unit/test_marks.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where everything of a run lies. Paths only; nothing here reads or writes."""
+"""The layout of a run's directory: the path of each file in it. Nothing here reads or writes."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Log files that grow while they are read: whole lines only, from the start, or the last few.
+"""Reading of the ranks' log files: whole lines as they grow, their last lines, and when they came.
 
 Nothing waits here and nothing is watched: inotify does not see what other nodes write over NFS.
 tests/unit/test_logs_cli.py holds the promises.
 
-When the lines of a rank's log were written: marks beside the log, and what follows from them.
-
 Ranks write their logs themselves and without times. The agent of their node therefore notes how
-long each log was at which moment, one line `T SIZE` a mark, in rank-00007.times beside
-rank-00007.log (`agent/log_index.py`). Between two marks a line's time is estimated by its place.
+long each log was at which moment (`agent/log_index.py`), one line `T SIZE` a mark, in
+rank-00007.times beside rank-00007.log. Between two marks a line's time is estimated by its place.
 tests/unit/test_log_clock.py holds the promises.
 """
 
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16
 _AT_ONCE = 1 << 22
 _LONGEST = 1 << 16
+LATE_S = 60.0
+"""A log that was changed later than this after its attempt's end was copied, not written then."""
 
 
 class LogFile:
@@ -99,8 +99,8 @@ def line_start(path: Path, offset: int) -> int:
         return offset
     if block.endswith(b"\n") or not block:
         return offset  # it ends there: the next one begins
-    found = block.rfind(b"\n")
-    return start + found + 1 if found >= 0 else offset
+    newline = block.rfind(b"\n")
+    return start + newline + 1 if newline >= 0 else offset
 
 
 def tail_offset(path: Path, count: int) -> tuple[int, int]:
@@ -133,10 +133,6 @@ def _backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
             start = max(first, position - _BLOCK)
             yield start, os.pread(descriptor, position - start, start)
             position = start
-
-
-LATE_S = 60.0
-"""A log that was changed later than this after its attempt's end was copied, not written then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +188,10 @@ class Guess:
     """
 
     def __init__(self, marks: Sequence[LogMark], begin: float, end: LogMark) -> None:
-        known = sorted((*marks, end), key=lambda mark: (mark.size, mark.t))
-        times = accumulate((mark.t for mark in known), max)
-        known = [LogMark(t, mark.size) for t, mark in zip(times, known, strict=True)]
-        self._marks = [LogMark(min(begin, known[0].t), 0), *known]
+        ordered = sorted((*marks, end), key=lambda mark: (mark.size, mark.t))
+        times = accumulate((mark.t for mark in ordered), max)
+        ordered = [LogMark(t, mark.size) for t, mark in zip(times, ordered, strict=True)]
+        self._marks = [LogMark(min(begin, ordered[0].t), 0), *ordered]
         self._sizes = [mark.size for mark in self._marks]
 
     def at(self, offset: int) -> float:

@@ -1,13 +1,12 @@
-"""Whose run is it? What a run's files say is carried out for their owner alone.
+"""Ownership of a run: whose files are obeyed, and the secret that its processes share.
 
 A folder of runs may be shared by a group or by all users of a cluster. A run names a program, a
 script's header and a command for notifications, so who can write its files decides what its owner
-runs. tests/unit/test_owner.py holds the promises.
+runs: its files are obeyed for their owner alone. tests/unit/test_owner.py holds the promises.
 
-A run's secret: a file that only its owner reads. Processes of its jobs know each other by it.
-
-What a start of a job uses is derived from it, so that nothing that was said in one start counts in
-another. tests/unit/test_secret.py holds the promises.
+The secret is a file that only the owner reads. Each start of a job uses one that is derived from
+it, so that nothing that was said in one start counts in another. tests/unit/test_secret.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 ROOT = 0
+LENGTH = 2 * BYTES + 1
+WAIT_S = 60.0
+"""So long may a file that another node has made take to show its content (NFS)."""
+_POLL_S = 0.05
 
 
 def is_mine(path: Path) -> bool:
@@ -56,14 +59,14 @@ def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
         roots: It may be root's.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return ""
-    if found.st_uid != os.geteuid() and not (roots and found.st_uid == ROOT):
-        return f"belongs to {_user(found.st_uid)}"
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_uid != os.geteuid() and not (roots and status.st_uid == ROOT):
+        return f"belongs to {_user(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH:
         return "can be written by every user"
-    if found.st_mode & stat.S_IWGRP and not group:
+    if status.st_mode & stat.S_IWGRP and not group:
         return "can be written by its group"
     return ""
 
@@ -133,6 +136,27 @@ def job_spec(run: RunDir) -> Spec:
     return spec
 
 
+def renew_secret(run: RunDir) -> None:
+    """Give the run another secret; called before a job of it is submitted, while none is alive.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_private(run.secret, new_secret() + "\n", shared=False)
+
+
+def start_secret(run: RunDir, job_id: str, restarts: int) -> str:
+    """The secret of one start of a job, the same on all of its nodes.
+
+    Of nodes that come at once to a run without a secret, one makes it.
+
+    Raises:
+        ChecksFailed: others own or can read the file.
+        OSError: it can neither be read nor made.
+    """
+    return code(_read_or_make(run.secret), "start", job_id, restarts)
+
+
 def _refuse_in_job(run: RunDir, path: Path, *, group: bool = False) -> None:
     why = distrust(path, group=group)
     if why:
@@ -158,33 +182,6 @@ def _user(uid: int) -> str:
         return f"user {uid}"
 
 
-LENGTH = 2 * BYTES + 1
-WAIT_S = 60.0
-"""So long may a file that another node has made take to show its content (NFS)."""
-_POLL_S = 0.05
-
-
-def renew_secret(run: RunDir) -> None:
-    """Give the run another secret; called before a job of it is submitted, while none is alive.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_private(run.secret, new_secret() + "\n", shared=False)
-
-
-def start_secret(run: RunDir, job_id: str, restarts: int) -> str:
-    """The secret of one start of a job, the same on all of its nodes.
-
-    Of nodes that come at once to a run without a secret, one makes it.
-
-    Raises:
-        ChecksFailed: others own or can read the file.
-        OSError: it can neither be read nor made.
-    """
-    return code(_read_or_make(run.secret), "start", job_id, restarts)
-
-
 def _read_or_make(path: Path) -> str:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     deadline = time.monotonic() + WAIT_S
@@ -205,9 +202,9 @@ def _read(path: Path, deadline: float) -> str:
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
+            status = os.fstat(descriptor)
             content = file.read(LENGTH + 1)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ChecksFailed(
                 f"{path} can be read or was made by others, so it is no secret; remove it, and "
                 "`hpctrain resume` makes another"
