@@ -19,7 +19,7 @@ from hpctrain.history.goodput import goodput
 from hpctrain.history.lineage import progress
 from hpctrain.history.run_state import standing
 from hpctrain.history.save_record import saving
-from hpctrain.history.timeline import past_of
+from hpctrain.history.timeline import timeline_of
 from hpctrain.run.events import read
 from hpctrain.run.layout import RunDir
 
@@ -66,12 +66,12 @@ def _parse_all(run: RunDir) -> None:
 def _answer(run: RunDir) -> None:
     """What `status` derives from a ledger."""
     events = read(run, marks="few")
-    past = past_of(events)
-    attempts(events, past=past)
+    timeline = timeline_of(events)
+    attempts(events, timeline=timeline)
     progress(events)
     saving(events)
     standing(events)
-    goodput(events, now=events[-1].t, past=past)
+    goodput(events, now=events[-1].t, timeline=timeline)
 
 
 def _line(t: float, kind: str, attempt: int | None, **fields: object) -> str:

@@ -1,1 +1,1 @@
-"""What follows from the events: attempts, causes, goodput, lineage; pure functions."""
+"""What follows from a run's events: attempts, causes, state, goodput, lineage. Pure functions."""

@@ -1,7 +1,7 @@
-"""When the run waited, and when it held nodes: the starts of its jobs on one line of time.
+"""The allocations of a run on one line of time: when it waited, and when it held nodes. Pure.
 
-Pure. The scheduler's own times count where accounting told them, else those of the processes that
-ran. Clocks differ from node to node, and an old job may die slowly beside its successor: here
+The scheduler's own times count where accounting told them, else those of the processes that ran.
+Clocks differ from node to node, and an old job may die slowly beside its successor: here
 everything is put in order, so that no moment counts twice. tests/unit/test_goodput.py holds the
 promises.
 """
@@ -58,62 +58,62 @@ class Allocation:
         return None if self.asked is None else self.begin - self.asked
 
 
-def stays(
-    past: RunTimeline, starts: Sequence[JobStart] = (), *, now: float | None = None
+def allocations_of(
+    timeline: RunTimeline, starts: Sequence[JobStart] = (), *, now: float | None = None
 ) -> list[Allocation]:
     """All of them in order of time; none begins before the one before it has ended.
 
     Args:
-        past: The run's ledger.
+        timeline: The run's ledger.
         starts: What accounting knows of the starts of its jobs.
         now: Nothing is later than this; without it, what still waits is left out.
     """
-    known = [one for one in starts if one.end is None or math.isfinite(one.end)]
-    found = _held(past, known)
-    _add_waits(found, past, known, math.inf if now is None else now)
-    return list(_in_line(found, past, now))
+    usable = [row for row in starts if row.end is None or math.isfinite(row.end)]
+    allocations = _held(timeline, usable)
+    _add_waits(allocations, timeline, usable, math.inf if now is None else now)
+    return list(_in_line(allocations, timeline, now))
 
 
 # What held nodes.
 
 
-def _held(past: RunTimeline, starts: Sequence[JobStart]) -> list[Allocation]:
+def _held(timeline: RunTimeline, starts: Sequence[JobStart]) -> list[Allocation]:
     """Every start of a job, at its writers' times; those that only accounting knows among them."""
     rows: dict[str, dict[int, JobStart]] = {}
     for row in starts:
         if row.start is not None and math.isfinite(row.start):
             rows.setdefault(row.job_id, {})[row.index] = row
-    groups = _groups(past.attempts)
-    found = []
+    groups = _groups(timeline.attempts)
+    allocations = []
     for position, group in enumerate(groups):
         of_job = rows.get(group[0].job_id, {})
-        mine = _row_of(group, of_job)
-        if mine is not None:
-            del of_job[mine.index]
-        may_run = position == len(groups) - 1 and not past.gone
-        found.append(_stay(group, mine, may_run=may_run))
-    newest_job = _newest_job(past)
+        row_of_group = _row_of(group, of_job)
+        if row_of_group is not None:
+            del of_job[row_of_group.index]
+        may_run = position == len(groups) - 1 and not timeline.gone
+        allocations.append(_allocation(group, row_of_group, may_run=may_run))
+    newest_job = _newest_job(timeline)
     for row in (one for left in rows.values() for one in left.values()):
         bare = _bare(row, goes_on=row.end is None and row.job_id == newest_job)
         if bare.goes_on or (bare.end or 0.0) > bare.begin:
-            _insert(found, bare)
-    return found
+            _insert(allocations, bare)
+    return allocations
 
 
 def _groups(attempts: Sequence[AttemptTimeline]) -> list[list[AttemptTimeline]]:
     """The attempts of each start of a job together."""
     groups: list[list[AttemptTimeline]] = []
-    for one in attempts:
+    for attempt in attempts:
         last = groups[-1][-1] if groups else None
         same = last is not None and (
-            (one.job_id, one.restarts) == (last.job_id, last.restarts)
-            if one.started is not None
+            (attempt.job_id, attempt.restarts) == (last.job_id, last.restarts)
+            if attempt.started is not None
             else last.next is Next.RESTART  # its beginning is torn
         )
         if same:
-            groups[-1].append(one)
+            groups[-1].append(attempt)
         else:
-            groups.append([one])
+            groups.append([attempt])
     return groups
 
 
@@ -133,14 +133,16 @@ def _fits(row: JobStart, t: float) -> bool:
     return (row.start or 0.0) - SLACK_S <= t <= (row.end or math.inf) + SLACK_S
 
 
-def _stay(group: Sequence[AttemptTimeline], row: JobStart | None, *, may_run: bool) -> Allocation:
+def _allocation(
+    group: Sequence[AttemptTimeline], row: JobStart | None, *, may_run: bool
+) -> Allocation:
     """One start of a job; what accounting says of its times counts before everything else."""
     first, last = group[0], group[-1]
     begin = first.begun if first.begun is not None else first.started
     begin = first.first_t if begin is None else begin
     end = max(last.last_t, last.last_t if last.heard is None else last.heard)
     end = end if last.ended_at is None else last.ended_at
-    told = row is not None and row.end is not None
+    end_is_known = row is not None and row.end is not None
     if row is not None:
         begin = begin if row.start is None else row.start
         end = end if row.end is None else row.end
@@ -151,7 +153,7 @@ def _stay(group: Sequence[AttemptTimeline], row: JobStart | None, *, may_run: bo
         "" if row is None else row.state,
         begin=begin,
         end=end,
-        goes_on=may_run and not last.is_over and not told,
+        goes_on=may_run and not last.is_over and not end_is_known,
     )
 
 
@@ -163,15 +165,18 @@ def _bare(row: JobStart, *, goes_on: bool) -> Allocation:
     return Allocation(row.job_id, (), nodes, row.state, begin=begin, end=end, goes_on=goes_on)
 
 
-def _insert(found: list[Allocation], one: Allocation) -> None:
+def _insert(allocations: list[Allocation], allocation: Allocation) -> None:
     """Put it before the first that began later; the ledger's order stays as it is."""
-    at = next((i for i, other in enumerate(found) if other.begin > one.begin), len(found))
-    found.insert(at, one)
+    at = next(
+        (i for i, other in enumerate(allocations) if other.begin > allocation.begin),
+        len(allocations),
+    )
+    allocations.insert(at, allocation)
 
 
-def _newest_job(past: RunTimeline) -> str:
-    asked = [one.job_id for one in past.submissions if one.job_id]
-    ran = [one.job_id for one in past.attempts if one.job_id]
+def _newest_job(timeline: RunTimeline) -> str:
+    asked = [one.job_id for one in timeline.submissions if one.job_id]
+    ran = [one.job_id for one in timeline.attempts if one.job_id]
     return (asked or ran or [""])[-1]
 
 
@@ -179,50 +184,67 @@ def _newest_job(past: RunTimeline) -> str:
 
 
 def _add_waits(
-    found: list[Allocation], past: RunTimeline, starts: Sequence[JobStart], now: float
+    allocations: list[Allocation], timeline: RunTimeline, starts: Sequence[JobStart], now: float
 ) -> None:
     """Waits that no start followed: what still waits, and what was cancelled while it did."""
     pending = {row.job_id: row for row in starts if row.start is None}
-    jobs = {one.job_id for one in found}
-    newest = past.submissions[-1] if past.submissions else None
-    for one in past.submissions:
-        if one.refused or (one.job_id and one.job_id in jobs) or _ran_unseen(one, found, past):
+    jobs = {allocation.job_id for allocation in allocations}
+    newest = timeline.submissions[-1] if timeline.submissions else None
+    for submission in timeline.submissions:
+        if (
+            submission.refused
+            or (submission.job_id and submission.job_id in jobs)
+            or _ran_unseen(submission, allocations, timeline)
+        ):
             continue
-        until = _until(one, pending.get(one.job_id), None)
-        if until is None and one is newest:
+        until = _until(submission, pending.get(submission.job_id), None)
+        if until is None and submission is newest:
             until = now
         if until is not None and math.isfinite(until):
-            _insert(found, _wait(one.job_id, one.asked, max(one.asked, until)))
-    _add_wait_after(found, past, pending, now)
+            _insert(
+                allocations,
+                _wait(submission.job_id, submission.asked, max(submission.asked, until)),
+            )
+    _add_wait_after(allocations, timeline, pending, now)
 
 
-def _ran_unseen(one: Submission, found: Sequence[Allocation], past: RunTimeline) -> bool:
+def _ran_unseen(
+    submission: Submission, allocations: Sequence[Allocation], timeline: RunTimeline
+) -> bool:
     """Whether its job ran though its number was never written down."""
-    if one.job_id:
+    if submission.job_id:
         return False
-    taken = {other.job_id for other in past.submissions if other.job_id}
-    return any(stay.job_id not in taken and stay.begin >= one.asked - SLACK_S for stay in found)
+    taken = {other.job_id for other in timeline.submissions if other.job_id}
+    return any(
+        allocation.job_id not in taken and allocation.begin >= submission.asked - SLACK_S
+        for allocation in allocations
+    )
 
 
 def _add_wait_after(
-    found: list[Allocation], past: RunTimeline, pending: dict[str, JobStart], now: float
+    allocations: list[Allocation], timeline: RunTimeline, pending: dict[str, JobStart], now: float
 ) -> None:
     """The wait of a job that was put back into the queue and has not begun again."""
-    last = next((stay for stay in reversed(found) if stay.started), None)
-    for stay, following in pairwise([*found, None]):
-        if stay is None or not stay.started or not stay.attempts or stay.end is None:
+    last = next((allocation for allocation in reversed(allocations) if allocation.started), None)
+    for allocation, following in pairwise([*allocations, None]):
+        if (
+            allocation is None
+            or not allocation.started
+            or not allocation.attempts
+            or allocation.end is None
+        ):
             continue
-        row, final = pending.get(stay.job_id), stay.attempts[-1]
-        again = following is not None and following.job_id == stay.job_id
+        row, final = pending.get(allocation.job_id), allocation.attempts[-1]
+        again = following is not None and following.job_id == allocation.job_id
         if again or not (final.next in _COMES_AGAIN or row is not None):
             continue
-        asked = next((s for s in past.submissions if s.job_id == stay.job_id), None)
-        until = _until(asked, row, stay.end)
-        if until is None and stay is last and following is None:
+        asked = next((s for s in timeline.submissions if s.job_id == allocation.job_id), None)
+        until = _until(asked, row, allocation.end)
+        if until is None and allocation is last and following is None:
             until = now
         if until is not None and math.isfinite(until):
-            wait = _wait(stay.job_id, stay.end, max(stay.end, until))
-            found.insert(found.index(stay) + 1, wait)
+            wait = _wait(allocation.job_id, allocation.end, max(allocation.end, until))
+            allocations.insert(allocations.index(allocation) + 1, wait)
 
 
 def _until(asked: Submission | None, row: JobStart | None, after: float | None) -> float | None:
@@ -241,39 +263,41 @@ def _wait(job_id: str, asked: float, until: float) -> Allocation:
 
 
 def _in_line(
-    found: Sequence[Allocation], past: RunTimeline, now: float | None
+    allocations: Sequence[Allocation], timeline: RunTimeline, now: float | None
 ) -> Iterator[Allocation]:
     """Their times in order: none before the end of the one before, none after `now`."""
     latest = math.inf if now is None else now
     cursor, before = -math.inf, None
-    for stay, following in pairwise([*found, None]):
-        if stay is None:
+    for allocation, following in pairwise([*allocations, None]):
+        if allocation is None:
             continue
-        asked = _asked(stay, before, past)
+        asked = _asked(allocation, before, timeline)
         if asked is not None:
             cursor = min(max(asked, cursor), latest)
             asked = cursor
         # A node's clock may say that the job began before anybody had asked for it.
-        begin = min(max(stay.begin, cursor), latest)
-        goes_on = stay.goes_on and following is None
-        end = max(begin, min(begin if stay.end is None else stay.end, latest))
+        begin = min(max(allocation.begin, cursor), latest)
+        goes_on = allocation.goes_on and following is None
+        end = max(begin, min(begin if allocation.end is None else allocation.end, latest))
         if following is not None and following.started and begin < following.begin < end:
             end = following.begin  # the old one dies slowly: its nodes count as the new one's
-        line = replace(stay, asked=asked, begin=begin, end=None if goes_on else end)
+        line = replace(allocation, asked=asked, begin=begin, end=None if goes_on else end)
         yield replace(line, goes_on=goes_on)
-        cursor, before = end, stay
+        cursor, before = end, allocation
 
 
-def _asked(stay: Allocation, before: Allocation | None, past: RunTimeline) -> float | None:
+def _asked(
+    allocation: Allocation, before: Allocation | None, timeline: RunTimeline
+) -> float | None:
     """When its wait began."""
-    if stay.asked is not None:
-        return stay.asked
-    if before is not None and before.job_id == stay.job_id:
+    if allocation.asked is not None:
+        return allocation.asked
+    if before is not None and before.job_id == allocation.job_id:
         return -math.inf  # the moment at which it lost its nodes
-    known = [one.asked for one in past.submissions if one.job_id == stay.job_id]
+    moments = [one.asked for one in timeline.submissions if one.job_id == allocation.job_id]
     open_ones = [
         one.asked
-        for one in past.submissions
-        if not one.job_id and not one.refused and one.asked <= stay.begin + SLACK_S
+        for one in timeline.submissions
+        if not one.job_id and not one.refused and one.asked <= allocation.begin + SLACK_S
     ]
-    return next(iter(known or open_ones[-1:]), None)
+    return next(iter(moments or open_ones[-1:]), None)

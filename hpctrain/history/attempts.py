@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import EndReason, Next, Skipped
-from hpctrain.history.allocations import stays
+from hpctrain.history.allocations import allocations_of
 from hpctrain.history.causes import cause_of
 from hpctrain.history.run_state import condensed
-from hpctrain.history.timeline import past_of
+from hpctrain.history.timeline import timeline_of
 from hpctrain.run.event_fields import finite, listed, member, text, whole
 
 if TYPE_CHECKING:
@@ -114,14 +114,14 @@ class _Draft:
 
 
 def attempts(
-    events: Iterable[Event], starts: Sequence[JobStart] = (), *, past: RunTimeline | None = None
+    events: Iterable[Event], starts: Sequence[JobStart] = (), *, timeline: RunTimeline | None = None
 ) -> list[AttemptView]:
     """Every attempt in order, with what it cost.
 
     Args:
         events: The run's ledger.
         starts: What accounting knows of the starts of its jobs; none is fine.
-        past: `past_of(events)`, where it is at hand.
+        timeline: `timeline_of(events)`, where it is at hand.
     """
     counted = list(condensed(events))
     drafts: dict[int, _Draft] = {}
@@ -141,7 +141,7 @@ def attempts(
         if event.kind != "attempt_ended":
             draft.seen = event.t
     _add_losses([drafts[number] for number in sorted(drafts)])
-    held = stays(past_of(counted) if past is None else past, starts)
+    held = allocations_of(timeline_of(counted) if timeline is None else timeline, starts)
     where = {one.number: (stay, one) for stay in held for one in stay.attempts}
     return [_view(drafts[number], where.get(number)) for number in sorted(drafts)]
 
@@ -162,10 +162,10 @@ def _add_losses(drafts: Sequence[_Draft]) -> None:
         fields = draft.fields
         if fields.get("ended") is None and draft is not drafts[-1]:
             fields["ended"] = draft.seen
-        known = restored if restored is not None and not draft.went_back else saved
+        went_on_from = restored if restored is not None and not draft.went_back else saved
         last = fields.get("last_step")
         if fields.get("ended") is not None and last is not None:
-            fields["steps_lost"] = max(0, last - known)
+            fields["steps_lost"] = max(0, last - went_on_from)
         restored = fields.get("first_step", restored)
 
 
@@ -179,15 +179,15 @@ def _view(draft: _Draft, where: tuple[Allocation, AttemptTimeline] | None) -> At
     return replace(view, cause=cause_of(view, state=state))
 
 
-def _placed(stay: Allocation, one: AttemptTimeline, started: float) -> dict[str, Any]:
-    opened = one is stay.attempts[0]
-    since = stay.begin if opened else started
+def _placed(allocation: Allocation, attempt: AttemptTimeline, started: float) -> dict[str, Any]:
+    opened = attempt is allocation.attempts[0]
+    since = allocation.begin if opened else started
     return {
-        "allocated": stay.begin,
-        "queued_s": stay.queued_s if opened else None,
-        "ready_s": None if one.first_step is None else max(0.0, one.first_step - since),
-        "heard": one.last_t if one.heard is None else max(one.last_t, one.heard),
-        "released": stay.end,
+        "allocated": allocation.begin,
+        "queued_s": allocation.queued_s if opened else None,
+        "ready_s": None if attempt.first_step is None else max(0.0, attempt.first_step - since),
+        "heard": attempt.last_t if attempt.heard is None else max(attempt.last_t, attempt.heard),
+        "released": allocation.end,
     }
 
 

@@ -1,9 +1,8 @@
-"""What ended an attempt, as a person would say it.
+"""The cause of an attempt's end, as a person would name it: finer than `EndReason`. Pure.
 
-Finer than `EndReason`, which only has to tell what follows. Pure. The scheduler's reason comes
-first, what the failed rank said second, the scheduler's state of the job third. Where none of them
-tells, the cause is `crashed` or `unknown`, never a guess. tests/unit/test_causes.py holds the
-promises.
+`EndReason` only has to tell what follows. For the cause, the scheduler's reason comes first, what
+the failed rank said second, the scheduler's state of the job third. Where none of them tells, the
+cause is `crashed` or `unknown`, never a guess. tests/unit/test_causes.py holds the promises.
 """
 
 from __future__ import annotations
@@ -161,10 +160,10 @@ def cause_of(view: AttemptView, *, state: str = "") -> EndCause:
         return EndCause.UNFIT_NODE
     if reason not in _OF_PROGRAM:
         return _BY_REASON.get(reason, EndCause.UNKNOWN)
-    told = said_by(view.failure) if view.failure is not None else None
-    if told is None and (reason is EndReason.UNKNOWN or state in _CAUSES):
-        told = _BY_STATE.get(state)
-    return told or _by_default(view, reason, state)
+    cause = said_by(view.failure) if view.failure is not None else None
+    if cause is None and (reason is EndReason.UNKNOWN or state in _CAUSES):
+        cause = _BY_STATE.get(state)
+    return cause or _by_default(view, reason, state)
 
 
 def _by_default(view: AttemptView, reason: EndReason, state: str) -> EndCause:

@@ -1,15 +1,9 @@
-"""Where the time went: every second since the first submission belongs to one of a few classes.
+"""Goodput: every second since the first submission in one of a closed set of time classes. Pure.
 
-Pure: events, and what the scheduler's accounting knows of the job's starts where there is any.
-docs/ledger.md says how each class is measured. tests/unit/test_goodput.py holds the promises.
-
-One start of a job cut into what its time went to.
-
-Pure. An attempt's milestones are put in order first, so that a clock that jumps makes a stretch
-shorter and never negative. docs/ledger.md has the rules. tests/unit/test_goodput.py holds the
-promises.
-
-What time can go to: the closed set of classes, and a stretch of time in one of them.
+From events, and what the scheduler's accounting knows of the job's starts where there is any. Each
+start of a job (`Allocation`) is cut into slices without a gap; the moments of an attempt are put in
+order first, so that a clock that jumps makes a slice shorter and never negative. docs/ledger.md
+says how each class is measured. tests/unit/test_goodput.py holds the promises.
 """
 
 from __future__ import annotations
@@ -20,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
-from hpctrain.history.allocations import stays
-from hpctrain.history.timeline import past_of
+from hpctrain.history.allocations import allocations_of
+from hpctrain.history.timeline import timeline_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,6 +52,10 @@ class TimeClass(StrEnum):
 
 
 ALLOCATED = tuple(kind for kind in TimeClass if kind is not TimeClass.QUEUE)
+PATIENCE_S = 300.0
+"""Marks come once a minute or more often, but for steps that take longer than that."""
+PIECE_S = 3600.0
+"""A long training is cut this often, so that a look at the last day has that day's own shares."""
 
 
 @dataclass(frozen=True)
@@ -82,247 +80,6 @@ class TimeSlice:
     def seconds(self) -> float:
         """How long."""
         return self.end - self.start
-
-
-PATIENCE_S = 300.0
-"""Marks come once a minute or more often, but for steps that take longer than that."""
-PIECE_S = 3600.0
-"""A long training is cut this often, so that a look at the last day has that day's own shares."""
-
-
-def cut(
-    stay: Allocation, until: float, kept: Mapping[int, int], *, tells: bool
-) -> Iterator[TimeSlice]:
-    """All the time of one start, from `stay.begin` to `until`, without a gap.
-
-    Args:
-        stay: The start.
-        until: Its end, or now.
-        kept: Attempt to the last of its steps that counts; attempts whose steps all count are
-            not in it.
-        tells: Whether the program tells hpctrain anything, in any attempt.
-    """
-    cursor = stay.begin
-    if not stay.attempts:
-        yield from _slice(cursor, until, TimeClass.STARTUP, None, stay.nodes)
-    for one, following in pairwise([*stay.attempts, None]):
-        if one is None:
-            continue
-        last = following is None
-        ends = until if following is None else _began(following)
-        ends = min(max(ends, cursor), until)
-        going = last and stay.goes_on
-        parts = _parts(one, ends, going=going) if tells else _silent(one, ends, going=going)
-        for end, kind in parts:
-            part = cursor, min(max(end, cursor), ends)
-            if kind is TimeClass.STEP:
-                yield from _training(one, part, kept.get(one.number), stay.nodes)
-            else:
-                yield from _slice(*part, kind, one.number, stay.nodes)
-            cursor = part[1]
-
-
-def waited(stay: Allocation) -> Iterator[TimeSlice]:
-    """The wait before a start, or one that no start followed."""
-    if stay.asked is not None:
-        yield from _slice(stay.asked, stay.begin, TimeClass.QUEUE, None, 0)
-
-
-def _began(one: AttemptTimeline) -> float:
-    return one.first_t if one.started is None else one.started
-
-
-def _slice(
-    start: float, end: float, kind: TimeClass, attempt: int | None, nodes: int
-) -> Iterator[TimeSlice]:
-    if end > start:
-        yield TimeSlice(start, end, kind, attempt, nodes)
-
-
-def _parts(one: AttemptTimeline, ends: float, *, going: bool) -> Iterator[tuple[float, TimeClass]]:
-    """What an attempt's time went to, each part by its end; the last ends with the attempt."""
-    word, cease = _cease(one, ends, going=going)
-    now_at = TimeClass.STARTUP
-    if one.restored is not None and one.restoring is not None:
-        yield one.restoring, TimeClass.STARTUP
-        yield one.restored, TimeClass.RESTORE
-        now_at = TimeClass.WARM_UP
-    if one.first_step is not None:
-        yield one.first_step, now_at
-        now_at = TimeClass.STEP
-    if one.stopping is not None or one.left is not None:
-        yield _halted(one, cease), now_at
-        yield cease, TimeClass.SAVE
-    else:
-        yield min(_heard(one, cease), cease) if now_at is TimeClass.STEP else cease, now_at
-        yield cease, TimeClass.STALL
-    yield ends, TimeClass.TEARDOWN if word else TimeClass.STALL
-
-
-def _silent(one: AttemptTimeline, ends: float, *, going: bool) -> Iterator[tuple[float, TimeClass]]:
-    """The same where the program tells nothing: what it did in its time, nobody can say."""
-    yield _began(one), TimeClass.STARTUP
-    word, cease = _cease(one, ends, going=going)
-    yield cease if word else ends, TimeClass.OTHER
-    yield ends, TimeClass.TEARDOWN
-
-
-def _cease(one: AttemptTimeline, ends: float, *, going: bool) -> tuple[bool, float]:
-    """When the ranks ceased, and whether somebody who saw it said so."""
-    for word in (one.left, one.failed, one.ended):
-        if word is not None:
-            return True, word
-    heard = max(one.last_t, one.last_t if one.heard is None else one.heard)
-    if going and (one.first_step is None or ends - heard < _patience(one)):
-        return False, ends
-    return False, heard
-
-
-def _patience(one: AttemptTimeline) -> float:
-    """After so long a silence an attempt in training no longer counts as being at work."""
-    told = [one.first_step or 0.0, *(mark.t for mark in one.marks[-2:])]
-    apart = [after - before for before, after in pairwise(told[-2:])]
-    return max([PATIENCE_S, *(3 * gap for gap in apart)])
-
-
-def _heard(one: AttemptTimeline, cease: float) -> float:
-    """When a step was last heard of, of an attempt that did not stop in order."""
-    if one.heard is None:
-        return cease
-    return max([one.heard, *(mark.t for mark in one.marks[-1:])])
-
-
-def _halted(one: AttemptTimeline, cease: float) -> float:
-    """When no further step was done, of an attempt that stopped or finished in order."""
-    if one.stopping is not None:
-        return one.stopping
-    return one.marks[-1].t if one.marks else cease
-
-
-class _Point(NamedTuple):
-    """Where training was at a moment: all of it counted from the end of the first step."""
-
-    t: float
-    step: int
-    data_s: float
-    save_s: float
-
-
-def _training(
-    one: AttemptTimeline, stretch: tuple[float, float], kept: int | None, nodes: int
-) -> Iterator[TimeSlice]:
-    """The stretch of steps: those that count with their data and saves, then those in vain."""
-    start, end = stretch
-    points = _points(one, start, end)
-    last = points[-1]
-    if kept is not None and (one.last_step or 0) > kept:
-        last = _last_that_counts(one, points, kept)
-    last = last._replace(t=min(last.t, end))
-    for piece in pairwise(_pieces(points, last)):
-        yield from _mixed(*piece, one.number, nodes)
-    yield from _slice(last.t, end, TimeClass.REDONE, one.number, nodes)
-
-
-def _points(one: AttemptTimeline, start: float, end: float) -> list[_Point]:
-    """Where training was, in order of time and within the stretch."""
-    points = [_Point(start, (one.restored_step or 0) + 1, 0.0, 0.0)]
-    told = any(mark.save_s is not None for mark in one.marks)
-    stalls = iter([] if told else one.stalls)
-    stall, stalled = next(stalls, None), 0.0
-    for mark in one.marks:
-        while stall is not None and stall.t <= mark.t:
-            stalled, stall = stalled + stall.seconds, next(stalls, None)
-        before = points[-1]
-        save_s = max(0.0, (mark.save_s or 0.0) - one.base[1]) if told else stalled
-        points.append(
-            _Point(
-                min(max(mark.t, before.t), end),
-                max(mark.step, before.step),
-                max(mark.data_s - one.base[0], before.data_s),
-                max(save_s, before.save_s),
-            )
-        )
-    if points[-1].t < end:
-        points.append(_tail(one, points[-1], end))
-    return points
-
-
-def _tail(one: AttemptTimeline, last: _Point, end: float) -> _Point:
-    """The end of the stretch: after the last mark only the saves are known."""
-    since = one.marks[-1].t if one.marks else last.t
-    stalled = sum(save.seconds for save in one.stalls if since < save.t <= end)
-    return _Point(end, max(last.step, one.last_step or 0), last.data_s, last.save_s + stalled)
-
-
-def _last_that_counts(one: AttemptTimeline, points: Sequence[_Point], kept: int) -> _Point:
-    """Where the last step that counts was done, and saved: without its save it would be lost."""
-    before = points[0]
-    for after in points[1:]:
-        if kept < after.step:
-            break
-        before = after
-    else:
-        after = before
-    if kept <= before.step or after.step <= before.step:
-        stall = next((s.seconds for s in one.stalls if s.step == kept == before.step), 0.0)
-        return before._replace(t=before.t + stall, save_s=before.save_s + stall)
-    share = (kept - before.step) / (after.step - before.step)
-    return _between(before, after, before.t + share * (after.t - before.t))
-
-
-def _pieces(points: Sequence[_Point], last: _Point) -> list[_Point]:
-    """Some of the points before the last one, far enough apart, and that one."""
-    found = [points[0]]
-    for point in points[1:]:
-        if point.t >= last.t:
-            break
-        if point.t - found[-1].t >= PIECE_S and point.step <= last.step:
-            found.append(point)
-    return [*found, last]
-
-
-def _between(before: _Point, after: _Point, t: float) -> _Point:
-    share = (t - before.t) / (after.t - before.t) if after.t > before.t else 0.0
-    return _Point(
-        t,
-        after.step,
-        before.data_s + share * (after.data_s - before.data_s),
-        before.save_s + share * (after.save_s - before.save_s),
-    )
-
-
-def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[TimeSlice]:
-    """Steps, data and saves of a piece: sums only are known, so they stand one after the other."""
-    whole = end.t - start.t
-    data = min(max(end.data_s - start.data_s, 0.0), whole)
-    save = min(max(end.save_s - start.save_s, 0.0), whole - data)
-    first, second = end.t - data - save, end.t - save
-    yield from _slice(start.t, first, TimeClass.STEP, attempt, nodes)
-    yield from _slice(max(start.t, first), second, TimeClass.DATA, attempt, nodes)
-    yield from _slice(max(start.t, first, second), end.t, TimeClass.SAVE, attempt, nodes)
-
-
-def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
-    """The last step of each attempt that counts, by what later attempts restored.
-
-    Where none came so far, what an attempt committed counts; all of it where the run is done.
-    """
-    committed, newest = [], 0
-    for one in attempts:
-        known = one.restored_step if one.saved_step is None else one.saved_step
-        newest = newest if known is None else known
-        committed.append(newest)
-    kept: dict[int, int] = {}
-    lowest: int | None = None
-    for one, saved in zip(reversed(attempts), reversed(committed), strict=True):
-        superseded = one is not attempts[-1]
-        if lowest is not None:
-            kept[one.number] = lowest
-        elif (one.is_over or superseded) and one.reason is not EndReason.COMPLETED:
-            kept[one.number] = saved
-        if one.restored_step is not None:
-            lowest = one.restored_step if lowest is None else min(lowest, one.restored_step)
-    return kept
 
 
 @dataclass(frozen=True)
@@ -374,7 +131,7 @@ def goodput(
     *,
     starts: Sequence[JobStart] = (),
     now: float,
-    past: RunTimeline | None = None,
+    timeline: RunTimeline | None = None,
 ) -> Goodput:
     """Where the run's time went.
 
@@ -382,17 +139,17 @@ def goodput(
         events: The run's ledger; of rows of step marks the last ones are enough.
         starts: What accounting knows of every start of the run's jobs; none is fine.
         now: Seconds since the epoch: how far an attempt that still runs is counted.
-        past: `past_of(events)`, where it is at hand.
+        timeline: `timeline_of(events)`, where it is at hand.
     """
-    past = past_of(events) if past is None else past
-    kept = kept_steps(past.attempts)
-    tells = any(one.tells for one in past.attempts)
+    timeline = timeline_of(events) if timeline is None else timeline
+    kept = kept_steps(timeline.attempts)
+    tells = any(one.tells for one in timeline.attempts)
     slices: list[TimeSlice] = []
-    for stay in stays(past, starts, now=now):
-        slices += waited(stay)
-        if stay.started:
-            until = max(stay.begin, now) if stay.end is None else stay.end
-            slices += cut(stay, until, kept, tells=tells)
+    for allocation in allocations_of(timeline, starts, now=now):
+        slices += waited(allocation)
+        if allocation.started:
+            until = max(allocation.begin, now) if allocation.end is None else allocation.end
+            slices += cut(allocation, until, kept, tells=tells)
     return _summed(slices, tells_steps=tells)
 
 
@@ -402,13 +159,76 @@ def window(g: Goodput, since: float) -> Goodput:
     return _summed(clipped, tells_steps=g.tells_steps)
 
 
+def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
+    """The last step of each attempt that counts, by what later attempts restored.
+
+    Where none came so far, what an attempt committed counts; all of it where the run is done.
+    """
+    committed, newest = [], 0
+    for attempt in attempts:
+        saved_or_restored = (
+            attempt.restored_step if attempt.saved_step is None else attempt.saved_step
+        )
+        newest = newest if saved_or_restored is None else saved_or_restored
+        committed.append(newest)
+    kept: dict[int, int] = {}
+    lowest: int | None = None
+    for attempt, saved in zip(reversed(attempts), reversed(committed), strict=True):
+        superseded = attempt is not attempts[-1]
+        if lowest is not None:
+            kept[attempt.number] = lowest
+        elif (attempt.is_over or superseded) and attempt.reason is not EndReason.COMPLETED:
+            kept[attempt.number] = saved
+        if attempt.restored_step is not None:
+            lowest = attempt.restored_step if lowest is None else min(lowest, attempt.restored_step)
+    return kept
+
+
+def cut(
+    allocation: Allocation, until: float, kept: Mapping[int, int], *, tells: bool
+) -> Iterator[TimeSlice]:
+    """All the time of one start, from `stay.begin` to `until`, without a gap.
+
+    Args:
+        allocation: The start.
+        until: Its end, or now.
+        kept: Attempt to the last of its steps that counts; attempts whose steps all count are
+            not in it.
+        tells: Whether the program tells hpctrain anything, in any attempt.
+    """
+    cursor = allocation.begin
+    if not allocation.attempts:
+        yield from _slice(cursor, until, TimeClass.STARTUP, None, allocation.nodes)
+    for attempt, following in pairwise([*allocation.attempts, None]):
+        if attempt is None:
+            continue
+        last = following is None
+        ends = until if following is None else _began(following)
+        ends = min(max(ends, cursor), until)
+        going = last and allocation.goes_on
+        parts = _parts(attempt, ends, going=going) if tells else _silent(attempt, ends, going=going)
+        for end, kind in parts:
+            part = cursor, min(max(end, cursor), ends)
+            if kind is TimeClass.STEP:
+                yield from _training(attempt, part, kept.get(attempt.number), allocation.nodes)
+            else:
+                yield from _slice(*part, kind, attempt.number, allocation.nodes)
+            cursor = part[1]
+
+
+def waited(allocation: Allocation) -> Iterator[TimeSlice]:
+    """The wait before a start, or one that no start followed."""
+    if allocation.asked is not None:
+        yield from _slice(allocation.asked, allocation.begin, TimeClass.QUEUE, None, 0)
+
+
 def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
     seconds: dict[TimeClass, float] = dict.fromkeys(TimeClass, 0.0)
     node_seconds: dict[TimeClass, float] = dict.fromkeys(ALLOCATED, 0.0)
-    for one in slices:
-        seconds[one.kind] += one.seconds
-        if one.kind is not TimeClass.QUEUE:
-            node_seconds[one.kind] += one.seconds * one.nodes
+    for piece in slices:
+        seconds[piece.kind] += piece.seconds
+        if piece.kind is not TimeClass.QUEUE:
+            node_seconds[piece.kind] += piece.seconds * piece.nodes
     return Goodput(
         slices=tuple(slices),
         seconds=seconds,
@@ -417,3 +237,181 @@ def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
         submitted_s=sum(seconds.values()),
         tells_steps=tells_steps,
     )
+
+
+def _began(attempt: AttemptTimeline) -> float:
+    return attempt.first_t if attempt.started is None else attempt.started
+
+
+def _slice(
+    start: float, end: float, kind: TimeClass, attempt: int | None, nodes: int
+) -> Iterator[TimeSlice]:
+    if end > start:
+        yield TimeSlice(start, end, kind, attempt, nodes)
+
+
+def _parts(
+    attempt: AttemptTimeline, ends: float, *, going: bool
+) -> Iterator[tuple[float, TimeClass]]:
+    """What an attempt's time went to, each part by its end; the last ends with the attempt."""
+    word, cease = _cease(attempt, ends, going=going)
+    now_at = TimeClass.STARTUP
+    if attempt.restored is not None and attempt.restoring is not None:
+        yield attempt.restoring, TimeClass.STARTUP
+        yield attempt.restored, TimeClass.RESTORE
+        now_at = TimeClass.WARM_UP
+    if attempt.first_step is not None:
+        yield attempt.first_step, now_at
+        now_at = TimeClass.STEP
+    if attempt.stopping is not None or attempt.left is not None:
+        yield _halted(attempt, cease), now_at
+        yield cease, TimeClass.SAVE
+    else:
+        yield min(_heard(attempt, cease), cease) if now_at is TimeClass.STEP else cease, now_at
+        yield cease, TimeClass.STALL
+    yield ends, TimeClass.TEARDOWN if word else TimeClass.STALL
+
+
+def _silent(
+    attempt: AttemptTimeline, ends: float, *, going: bool
+) -> Iterator[tuple[float, TimeClass]]:
+    """The same where the program tells nothing: what it did in its time, nobody can say."""
+    yield _began(attempt), TimeClass.STARTUP
+    word, cease = _cease(attempt, ends, going=going)
+    yield cease if word else ends, TimeClass.OTHER
+    yield ends, TimeClass.TEARDOWN
+
+
+def _cease(attempt: AttemptTimeline, ends: float, *, going: bool) -> tuple[bool, float]:
+    """When the ranks ceased, and whether somebody who saw it said so."""
+    for word in (attempt.left, attempt.failed, attempt.ended):
+        if word is not None:
+            return True, word
+    heard = max(attempt.last_t, attempt.last_t if attempt.heard is None else attempt.heard)
+    if going and (attempt.first_step is None or ends - heard < _patience(attempt)):
+        return False, ends
+    return False, heard
+
+
+def _patience(attempt: AttemptTimeline) -> float:
+    """After so long a silence an attempt in training no longer counts as being at work."""
+    moments = [attempt.first_step or 0.0, *(mark.t for mark in attempt.marks[-2:])]
+    apart = [after - before for before, after in pairwise(moments[-2:])]
+    return max([PATIENCE_S, *(3 * gap for gap in apart)])
+
+
+def _heard(attempt: AttemptTimeline, cease: float) -> float:
+    """When a step was last heard of, of an attempt that did not stop in order."""
+    if attempt.heard is None:
+        return cease
+    return max([attempt.heard, *(mark.t for mark in attempt.marks[-1:])])
+
+
+def _halted(attempt: AttemptTimeline, cease: float) -> float:
+    """When no further step was done, of an attempt that stopped or finished in order."""
+    if attempt.stopping is not None:
+        return attempt.stopping
+    return attempt.marks[-1].t if attempt.marks else cease
+
+
+class _Point(NamedTuple):
+    """Where training was at a moment: all of it counted from the end of the first step."""
+
+    t: float
+    step: int
+    data_s: float
+    save_s: float
+
+
+def _training(
+    attempt: AttemptTimeline, stretch: tuple[float, float], kept: int | None, nodes: int
+) -> Iterator[TimeSlice]:
+    """The stretch of steps: those that count with their data and saves, then those in vain."""
+    start, end = stretch
+    points = _points(attempt, start, end)
+    last = points[-1]
+    if kept is not None and (attempt.last_step or 0) > kept:
+        last = _last_that_counts(attempt, points, kept)
+    last = last._replace(t=min(last.t, end))
+    for piece in pairwise(_pieces(points, last)):
+        yield from _mixed(*piece, attempt.number, nodes)
+    yield from _slice(last.t, end, TimeClass.REDONE, attempt.number, nodes)
+
+
+def _points(attempt: AttemptTimeline, start: float, end: float) -> list[_Point]:
+    """Where training was, in order of time and within the stretch."""
+    points = [_Point(start, (attempt.restored_step or 0) + 1, 0.0, 0.0)]
+    marks_tell_saves = any(mark.save_s is not None for mark in attempt.marks)
+    stalls = iter([] if marks_tell_saves else attempt.stalls)
+    stall, stalled = next(stalls, None), 0.0
+    for mark in attempt.marks:
+        while stall is not None and stall.t <= mark.t:
+            stalled, stall = stalled + stall.seconds, next(stalls, None)
+        before = points[-1]
+        save_s = max(0.0, (mark.save_s or 0.0) - attempt.base[1]) if marks_tell_saves else stalled
+        points.append(
+            _Point(
+                min(max(mark.t, before.t), end),
+                max(mark.step, before.step),
+                max(mark.data_s - attempt.base[0], before.data_s),
+                max(save_s, before.save_s),
+            )
+        )
+    if points[-1].t < end:
+        points.append(_tail(attempt, points[-1], end))
+    return points
+
+
+def _tail(attempt: AttemptTimeline, last: _Point, end: float) -> _Point:
+    """The end of the stretch: after the last mark only the saves are known."""
+    since = attempt.marks[-1].t if attempt.marks else last.t
+    stalled = sum(save.seconds for save in attempt.stalls if since < save.t <= end)
+    return _Point(end, max(last.step, attempt.last_step or 0), last.data_s, last.save_s + stalled)
+
+
+def _last_that_counts(attempt: AttemptTimeline, points: Sequence[_Point], kept: int) -> _Point:
+    """Where the last step that counts was done, and saved: without its save it would be lost."""
+    before = points[0]
+    for after in points[1:]:
+        if kept < after.step:
+            break
+        before = after
+    else:
+        after = before
+    if kept <= before.step or after.step <= before.step:
+        stall = next((s.seconds for s in attempt.stalls if s.step == kept == before.step), 0.0)
+        return before._replace(t=before.t + stall, save_s=before.save_s + stall)
+    share = (kept - before.step) / (after.step - before.step)
+    return _between(before, after, before.t + share * (after.t - before.t))
+
+
+def _pieces(points: Sequence[_Point], last: _Point) -> list[_Point]:
+    """Some of the points before the last one, far enough apart, and that one."""
+    cuts = [points[0]]
+    for point in points[1:]:
+        if point.t >= last.t:
+            break
+        if point.t - cuts[-1].t >= PIECE_S and point.step <= last.step:
+            cuts.append(point)
+    return [*cuts, last]
+
+
+def _between(before: _Point, after: _Point, t: float) -> _Point:
+    share = (t - before.t) / (after.t - before.t) if after.t > before.t else 0.0
+    return _Point(
+        t,
+        after.step,
+        before.data_s + share * (after.data_s - before.data_s),
+        before.save_s + share * (after.save_s - before.save_s),
+    )
+
+
+def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[TimeSlice]:
+    """Steps, data and saves of a piece: sums only are known, so they stand one after the other."""
+    whole = end.t - start.t
+    data = min(max(end.data_s - start.data_s, 0.0), whole)
+    save = min(max(end.save_s - start.save_s, 0.0), whole - data)
+    first, second = end.t - data - save, end.t - save
+    yield from _slice(start.t, first, TimeClass.STEP, attempt, nodes)
+    yield from _slice(max(start.t, first), second, TimeClass.DATA, attempt, nodes)
+    yield from _slice(max(start.t, first, second), end.t, TimeClass.SAVE, attempt, nodes)

@@ -1,9 +1,8 @@
-"""Which samples made the final weights: the proof that each was used exactly once.
+"""Lineage and progress of a run: which samples made the weights, and how far it is. Pure.
 
-Attempt by attempt, with what a restore went back behind cut away. tests/unit/test_lineage.py holds
-the promises.
-
-How far a run is. Pure. tests/unit/test_derive.py holds the promises.
+The lineage is the proof that each sample was used exactly once: attempt by attempt, with what a
+restore went back behind cut away. tests/unit/test_lineage.py holds its promises,
+tests/unit/test_derive.py those of the progress.
 """
 
 from __future__ import annotations
@@ -48,6 +47,32 @@ class Lineage:
     """Gaps and overlaps, a line each; none means that every sample was used exactly once."""
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is.
+
+    Attributes:
+        step: Updates that the newest state has.
+        total: How many there will be, where that is known.
+        loss: Of the last step mark.
+        step_s: Seconds per step, by the last step mark.
+        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
+            of.
+        saved_step: The newest checkpoint that was committed and not gone back behind.
+        saved_t: When.
+        saved_bytes: Its size.
+    """
+
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    step_s: float | None = None
+    seen: float | None = None
+    saved_step: int | None = None
+    saved_t: float | None = None
+    saved_bytes: int | None = None
+
+
 def lineage(events: Iterable[Event]) -> Lineage:
     """The steps that made the final weights: what a restore went back behind is cut away."""
     pieces: list[LineagePiece] = []
@@ -77,6 +102,28 @@ def coverage(events: Iterable[Event]) -> list[tuple[int, int]]:
     return ranges
 
 
+def progress(events: Iterable[Event]) -> Progress:
+    """How far the run is; a restore of an older step takes it back."""
+    now = Progress()
+    for event in condensed(events):
+        data = event.data
+        if event.kind == "submitted" and data.get("total_steps") is not None:
+            now = replace(now, total=whole(data["total_steps"]))
+        elif event.kind == "restored":
+            step = whole(data.get("step")) or 0
+            now = replace(now, step=step, seen=event.t)
+            if now.saved_step is not None and step < now.saved_step:
+                now = replace(now, saved_step=step or None, saved_t=None, saved_bytes=None)
+        elif event.kind == "saved":
+            saved, size = whole(data.get("step")), whole(data.get("bytes"))
+            now = replace(now, saved_step=saved, saved_t=event.t, saved_bytes=size, seen=event.t)
+        elif event.kind in {"save_failed", "save_skipped"}:
+            now = replace(now, seen=event.t)
+        elif event.kind == "steps":
+            now = _marked(now, event)
+    return now
+
+
 def _piece(event: Event) -> LineagePiece | None:
     data = event.data
     first, last = whole(data.get("first")), whole(data.get("last"))
@@ -94,10 +141,10 @@ def _go_back(pieces: list[LineagePiece], step: int, attempt: int | None) -> list
         pieces[-1], exact = _cut(pieces[-1], step)
         lies = f"attempt {attempt} restored step {step}, which lies inside a step mark"
         return [] if exact else [f"{lies}: its sample position is not exact"]
-    known = pieces[-1].last if pieces else 0
-    if known == step:
+    last_known = pieces[-1].last if pieces else 0
+    if last_known == step:
         return []
-    missing = f"steps {known + 1} to {step} are not in the ledger"
+    missing = f"steps {last_known + 1} to {step} are not in the ledger"
     return [f"attempt {attempt} restored step {step}, but {missing}"]
 
 
@@ -131,54 +178,6 @@ def _compare(what: str, wanted: int, found: int, attempt: int | None) -> list[st
     if found > wanted:
         return [f"gap: {what}s {wanted} to {found - 1} are missing before attempt {attempt}'s"]
     return [f"overlap: {what}s {found} to {wanted - 1} were used again by attempt {attempt}"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the run is.
-
-    Attributes:
-        step: Updates that the newest state has.
-        total: How many there will be, where that is known.
-        loss: Of the last step mark.
-        step_s: Seconds per step, by the last step mark.
-        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
-            of.
-        saved_step: The newest checkpoint that was committed and not gone back behind.
-        saved_t: When.
-        saved_bytes: Its size.
-    """
-
-    step: int | None = None
-    total: int | None = None
-    loss: float | None = None
-    step_s: float | None = None
-    seen: float | None = None
-    saved_step: int | None = None
-    saved_t: float | None = None
-    saved_bytes: int | None = None
-
-
-def progress(events: Iterable[Event]) -> Progress:
-    """How far the run is; a restore of an older step takes it back."""
-    now = Progress()
-    for event in condensed(events):
-        data = event.data
-        if event.kind == "submitted" and data.get("total_steps") is not None:
-            now = replace(now, total=whole(data["total_steps"]))
-        elif event.kind == "restored":
-            step = whole(data.get("step")) or 0
-            now = replace(now, step=step, seen=event.t)
-            if now.saved_step is not None and step < now.saved_step:
-                now = replace(now, saved_step=step or None, saved_t=None, saved_bytes=None)
-        elif event.kind == "saved":
-            saved, size = whole(data.get("step")), whole(data.get("bytes"))
-            now = replace(now, saved_step=saved, saved_t=event.t, saved_bytes=size, seen=event.t)
-        elif event.kind in {"save_failed", "save_skipped"}:
-            now = replace(now, seen=event.t)
-        elif event.kind == "steps":
-            now = _marked(now, event)
-    return now
 
 
 def _marked(now: Progress, event: Event) -> Progress:

@@ -1,11 +1,8 @@
-"""Lines of an attempt's ranks.jsonl: where each rank's time and memory went. Pure.
+"""Samples of each rank's time and memory (lines of ranks.jsonl), and GPUs' peaks. Pure.
 
-tests/unit/test_speed.py holds the promises.
-
-What a GPU could do at best, for model FLOPs utilisation: dense bf16, fp16 where it has no bf16.
-
-Only names that `torch.cuda.get_device_name` gives and whose makers' data sheets say a number. Any
-other name, a slice of a GPU (MIG) among them, is unknown: no MFU is better than a wrong one.
+The peaks are for model FLOPs utilisation: dense bf16, fp16 where a GPU has no bf16. Only names that
+`torch.cuda.get_device_name` gives and whose makers' data sheets say a number are known; for any
+other, a slice of a GPU (MIG) among them, no MFU is better than a wrong one.
 tests/unit/test_speed.py holds the promises.
 """
 
@@ -64,8 +61,8 @@ def rank_sample(line: bytes, attempt: int) -> RankSample | None:
     if t is None or not steps or steps < 0 or not wall_s:
         return None
     names = ("data_s", "own_s", "mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
-    told = [_each(raw.get(name), len(wall_s)) for name in names]
-    return RankSample(t, attempt, whole(raw.get("step")) or 0, steps, wall_s, *told)
+    optional = [_each(raw.get(name), len(wall_s)) for name in names]
+    return RankSample(t, attempt, whole(raw.get("step")) or 0, steps, wall_s, *optional)
 
 
 def newest_sample(content: bytes, attempt: int) -> RankSample | None:

@@ -1,4 +1,4 @@
-"""Where a run stands: what the ledger says, and the scheduler where the ledger has no end.
+"""The state of a run: what the ledger says, and the scheduler where the ledger has no end. Pure.
 
 tests/unit/test_derive.py holds the promises.
 """

@@ -1,4 +1,4 @@
-"""How saving goes: how often, what failed or was left out, when the next is due. Pure.
+"""A record of the run's saves: how often, what failed or was left out, since when. Pure.
 
 tests/unit/test_status_cli.py holds the promises.
 """

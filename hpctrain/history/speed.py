@@ -1,4 +1,4 @@
-"""How fast the newest attempt trains, from its newest step marks. Pure.
+"""The speed of the newest attempt, from its newest step marks. Pure.
 
 tests/unit/test_speed.py holds the promises.
 """

@@ -1,7 +1,7 @@
-"""What each attempt went through and when, and what was submitted: read from the ledger in one go.
+"""The timeline of a run: what each attempt went through and when, and what was submitted. Pure.
 
-Pure. Times are as their writers' clocks had them; who uses them puts them in order
-(`allocations`, `cut`). tests/unit/test_goodput.py holds the promises.
+Read from the ledger in one go. Times are as their writers' clocks had them; who uses them puts them
+in order (`allocations_of`, `goodput.cut`). tests/unit/test_goodput.py holds the promises.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Submission:
 
 @dataclass
 class RunTimeline:
-    """A run's ledger as milestones."""
+    """What became of a run's attempts, and what was submitted."""
 
     attempts: list[AttemptTimeline] = field(default_factory=list)
     """In the order in which they began."""
@@ -147,59 +147,59 @@ class RunTimeline:
     was last heard of."""
 
 
-def past_of(events: Iterable[Event]) -> RunTimeline:
-    """The milestones of every attempt, and every submission, in order.
+def timeline_of(events: Iterable[Event]) -> RunTimeline:
+    """The timeline of every attempt, and every submission, in order.
 
     Facts whose time is no number are left out; nothing that an event holds is an error.
     """
-    found = RunTimeline()
+    timeline = RunTimeline()
     by_number: dict[int, AttemptTimeline] = {}
     for event in live(events):
         if not math.isfinite(event.t):
             continue
         if event.kind in _SUBMITS:
-            _SUBMITS[event.kind](found.submissions, event)
+            _SUBMITS[event.kind](timeline.submissions, event)
         if event.attempt is None:
             continue
-        one = by_number.get(event.attempt)
-        if one is None:
-            one = by_number[event.attempt] = AttemptTimeline(event.attempt, event.t, event.t)
+        attempt = by_number.get(event.attempt)
+        if attempt is None:
+            attempt = by_number[event.attempt] = AttemptTimeline(event.attempt, event.t, event.t)
             # Its beginning says better, where it is not torn.
-            one.job_id = found.submissions[-1].job_id if found.submissions else ""
-            found.attempts.append(one)
+            attempt.job_id = timeline.submissions[-1].job_id if timeline.submissions else ""
+            timeline.attempts.append(attempt)
         if event.kind != "attempt_ended" or event.data.get("by") != "successor":
-            one.last_t = event.t
+            attempt.last_t = event.t
         change = _CHANGES.get(event.kind)
         if change is not None:
-            change(one, event)
-    return found
+            change(attempt, event)
+    return timeline
 
 
 # What was asked for.
 
 
-def _intent(known: list[Submission], event: Event) -> None:
-    known.append(Submission(event.t, text(event.data.get("token"))))
+def _intent(submissions: list[Submission], event: Event) -> None:
+    submissions.append(Submission(event.t, text(event.data.get("token"))))
 
 
-def _accepted(known: list[Submission], event: Event) -> None:
+def _accepted(submissions: list[Submission], event: Event) -> None:
     token, job_id = text(event.data.get("token")), text(event.data.get("job_id"))
-    same = [one for one in known[-1:] if one.token == token and not one.job_id]
+    same = [one for one in submissions[-1:] if one.token == token and not one.job_id]
     if not same:
         same = [Submission(event.t, token)]
-        known += same
+        submissions += same
     same[0].job_id = job_id
 
 
-def _refused(known: list[Submission], event: Event) -> None:
+def _refused(submissions: list[Submission], event: Event) -> None:
     del event
-    if known and not known[-1].job_id:
-        known[-1].refused = True
+    if submissions and not submissions[-1].job_id:
+        submissions[-1].refused = True
 
 
-def _cancelled(known: list[Submission], event: Event) -> None:
+def _cancelled(submissions: list[Submission], event: Event) -> None:
     job_id = text(event.data.get("job_id"))
-    for one in known[::-1]:
+    for one in submissions[::-1]:
         if one.job_id in {"", job_id}:
             one.cancelled = one.cancelled or event.t
             return
@@ -217,73 +217,73 @@ _SUBMITS: dict[str, Callable[[list[Submission], Event], None]] = {
 # What each kind of event tells of its attempt.
 
 
-def _started(one: AttemptTimeline, event: Event) -> None:
+def _started(attempt: AttemptTimeline, event: Event) -> None:
     data = event.data
-    one.started = event.t
-    one.job_id = text(data.get("job_id"))
-    one.restarts = whole(data.get("restarts")) or 0
-    one.nodes = max(1, len(listed(data.get("nodes"))))
-    one.restart = data.get("by") == "restart"
-    told = (finite(data.get(name)) for name in ("job_started", "batch_started", "agent_started"))
-    one.begun = next((t for t in told if t is not None), None)
+    attempt.started = event.t
+    attempt.job_id = text(data.get("job_id"))
+    attempt.restarts = whole(data.get("restarts")) or 0
+    attempt.nodes = max(1, len(listed(data.get("nodes"))))
+    attempt.restart = data.get("by") == "restart"
+    moments = (finite(data.get(name)) for name in ("job_started", "batch_started", "agent_started"))
+    attempt.begun = next((t for t in moments if t is not None), None)
 
 
-def _phase(one: AttemptTimeline, event: Event) -> None:
-    one.initialised = True
-    if event.data.get("name") == "first_step" and one.first_step is None:
-        one.first_step = event.t
+def _phase(attempt: AttemptTimeline, event: Event) -> None:
+    attempt.initialised = True
+    if event.data.get("name") == "first_step" and attempt.first_step is None:
+        attempt.first_step = event.t
         data_s, save_s = finite(event.data.get("data_s")), finite(event.data.get("save_s"))
-        one.base = (max(0.0, data_s or 0.0), max(0.0, save_s or 0.0))
+        attempt.base = (max(0.0, data_s or 0.0), max(0.0, save_s or 0.0))
 
 
-def _restored(one: AttemptTimeline, event: Event) -> None:
-    one.restored = event.t
-    one.restoring = event.t - max(0.0, finite(event.data.get("seconds")) or 0.0)
-    one.restored_step = whole(event.data.get("step")) or 0
-    one.moved(one.restored_step)
+def _restored(attempt: AttemptTimeline, event: Event) -> None:
+    attempt.restored = event.t
+    attempt.restoring = event.t - max(0.0, finite(event.data.get("seconds")) or 0.0)
+    attempt.restored_step = whole(event.data.get("step")) or 0
+    attempt.moved(attempt.restored_step)
 
 
-def _steps(one: AttemptTimeline, event: Event) -> None:
+def _steps(attempt: AttemptTimeline, event: Event) -> None:
     data = event.data
     last = whole(data.get("last"))
     if last is None:
         return
-    if not one.marks and one.first_step is None:  # an older ledger, or a torn one
-        one.first_step = event.t - max(0.0, finite(data.get("seconds")) or 0.0)
+    if not attempt.marks and attempt.first_step is None:  # an older ledger, or a torn one
+        attempt.first_step = event.t - max(0.0, finite(data.get("seconds")) or 0.0)
     save_s = finite(data.get("save_s"))
-    one.marks.append(TrainingPoint(event.t, last, finite(data.get("data_s")) or 0.0, save_s))
-    one.moved(last)
+    attempt.marks.append(TrainingPoint(event.t, last, finite(data.get("data_s")) or 0.0, save_s))
+    attempt.moved(last)
 
 
-def _saved(one: AttemptTimeline, event: Event) -> None:
+def _saved(attempt: AttemptTimeline, event: Event) -> None:
     step = whole(event.data.get("step"))
-    one.stalls.append(Stall(event.t, step, max(0.0, finite(event.data.get("stall_s")) or 0.0)))
-    one.saved_step = step if step is not None else one.saved_step
-    one.moved(step)
+    attempt.stalls.append(Stall(event.t, step, max(0.0, finite(event.data.get("stall_s")) or 0.0)))
+    attempt.saved_step = step if step is not None else attempt.saved_step
+    attempt.moved(step)
 
 
-def _stopping(one: AttemptTimeline, event: Event) -> None:
-    one.stopping = one.stopping or event.t
+def _stopping(attempt: AttemptTimeline, event: Event) -> None:
+    attempt.stopping = attempt.stopping or event.t
 
 
-def _left(one: AttemptTimeline, event: Event) -> None:
-    one.left = one.left or event.t
-    one.moved(whole(event.data.get("step")))
+def _left(attempt: AttemptTimeline, event: Event) -> None:
+    attempt.left = attempt.left or event.t
+    attempt.moved(whole(event.data.get("step")))
 
 
-def _failed(one: AttemptTimeline, event: Event) -> None:
-    one.failed = one.failed or event.t
+def _failed(attempt: AttemptTimeline, event: Event) -> None:
+    attempt.failed = attempt.failed or event.t
 
 
-def _ended(one: AttemptTimeline, event: Event) -> None:
+def _ended(attempt: AttemptTimeline, event: Event) -> None:
     data = event.data
-    if data.get("by") != "successor" and one.ended is None:
-        one.ended = event.t
-    one.ended_at = _or_before(finite(data.get("ended_at")), one.ended_at)
-    one.heard = _or_before(finite(data.get("heard")), one.heard)
-    one.reason = member(EndReason, data.get("reason")) or EndReason.UNKNOWN
-    one.next = member(Next, data.get("next"))
-    one.moved(whole(data.get("step")))
+    if data.get("by") != "successor" and attempt.ended is None:
+        attempt.ended = event.t
+    attempt.ended_at = _or_before(finite(data.get("ended_at")), attempt.ended_at)
+    attempt.heard = _or_before(finite(data.get("heard")), attempt.heard)
+    attempt.reason = member(EndReason, data.get("reason")) or EndReason.UNKNOWN
+    attempt.next = member(Next, data.get("next"))
+    attempt.moved(whole(data.get("step")))
 
 
 def _or_before(value: float | None, before: float | None) -> float | None:

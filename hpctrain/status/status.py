@@ -1,6 +1,6 @@
-"""All that is known of a run, put together from its ledger and its scheduler's answer. Pure.
+"""The status of a run, from its ledger, its heartbeat and its scheduler's answer. Pure.
 
-What the newest attempt's heartbeat says over what its ledger says. Pure.
+tests/unit/test_status_cli.py holds the promises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.history.goodput import Goodput, goodput, window
 from hpctrain.history.lineage import Progress, progress
 from hpctrain.history.run_state import LedgerState, RunState, live, run_state, standing
 from hpctrain.history.save_record import Saving, saving
-from hpctrain.history.timeline import past_of
+from hpctrain.history.timeline import timeline_of
 from hpctrain.run.event_fields import text, whole
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def status_of(
     """
     state = run_state(events, answer.job, asked=answer.asked)
     moment = time.time() if now is None else now
-    past = past_of(events)
-    past.gone = state not in {RunState.RUNNING, RunState.COMPLETING}
-    done = attempts(events, starts, past=past)
+    timeline = timeline_of(events)
+    timeline.gone = state not in {RunState.RUNNING, RunState.COMPLETING}
+    done = attempts(events, starts, timeline=timeline)
     until = _counted_until(events, starts, state, moment)
-    spent = goodput(events, starts=starts, now=until, past=past)
+    spent = goodput(events, starts=starts, now=until, timeline=timeline)
     far = progress(events)
     if far.total is None and total is not None:
         far = Progress(**{**asdict(far), "total": total})
@@ -189,14 +189,42 @@ def status_of(
     )
 
 
+def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
+    """The status with what its newest attempt's heartbeat knows better: step and sign of life.
+
+    Step marks are far apart, so that a long run's ledger stays small; the heartbeat is seconds old.
+
+    Args:
+        status: Of a run; given back as it is where the end of its newest attempt is known.
+        t: When the heartbeat was written, seconds since the epoch.
+        step: The last step that was done then.
+    """
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.ended is not None:
+        return status
+    far = status.progress
+    seen = max(t, far.seen or 0.0)
+    done = max(step, newest.last_step or 0)
+    attempts = [*status.attempts[:-1], replace(newest, last_step=done)]
+    return replace(status, progress=replace(far, seen=seen, step=done), attempts=attempts)
+
+
+def exit_status(status: RunStatus) -> int:
+    """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
+    if status.state in {RunState.DONE, RunState.STOPPED}:
+        return status.standing.exit_code or 0
+    under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
+    return UNDER_WAY if under_way else 1
+
+
 def _counted_until(
     events: Sequence[Event], starts: Sequence[JobStart], state: RunState, now: float
 ) -> float:
     """How far time counts: of a run that nobody runs any more, to the last that is known of it."""
     if not events or state in ALIVE or state is RunState.SUBMITTING:
         return now
-    known = [t for one in starts for t in (one.start, one.end) if t is not None]
-    return min(now, max([events[-1].t, *known]))
+    moments = [t for one in starts for t in (one.start, one.end) if t is not None]
+    return min(now, max([events[-1].t, *moments]))
 
 
 def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> AttemptMesh | None:
@@ -226,44 +254,16 @@ def passed_over(
     events: Sequence[Event], done: Sequence[AttemptView], on_disk: Sequence[Skipped] = ()
 ) -> list[Skipped]:
     """Checkpoints that were not taken, each with its first reason, the highest step first."""
-    found: dict[str, Skipped] = {}
+    by_name: dict[str, Skipped] = {}
     for attempt in done:
-        for one in attempt.skipped:
-            found.setdefault(one.name, one)
+        for checkpoint in attempt.skipped:
+            by_name.setdefault(checkpoint.name, checkpoint)
     for event in events:
         if event.kind == "checkpoint_set_aside":
             name = str(event.data.get("name"))
             step = whole(event.data.get("step")) or 0
-            one = Skipped(step, name, str(event.data.get("reason")))
-            found.setdefault(name, one)
-    for one in on_disk:
-        found.setdefault(one.name, one)
-    return sorted(found.values(), key=lambda one: (-one.step, one.name))
-
-
-def exit_status(status: RunStatus) -> int:
-    """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
-    if status.state in {RunState.DONE, RunState.STOPPED}:
-        return status.standing.exit_code or 0
-    under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
-    return UNDER_WAY if under_way else 1
-
-
-def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
-    """The status with what its newest attempt's heartbeat knows better: step and sign of life.
-
-    Step marks are far apart, so that a long run's ledger stays small; the heartbeat is seconds old.
-
-    Args:
-        status: Of a run; given back as it is where the end of its newest attempt is known.
-        t: When the heartbeat was written, seconds since the epoch.
-        step: The last step that was done then.
-    """
-    newest = status.attempts[-1] if status.attempts else None
-    if newest is None or newest.ended is not None:
-        return status
-    far = status.progress
-    seen = max(t, far.seen or 0.0)
-    done = max(step, newest.last_step or 0)
-    attempts = [*status.attempts[:-1], replace(newest, last_step=done)]
-    return replace(status, progress=replace(far, seen=seen, step=done), attempts=attempts)
+            checkpoint = Skipped(step, name, str(event.data.get("reason")))
+            by_name.setdefault(name, checkpoint)
+    for checkpoint in on_disk:
+        by_name.setdefault(checkpoint.name, checkpoint)
+    return sorted(by_name.values(), key=lambda checkpoint: (-checkpoint.step, checkpoint.name))
