@@ -235,10 +235,9 @@ def names_in(run: RunDir) -> list[str]:
 
 def preload() -> None:
     """Import once in the parent what every rank needs."""
-    import hpctrain.checkpoint.restore
-    import hpctrain.checkpoint.retention
-    import hpctrain.checkpoint.saver
-
+    import hpctrain.checkpoint.store.retention
+    import hpctrain.checkpoint.tensors.restore
+    import hpctrain.checkpoint.tensors.saver
     import hpctrain.settings.schema  # noqa: F401
 
     gloo.preload()
