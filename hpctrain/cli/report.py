@@ -63,8 +63,8 @@ def command(
 
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
     found = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
-    looker = StatusReader(runs)
-    gathered = [gather(run, looker.look(run)) for run in found]
+    reader = StatusReader(runs)
+    gathered = [gather(run, reader.look(run)) for run in found]
     if as_text:
         pages: list[Path] = []
     elif compare:
@@ -143,13 +143,13 @@ def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     from dataclasses import asdict
 
     from hpctrain.report.advice import advice
-    from hpctrain.status import screen as status_screen
+    from hpctrain.status.as_json import as_json as status_json
     from hpctrain.terminal import echo_json
 
     told: list[dict[str, Any]] = []
     for data in gathered:
         more = {"advice": [asdict(one) for one in advice(data)], "problems": list(data.problems)}
-        told.append({**status_screen.as_json(data.status), **more})
+        told.append({**status_json(data.status), **more})
     echo_json({"pages": [str(page) for page in pages], "runs": told})
 
 

@@ -71,19 +71,19 @@ def command(
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
     if run is None:
         _require_run({"--exit-status": exit_status, "--ranks": ranks, "--attempts": attempts})
-    looker = StatusReader(runs)
+    reader = StatusReader(runs)
     if run is None:
-        look = partial(look_at_all, looker, thorough=as_json)
+        look = partial(look_at_all, reader, thorough=as_json)
     else:
-        look = partial(look_at, looker, find_run(run, runs=runs), attempts=attempts, ranks=ranks)
+        look = partial(look_at, reader, find_run(run, runs=runs), attempts=attempts, ranks=ranks)
     if not watch:
         shown = look()
         click.echo(shown.as_json(indent=2) if as_json else shown.as_text(width(), colored()))
     else:
-        looker.ask_every_s, looker.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
+        reader.ask_every_s, reader.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
         shown = keep_looking(look, interval or INTERVAL_S, as_json=as_json)
-    if looker.unreadable:
-        echo_note(f"{count(looker.unreadable, 'folder')} in {runs} cannot be read")
+    if reader.unreadable:
+        echo_note(f"{count(reader.unreadable, 'folder')} in {runs} cannot be read")
     return shown.exit_status if exit_status else 0
 
 

@@ -129,7 +129,7 @@ def _look_on(
     from hpctrain.status.reader import StatusReader
     from hpctrain.status.status import exit_status
 
-    looker = StatusReader(runs)
+    reader = StatusReader(runs)
     began, ask_at, lost = time.monotonic(), 0.0, 0
     while True:
         events += tail.new()
@@ -138,7 +138,7 @@ def _look_on(
         now = time.monotonic()
         if now >= ask_at:
             ask_at = now + min(ASK_SELDOM_S, max(ASK_S, (now - began) / 20))
-            status = looker.look(run, thorough=False)
+            status = reader.look(run, thorough=False)
             # Between two starts of a job a scheduler may not know it for a moment.
             lost = lost + 1 if status.state is RunState.LOST else 0
             if status.state in OVER or lost > 1:

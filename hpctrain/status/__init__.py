@@ -1,1 +1,1 @@
-"""A run as one reads it on a screen: its state, tables, words."""
+"""A run as it is shown: read, put together, and drawn as screen, tables, lines and JSON."""

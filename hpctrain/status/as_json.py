@@ -1,4 +1,4 @@
-"""The status of a run for programs. Pure.
+"""The status of a run as a JSON value, for programs. Pure.
 
 Seconds since the epoch and bytes, as plain numbers; what is not known is null. Every number is one
 that JSON has a word for: a loss of NaN is null. tests/unit/test_status_cli.py holds the promises.
@@ -59,8 +59,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "failure_log": status.failure_log or None,
         "next": next_commands(status),
     }
-    found: dict[str, Any] = plain(value)
-    return found
+    finite: dict[str, Any] = plain(value)
+    return finite
 
 
 def goodput_json(spent: Goodput) -> dict[str, Any]:

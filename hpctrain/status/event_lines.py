@@ -1,4 +1,4 @@
-"""An event as a line that a person can read. Pure.
+"""Events as lines that a person can read. Pure.
 
 Kinds that this version does not know, and fields that a kind had in no version we know, are shown
 as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/test_events_cli.py

@@ -1,8 +1,8 @@
-"""Everything that `hpctrain status` looks at: ledger, heartbeat, checkpoints, disk, scheduler.
+"""The reader of a run's status: ledger, heartbeat, checkpoints, disk, and scheduler.
 
-tests/unit/test_status_cli.py holds the promises.
-
-A run's newest job as its scheduler sees it, for `status`, `logs` and `cancel`.
+`ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
+`logs` and `cancel`; an answer that did not come is told and no error.
+tests/unit/test_status_cli.py and test_status_questions.py hold the promises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import Checkpoint, RunStatus
 
-if TYPE_CHECKING:
     _T = TypeVar("_T")
     _Schedulers = Mapping[str, Cluster] | None
     _Starts = tuple[list[JobStart], str]
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 ASKED_AT_ONCE = 8
 RANKS_TAIL_BYTES = 4 * 2**20
 """More than a line of ranks.jsonl takes with 16,384 ranks."""
+TERMINAL_JOB = "pid-"
+"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 
 
 @dataclass
@@ -68,15 +69,15 @@ class StatusReader:
         return self._status(_read(run), thorough=thorough, account=thorough)
 
     def _status(
-        self, known: _Known, *, thorough: bool, account: bool, schedulers: _Schedulers = None
+        self, files: _RunFiles, *, thorough: bool, account: bool, schedulers: _Schedulers = None
     ) -> RunStatus:
         """Put together with the scheduler's word; of a run that is over it is not asked."""
         from hpctrain.history.speed import speed
         from hpctrain.run.heartbeat import read_heartbeat
         from hpctrain.status.status import status_of, with_heartbeat
 
-        run, events, spec = known.run, known.events, known.spec
-        answer, starts = self._scheduler(known, account=account, schedulers=schedulers or {})
+        run, events, spec = files.run, files.events, files.spec
+        answer, starts = self._scheduler(files, account=account, schedulers=schedulers or {})
         newest, skipped = _checkpoints(run, events) if thorough else (None, [])
         inside = run.root.parent == self.runs
         recipe = spec is not None and spec.entry.kind == "recipe"
@@ -117,35 +118,35 @@ class StatusReader:
         folder = look_into(self.runs)
         self.unreadable = folder.unreadable
 
-        def one(known: _Known) -> RunStatus:
-            mine = is_mine(known.run.root)
+        def look_with_answers(files: _RunFiles) -> RunStatus:
+            is_own = is_mine(files.run.root)
             return self._status(
-                known,
-                thorough=thorough and mine,
-                account=thorough and not known.is_over,
-                schedulers=schedulers if mine else {},
+                files,
+                thorough=thorough and is_own,
+                account=thorough and not files.is_over,
+                schedulers=schedulers if is_own else {},
             )
 
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             runs = list(pool.map(_read, folder.runs))
             ids: dict[str, list[str]] = {}
-            for known in runs:
-                if known.spec is not None and not known.is_over:
-                    name = known.spec.cluster
-                    here = job_ids(known.events, get_cluster(name)) if name else []
+            for files in runs:
+                if files.spec is not None and not files.is_over:
+                    name = files.spec.cluster
+                    here = job_ids(files.events, get_cluster(name)) if name else []
                     ids.setdefault(name, []).extend(here)
             schedulers = {name: get_cluster(name).survey(ids[name]) for name in ids if name}
-            return list(pool.map(one, runs))
+            return list(pool.map(look_with_answers, runs))
 
     def _scheduler(
-        self, known: _Known, *, account: bool, schedulers: Mapping[str, Cluster]
+        self, files: _RunFiles, *, account: bool, schedulers: Mapping[str, Cluster]
     ) -> tuple[Answer, list[JobStart]]:
         """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
         from hpctrain.status.status import Answer
 
-        run, events, spec = known.run, known.events, known.spec
+        run, events, spec = files.run, files.events, files.spec
         if spec is None:  # a ledger alone still tells most
-            return Answer(None, asked=False, problem=known.problem), []
+            return Answer(None, asked=False, problem=files.problem), []
         jobs = tuple(e.t for e in events if e.kind in {"submitted", "attempt_started", "requeued"})
         cluster, scheduler = spec.cluster, schedulers.get(spec.cluster)
 
@@ -157,9 +158,9 @@ class StatusReader:
                 self._starts, run.root, jobs, every, lambda: job_starts(cluster, events, scheduler)
             )
 
-        if known.is_over:
-            found, silent = starts()
-            return Answer(unaccounted=silent), found
+        if files.is_over:
+            of_jobs, silent = starts()
+            return Answer(unaccounted=silent), of_jobs
 
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(starts)
@@ -167,12 +168,100 @@ class StatusReader:
             answer = _lately(
                 self._answers, run.root, jobs, every, lambda: ask(run, cluster, events, scheduler)
             )
-            found, silent = beside.result()
-            return replace(answer, unaccounted=answer.unaccounted or silent), found
+            of_jobs, silent = beside.result()
+            return replace(answer, unaccounted=answer.unaccounted or silent), of_jobs
+
+
+def ask(
+    run: RunDir, cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> Answer:
+    """What the scheduler knows of the run's newest job; an answer that did not come is no error.
+
+    Args:
+        run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+        scheduler: Asked in the place of that cluster's own: a `survey` of it.
+    """
+    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.submit.launch import newest_submission
+    from hpctrain.submit.own_job import copied_from, elsewhere, not_own
+
+    token, job_id = newest_submission(list(events))
+    if token is None and job_id is None:
+        return Answer()
+    if job_id is not None and job_id.startswith(TERMINAL_JOB):
+        answer = _ask_machine(job_id, events)
+    else:
+        try:
+            scheduler = scheduler or get_cluster(cluster)
+            if copied_from(run, events) is None and (why := elsewhere(events, scheduler)):
+                return Answer(None, asked=False, problem=why, note=why)
+            job = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
+        except AccountingSilent as error:
+            return Answer(None, unaccounted=str(error))
+        except (ClusterError, UsageError) as error:
+            return Answer(None, asked=False, problem=str(error))
+        answer = Answer(job)
+    why = not_own(run, events, token, answer.job) if answer.job is not None else ""
+    return Answer(note=why) if why else answer
+
+
+def job_starts(
+    cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+) -> tuple[list[JobStart], str]:
+    """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
+
+    The jobs that it had on other clusters are left out: the ledger's own times do without.
+
+    Args:
+        cluster: "slurm" or "local", from the run's spec.json.
+        events: The run's ledger.
+        scheduler: See `ask`.
+    """
+    from hpctrain.scheduler.base import get_cluster
+
+    try:
+        scheduler = scheduler or get_cluster(cluster)
+        ids = job_ids(events, scheduler)
+        return (scheduler.starts(ids) if ids else []), ""
+    except (ClusterError, UsageError) as error:  # the ledger's own times do without
+        return [], str(error)
+
+
+def job_ids(events: Sequence[Event], scheduler: Cluster) -> list[str]:
+    """Every job that a run had here, as far as its ledger names them."""
+    from hpctrain.submit.own_job import jobs_here
+
+    return [one for one in jobs_here(events, scheduler) if not one.startswith(TERMINAL_JOB)]
+
+
+def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
+    """The attempt's newest sample of its ranks; only the end of the file is read."""
+    from hpctrain.base.files import open_plain
+    from hpctrain.history.rank_samples import newest_sample
+
+    try:
+        with open_plain(run.rank_times(attempt)) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - RANKS_TAIL_BYTES))
+            return newest_sample(file.read(), attempt)
+    except OSError:
+        return None
+
+
+def listens(events: Sequence[Event]) -> bool:
+    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
+    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
+    of_newest = [e for e in events if e.attempt == newest]
+    return any(
+        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"}
+        for e in of_newest
+    )
 
 
 @dataclass(frozen=True)
-class _Known:
+class _RunFiles:
     """What a run's own files say."""
 
     run: RunDir
@@ -184,17 +273,17 @@ class _Known:
     """By the ledger; no scheduler's word changes that."""
 
 
-def _read(run: RunDir) -> _Known:
+def _read(run: RunDir) -> _RunFiles:
     from hpctrain.history.run_state import OVER, standing
     from hpctrain.run import events as ledger
 
     events = ledger.read(run, marks="few")
     spec, problem = _spec(run)
-    return _Known(run, events, spec, problem, standing(events).phase in OVER)
+    return _RunFiles(run, events, spec, problem, standing(events).phase in OVER)
 
 
 def _lately(
-    known: dict[Path, tuple[float, tuple[object, ...], _T]],
+    kept: dict[Path, tuple[float, tuple[object, ...], _T]],
     key: Path,
     about: tuple[object, ...],
     every_s: float,
@@ -202,11 +291,11 @@ def _lately(
 ) -> _T:
     """The last answer where it is young and about the same; else a new one."""
     now = time.monotonic()
-    t, asked_about, answer = known.get(key, (0.0, None, None))
+    t, asked_about, answer = kept.get(key, (0.0, None, None))
     if answer is not None and asked_about == about and now - t < every_s:
         return answer
     fresh = ask()
-    known[key] = (now, about, fresh)
+    kept[key] = (now, about, fresh)
     return fresh
 
 
@@ -253,92 +342,10 @@ def _being_written(run: RunDir, events: Sequence[Event]) -> set[str]:
 def _disk_free(run: RunDir) -> int | None:
     """Bytes that this user may still write there; quotas are not seen."""
     try:
-        found = os.statvfs(run.root)
+        file_system = os.statvfs(run.root)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
-
-
-def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
-    """The attempt's newest sample of its ranks; only the end of the file is read."""
-    from hpctrain.base.files import open_plain
-    from hpctrain.history.rank_samples import newest_sample
-
-    try:
-        with open_plain(run.rank_times(attempt)) as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - RANKS_TAIL_BYTES))
-            return newest_sample(file.read(), attempt)
-    except OSError:
-        return None
-
-
-TERMINAL_JOB = "pid-"
-"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
-
-
-def ask(
-    run: RunDir, cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
-) -> Answer:
-    """What the scheduler knows of the run's newest job; an answer that did not come is no error.
-
-    Args:
-        run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
-        cluster: "slurm" or "local", from the run's spec.json.
-        events: The run's ledger.
-        scheduler: Asked in the place of that cluster's own: a `survey` of it.
-    """
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.launch import newest_submission
-    from hpctrain.submit.own_job import copied_from, elsewhere, not_own
-
-    token, job_id = newest_submission(list(events))
-    if token is None and job_id is None:
-        return Answer()
-    if job_id is not None and job_id.startswith(TERMINAL_JOB):
-        answer = _ask_machine(job_id, events)
-    else:
-        try:
-            scheduler = scheduler or get_cluster(cluster)
-            if copied_from(run, events) is None and (why := elsewhere(events, scheduler)):
-                return Answer(None, asked=False, problem=why, note=why)
-            found = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
-        except AccountingSilent as error:
-            return Answer(None, unaccounted=str(error))
-        except (ClusterError, UsageError) as error:
-            return Answer(None, asked=False, problem=str(error))
-        answer = Answer(found)
-    why = not_own(run, events, token, answer.job) if answer.job is not None else ""
-    return Answer(note=why) if why else answer
-
-
-def job_starts(
-    cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
-) -> tuple[list[JobStart], str]:
-    """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
-
-    The jobs that it had on other clusters are left out: the ledger's own times do without.
-
-    Args:
-        cluster: "slurm" or "local", from the run's spec.json.
-        events: The run's ledger.
-        scheduler: See `ask`.
-    """
-    from hpctrain.scheduler.base import get_cluster
-
-    try:
-        scheduler = scheduler or get_cluster(cluster)
-        ids = job_ids(events, scheduler)
-        return (scheduler.starts(ids) if ids else []), ""
-    except (ClusterError, UsageError) as error:  # the ledger's own times do without
-        return [], str(error)
-
-
-def job_ids(events: Sequence[Event], scheduler: Cluster) -> list[str]:
-    """Every job that a run had here, as far as its ledger names them."""
-    from hpctrain.submit.own_job import jobs_here
-
-    return [one for one in jobs_here(events, scheduler) if not one.startswith(TERMINAL_JOB)]
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
@@ -366,12 +373,3 @@ def _process_start(pid: str) -> float | None:
     if fields[0] == "Z":
         return None
     return int(boot) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def listens(events: Sequence[Event]) -> bool:
-    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
-    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
-    told = [e for e in events if e.attempt == newest]
-    return any(
-        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"} for e in told
-    )

@@ -1,10 +1,8 @@
-"""Attempts and ranks as tables. Pure.
+"""The tables of a run's attempts and of an attempt's ranks. Pure.
 
-tests/unit/test_status_cli.py holds the promises.
-
-The ranks of an attempt as a table: which one is slow, where its time and memory go. Pure.
-
-tests/unit/test_speed.py holds the promises.
+The first says where, when and how far each attempt went and what followed; the second which rank is
+slow, and where its time and memory go. tests/unit/test_status_cli.py and test_speed.py hold the
+promises.
 """
 
 from __future__ import annotations

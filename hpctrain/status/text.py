@@ -1,8 +1,7 @@
-"""A run's state in a sentence, and what one would most likely type next. Pure.
+"""A run's state in a sentence, why its job waits, and what one would type next. Pure.
 
-What a scheduler's reason for letting a job wait means, and what one can do about it. Pure.
-
-The names are those of SLURM's job reason codes, as `scontrol show job` prints them.
+The reasons are SLURM's job reason codes, as `scontrol show job` prints them.
+tests/unit/test_status_cli.py holds the promises.
 """
 
 from __future__ import annotations
@@ -78,6 +77,39 @@ def explained(reason: str) -> str:
 def in_words(status: RunStatus) -> str:
     """The state in a line: what is waited for, or why it ended."""
     return _WORDS[status.state](status, _job(status))
+
+
+def nodes_of(status: RunStatus) -> Sequence[str]:
+    """Host names of the newest attempt."""
+    newest = status.attempts[-1] if status.attempts else None
+    return newest.nodes if newest is not None else ()
+
+
+def unaccounted(why: str) -> str:
+    """What is not known where accounting is silent, in a line."""
+    return (
+        f"accounting did not answer ({why}): how jobs ended that left no word, and starts and "
+        "waits that the ledger does not have, are not known"
+    )
+
+
+def next_commands(status: RunStatus) -> list[str]:
+    """What one would most likely type now."""
+    name, flags = status.label, status.flags
+    logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
+    if status.state is RunState.COMPLETING:
+        return [f"{logs} -f", f"hpctrain status {name}{flags}"]
+    if status.state in ALIVE:
+        return [f"{logs} -f", f"hpctrain cancel {name} --save{flags}"]
+    if status.state is RunState.DONE:
+        return [logs, f"hpctrain checkpoints list {name}{flags}"]
+    if status.state in {RunState.CREATED, RunState.SUBMITTING}:
+        return [resume]
+    if status.failure is not None and status.failure.rank:
+        logs = f"hpctrain logs {name} --rank {status.failure.rank}{flags}"
+    elif not status.attempts:
+        logs = f"hpctrain logs {name} --rank batch{flags}"
+    return [logs, resume]
 
 
 def _job(status: RunStatus) -> str:
@@ -177,39 +209,6 @@ def _sign_of_life(status: RunStatus) -> str:
     if seen is None or seen < newest.started:
         return f", started {duration(status.now - newest.started)} ago, no step so far"
     return f", last heard of {duration(status.now - seen)} ago"
-
-
-def nodes_of(status: RunStatus) -> Sequence[str]:
-    """Host names of the newest attempt."""
-    newest = status.attempts[-1] if status.attempts else None
-    return newest.nodes if newest is not None else ()
-
-
-def unaccounted(why: str) -> str:
-    """What is not known where accounting is silent, in a line."""
-    return (
-        f"accounting did not answer ({why}): how jobs ended that left no word, and starts and "
-        "waits that the ledger does not have, are not known"
-    )
-
-
-def next_commands(status: RunStatus) -> list[str]:
-    """What one would most likely type now."""
-    name, flags = status.label, status.flags
-    logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
-    if status.state is RunState.COMPLETING:
-        return [f"{logs} -f", f"hpctrain status {name}{flags}"]
-    if status.state in ALIVE:
-        return [f"{logs} -f", f"hpctrain cancel {name} --save{flags}"]
-    if status.state is RunState.DONE:
-        return [logs, f"hpctrain checkpoints list {name}{flags}"]
-    if status.state in {RunState.CREATED, RunState.SUBMITTING}:
-        return [resume]
-    if status.failure is not None and status.failure.rank:
-        logs = f"hpctrain logs {name} --rank {status.failure.rank}{flags}"
-    elif not status.attempts:
-        logs = f"hpctrain logs {name} --rank batch{flags}"
-    return [logs, resume]
 
 
 _WORDS: dict[RunState, Callable[[RunStatus, str], str]] = {

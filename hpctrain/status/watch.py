@@ -1,10 +1,8 @@
-"""`hpctrain status --watch`: one screen, drawn anew in its place, until what it shows is over.
+"""What `hpctrain status` shows of one run or of all, once or with `--watch` until it is over.
 
-On a terminal it takes the alternate screen, so that what was there before comes back; the last
-screen is then printed below it. Elsewhere, and as JSON, it prints only when something has happened.
-tests/e2e/test_terminal.py holds the promises.
-
-What `hpctrain status` has to show: of one run or of all, as a screen and as JSON.
+On a terminal the watch takes the alternate screen and draws each look over the one before, so that
+what was there before comes back; the last screen is then printed below it. Elsewhere, and as JSON,
+it prints only when something has happened. tests/e2e/test_terminal.py holds the promises.
 """
 
 from __future__ import annotations
@@ -33,6 +31,13 @@ if TYPE_CHECKING:
     from hpctrain.status.status import RunStatus
 
 NARROWEST = 40
+_ENTER, _LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
+"""Alternate screen without a cursor, and back."""
+_HOME, _TO_END_OF_LINE, _TO_END = "\033[H", "\033[K", "\033[J"
+_DIM = "2"
+SLICE_S = 0.2
+"""How soon a change of the terminal's size is seen."""
+TERMINATED = 128 + signal.SIGTERM
 _AGES = frozenset({"words", "last_seen", "goodput", "last_24h", "disk_free_bytes"})
 """What changes as time goes by although nothing happens."""
 
@@ -67,81 +72,55 @@ class Shown:
         return [{key: run[key] for key in run if key not in _AGES} for run in runs]
 
 
-def look_at(looker: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
+def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
     """Everything about one run.
 
     Args:
-        looker: Looks.
+        reader: What reads it.
         run: The run.
         attempts: Show all attempts.
         ranks: Add the newest attempt's ranks.
     """
-    from hpctrain.status import screen
+    from hpctrain.status.as_json import as_json
     from hpctrain.status.reader import newest_ranks
+    from hpctrain.status.screen import as_text
     from hpctrain.status.status import exit_status
+    from hpctrain.status.tables import ranks_as_json, ranks_as_text
 
-    status = looker.look(run)
+    status = reader.look(run)
     newest = status.attempts[-1].number if status.attempts else None
     sample = newest_ranks(run, newest) if ranks and newest is not None else None
 
     def text(width: int, color: bool) -> str:
-        table = screen.ranks_as_text(status, sample, width) if ranks else ""
-        return screen.as_text(status, width=width, color=color, all_attempts=attempts, ranks=table)
+        table = ranks_as_text(status, sample, width) if ranks else ""
+        return as_text(status, width=width, color=color, all_attempts=attempts, ranks=table)
 
     def value() -> dict[str, Any]:
-        more = {"ranks": screen.ranks_as_json(sample)} if ranks else {}
-        return {**screen.as_json(status), **more}
+        more = {"ranks": ranks_as_json(sample)} if ranks else {}
+        return {**as_json(status), **more}
 
     over, sure = _over([status])
     return Shown(text, value, over, sure, exit_status(status))
 
 
-def look_at_all(looker: StatusReader, *, thorough: bool) -> Shown:
+def look_at_all(reader: StatusReader, *, thorough: bool) -> Shown:
     """The table of runs.
 
     Args:
-        looker: Looks.
-        thorough: See `Looker.look`; the table has nothing of what it costs.
+        reader: What reads it.
+        thorough: See `StatusReader.look`; the table has nothing of what it costs.
     """
-    from hpctrain.status import screen
+    from hpctrain.status.as_json import as_json
+    from hpctrain.status.screen import runs_as_text
 
-    found = looker.look_at_all(thorough=thorough)
+    runs = reader.look_at_all(thorough=thorough)
 
     def text(width: int, color: bool) -> str:
-        if not found:
-            return f"no runs in {looker.runs}; `hpctrain submit` starts one"
-        return screen.runs_as_text(found, width=width, color=color)
+        if not runs:
+            return f"no runs in {reader.runs}; `hpctrain submit` starts one"
+        return runs_as_text(runs, width=width, color=color)
 
-    return Shown(text, lambda: [screen.as_json(one) for one in found], *_over(found))
-
-
-def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
-    """Whether nothing is under way, and whether that is certain."""
-    from hpctrain.history.run_state import RunState
-    from hpctrain.status.status import ALIVE
-
-    under_way = ALIVE | {RunState.SUBMITTING}
-    over = all(run.state not in under_way for run in runs)
-    return over, all(run.state is not RunState.LOST for run in runs)
-
-
-def width() -> int:
-    """Columns of the terminal; 80 where there is none."""
-    return max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-
-
-def colored() -> bool:
-    """Whether colours are wanted."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-_ENTER, _LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
-"""Alternate screen without a cursor, and back."""
-_HOME, _TO_END_OF_LINE, _TO_END = "\033[H", "\033[K", "\033[J"
-_DIM = "2"
-SLICE_S = 0.2
-"""How soon a change of the terminal's size is seen."""
-TERMINATED = 128 + signal.SIGTERM
+    return Shown(text, lambda: [as_json(one) for one in runs], *_over(runs))
 
 
 def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
@@ -166,6 +145,26 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
                 return shown
             lost = shown.over
             paper.wait()
+
+
+def width() -> int:
+    """Columns of the terminal; 80 where there is none."""
+    return max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+
+
+def colored() -> bool:
+    """Whether colours are wanted."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
+    """Whether nothing is under way, and whether that is certain."""
+    from hpctrain.history.run_state import RunState
+    from hpctrain.status.status import ALIVE
+
+    under_way = ALIVE | {RunState.SUBMITTING}
+    over = all(run.state not in under_way for run in runs)
+    return over, all(run.state is not RunState.LOST for run in runs)
 
 
 class _LinePrinter:

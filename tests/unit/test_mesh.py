@@ -24,7 +24,8 @@ from hpctrain.settings.check_engine import engine_flags, parse_mesh
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.schema import EngineSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.status.screen import as_json, as_text
+from hpctrain.status.as_json import as_json
+from hpctrain.status.screen import as_text
 from hpctrain.status.status import Answer, status_of
 from hpctrain.submit.resume import SAME_RUN, ResumeRequest, change_spec
 from tests.support.ledger_runs import Story

@@ -20,8 +20,9 @@ from hpctrain.cli.main import main
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.speed import speed
 from hpctrain.run.events import read
+from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
-from hpctrain.status.screen import apportioned, as_json, as_text, runs_as_text
+from hpctrain.status.screen import apportioned, as_text, runs_as_text
 from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
 from hpctrain.status.text import explained
 from tests.support.ledger_runs import Story, local_job
@@ -751,12 +752,12 @@ def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, sto
         "hpctrain.status.reader.job_starts", lambda *_: asked.append("starts") or ([], "")
     )
     monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: asked.append("job") or Answer())
-    looker = StatusReader(runs, ask_every_s=1000, account_every_s=1000)
-    looker.look(story.run)
-    looker.look(story.run)
+    reader = StatusReader(runs, ask_every_s=1000, account_every_s=1000)
+    reader.look(story.run)
+    reader.look(story.run)
     assert sorted(asked) == ["job", "starts"]
     story.ended(3, "crashed", "restart").started(4)
-    looker.look(story.run)
+    reader.look(story.run)
     assert sorted(asked) == ["job", "job", "starts", "starts"]
 
 
