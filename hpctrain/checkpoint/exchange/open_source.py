@@ -8,7 +8,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, carried
-from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, TornCheckpoint
@@ -148,7 +147,7 @@ def _ours(source: Path) -> Contents:
         raise TornCheckpoint(f"{source} is torn: {error}") from error
     contents = Contents("hpctrain", source, leaves, full_names=True, step=manifest.step)
     contents.state = carried(vars(manifest), str(source))
-    if manifest_format.parse_step(source.name) is None:
+    if manifests.parse_step(source.name) is None:
         contents.notes.append(f"{source.name} is not a committed checkpoint's name")
     return contents
 

@@ -1,19 +1,37 @@
-"""Which bytes of which chunks fill a destination. Pure: no file is touched here.
+"""The arithmetic of resharding: which bytes of which chunks fill a box, and who writes a replica.
 
-A destination is a box of a tensor, or a range of its row-major elements; so is a chunk. What both
-share is mostly one run of bytes on either side, and those are columns, since a checkpoint of a
-thousand ranks has half a million chunks. Where it is not (a column of what is stored by rows) it is
-a `Grid`: nested loops with strides.
+`overlap` answers what a load asks: for each region that is wanted (a box of a tensor, or a range of
+its row-major elements), where its bytes lie in the chunks that the table names. A checkpoint of a
+thousand ranks has half a million chunks, so this is done for all of them at once, in numpy columns.
+What a chunk and a region share is mostly one run of neighbouring bytes on both sides, a column of
+`Overlap.runs`; where it is not (some columns of what is stored by rows), it is a `Grid`: nested
+loops with strides on both sides, whose size does not depend on how much the box holds.
 
-Bytes that lie apart: nested loops with strides, on the side of a chunk and on that of memory.
+A tensor of 4 x 6 elements, its bytes counted in elements. Two ranks stored it by rows, chunk 0 has
+rows 0 and 1, chunk 1 rows 2 and 3. Wanted now is the box that begins at (1, 2), of extent (2, 3):
 
-Pure numbers. However large a box is, a few loops describe it, and any part of it.
+          chunk 0                      wanted box           where its elements lie
+         0  1  2  3  4  5
+         6  7 [8  9 10] 11              0  1  2             chunk 0, 8 to 10   -> 0 to 2
+          chunk 1                       3  4  5             chunk 1, 2 to 4    -> 3 to 5
+         0  1 [2  3  4] 5
+         6  7  8  9 10 11
 
-Who writes which part of what several ranks hold alike: each byte once, evenly. Pure.
+    per dimension:   low   = max(chunk.begin, region.begin)
+                     count = min(chunk.begin + chunk.extent, region.begin + region.extent) - low
+    in the chunk:    sum over dimensions of (low - chunk.begin) * strides of a box of chunk.extent
+    in the region:   sum over dimensions of (low - region.begin) * strides of a box of region.extent
 
+Here each chunk gives one row, which is a run. Were the tensor one chunk, the box would be one grid:
+counts (2, 3), strides (6, 1) in the chunk and (3, 1) in the box, from 8 to 0.
+
+`my_part` answers what a save asks: which part of what several ranks hold alike does this one write?
 All replicas compute the same cuts from the same boxes, so nothing is exchanged. The boxes are laid
 end to end as one line of bytes and the line is cut into equal parts; a cut inside a box goes to the
 nearest row, so that every part of it is a box again.
+
+No file is touched here. The promises are held by tests/unit/test_checkpoint_overlap.py and
+test_checkpoint_spread.py.
 """
 
 from __future__ import annotations
@@ -36,6 +54,8 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import ChunkTable
 
+TWICE = "has elements that are in two chunks"
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -43,6 +63,13 @@ class Grid:
 
     The innermost loop runs over neighbouring bytes on both sides. Along the loops, positions in the
     chunk ascend.
+
+    Attributes:
+        counts: Steps of each loop; of the innermost one, bytes.
+        source_strides: Bytes from one step to the next in the chunk, for each loop; innermost 1.
+        target_strides: The same in the destination.
+        source: The first byte's position in the chunk.
+        target: The first byte's position in the destination.
     """
 
     counts: tuple[int, ...]
@@ -57,18 +84,25 @@ class Grid:
         return math.prod(self.counts)
 
     def before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of its bytes lie before each of these positions of the chunk."""
+        """How many of its bytes lie before each of these positions of the chunk.
+
+        Args:
+            positions: Bytes from the chunk's start, int64 of shape [positions].
+
+        Returns:
+            Numbers of bytes, int64 of the same shape.
+        """
         left = np.maximum(positions - self.source, 0)
-        found = np.zeros(len(positions), np.int64)
+        passed = np.zeros(len(positions), np.int64)
         inner = self.nbytes
         inside = np.ones(len(positions), bool)
         for count, stride in zip(self.counts, self.source_strides, strict=True):
             inner //= count
             steps = np.minimum(left // stride, count)
-            found += np.where(inside, steps * inner, 0)
+            passed += np.where(inside, steps * inner, 0)
             inside &= steps < count  # behind the last step of a loop, all of it was counted
             left -= steps * stride
-        return found
+        return passed
 
     def part(self, low: int, high: int) -> Iterator[Grid]:
         """Its bytes [low, high), counted along the loops, as few grids."""
@@ -93,7 +127,15 @@ def grid_of(
     at: tuple[int, int],
     itemsize: int,
 ) -> Grid:
-    """Loops over elements as loops over bytes, those joined that go on where the inner one ends."""
+    """Loops over elements as loops over bytes, those joined that go on where the inner one ends.
+
+    Args:
+        counts: Elements of the box in each dimension.
+        source_strides: Bytes from one index to the next in the chunk, in each dimension.
+        target_strides: The same in the destination.
+        at: Where the box begins in the chunk and in the destination, in bytes.
+        itemsize: Bytes of an element.
+    """
     loops = [(itemsize, 1, 1)]
     for count, source, target in zip(
         reversed(counts), reversed(source_strides), reversed(target_strides), strict=True
@@ -146,9 +188,6 @@ def _lexicographic(
         yield (last, *begin), (1, *size)
 
 
-TWICE = "has elements that are in two chunks"
-
-
 @dataclass(frozen=True)
 class Region:
     """What is wanted of a tensor.
@@ -173,8 +212,9 @@ class Overlap:
     """What fills the regions: runs of bytes as columns, and grids.
 
     Attributes:
-        runs: Columns of the runs: number of the region, the chunk table's row of the chunk, where
-            the run starts in its chunk and where in the destination, and its bytes.
+        runs: int64 of shape [5, runs]. For each run: number of the region, the chunk table's row of
+            the chunk, where the run starts in its chunk and where in the destination, and its
+            length; the last three in bytes.
         grids: What is no run: region, row, and the bytes.
         problems: Why a region cannot be filled.
     """
@@ -186,7 +226,15 @@ class Overlap:
 
 @dataclass
 class _Pairs:
-    """Chunks and the regions of the same tensor, all at once: numpy takes its time per call."""
+    """Chunks and the regions of the same tensor, all at once: numpy takes its time per call.
+
+    Attributes:
+        table: The chunk table.
+        regions: All that is wanted.
+        row: Of each pair, the chunk's row in the table. [pairs]
+        region: Of each pair, the region's number. [pairs]
+        item: Of each pair, bytes of an element. [pairs]
+    """
 
     table: ChunkTable
     regions: Sequence[Region]
@@ -200,7 +248,7 @@ class _Pairs:
         )
 
     def by_region(self, attribute: str) -> NDArray[np.int64]:
-        """An attribute of each pair's region, which has the same length in all: [pair, index]."""
+        """An attribute of each pair's region, of the same length in all: [pairs, length]."""
         numbers, where = np.unique(self.region, return_inverse=True)
         values = [getattr(self.regions[number], attribute) for number in numbers.tolist()]
         return np.array(values, np.int64).reshape(len(numbers), -1)[where]
@@ -212,25 +260,25 @@ def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.in
     Args:
         table: The chunk table.
         regions: What is wanted; none is empty, each lies within its tensor.
-        tensors: The number of each region's tensor.
+        tensors: The number of each region's tensor: int64 of shape [regions].
     """
     row, region = table.rows_of_all(tensors)
-    linear = np.array([one.flat for one in regions], bool)
+    linear = np.array([wanted.flat for wanted in regions], bool)
     if table.flat.any():
         linear |= np.bincount(region, table.flat[row], len(regions)) > 0
     near = _near(table, row, region, regions, linear) & (table.nbytes[row] > 0)
     row, region = row[near], region[near]
     pairs = _Pairs(table, regions, row, region, table.itemsize[row])
-    found = Overlap(np.zeros((5, 0), np.int64), [], {})
-    dims = np.array([len(one.shape) for one in regions], np.int64)
+    shared = Overlap(np.zeros((5, 0), np.int64), [], {})
+    dims = np.array([len(wanted.shape) for wanted in regions], np.int64)
     for count in np.unique(dims[region]).tolist():
-        mine = (dims == count)[region]
+        of_count = (dims == count)[region]
         for chosen, fill in ((~linear, _in_boxes), (linear, _in_ranges)):
-            some = pairs.of(mine & chosen[region])
+            some = pairs.of(of_count & chosen[region])
             if len(some.row):
-                found = _joined(found, fill(some))
-    _require_once(found, regions)
-    return found
+                shared = _joined(shared, fill(some))
+    _require_once(shared, regions)
+    return shared
 
 
 def _near(
@@ -245,8 +293,10 @@ def _near(
     By the first dimension alone, and of boxes for boxes only.
     """
     ends = [
-        (one.begin[0], one.begin[0] + one.extent[0]) if one.shape and not ranges else None
-        for one, ranges in zip(regions, linear, strict=True)
+        (wanted.begin[0], wanted.begin[0] + wanted.extent[0])
+        if wanted.shape and not as_elements
+        else None
+        for wanted, as_elements in zip(regions, linear, strict=True)
     ]
     ruled = np.array([end is not None for end in ends], bool)
     if not ruled.any():
@@ -281,8 +331,8 @@ def _in_boxes(pairs: _Pairs) -> Overlap:
         grid = grid_of(count[i].tolist(), *strides, (int(source[i]), int(target[i])), item)
         grids.append((int(pairs.region[i]), int(pairs.row[i]), grid))
     for number in np.unique(pairs.region[~run]).tolist():
-        mine = pairs.region == number
-        if _meet(low[mine], (low + count)[mine]):
+        its_own = pairs.region == number
+        if _meet(low[its_own], (low + count)[its_own]):
             problems[number] = TWICE
     runs = np.stack([pairs.region, pairs.row, source, target, nbytes])
     return Overlap(runs[:, run], grids, problems)
@@ -298,10 +348,10 @@ def _in_ranges(pairs: _Pairs) -> Overlap:
     grids: list[tuple[int, int, Grid]] = []
     problems: dict[int, str] = {}
     for number in numbers[slow].tolist():
-        mine = pairs.region == number
-        region, rows = pairs.regions[number], pairs.row[mine]
-        if is_range[mine].all():
-            some, meet = _ranges_in_box(rows, first[mine], count[mine], region)
+        its_own = pairs.region == number
+        region, rows = pairs.regions[number], pairs.row[its_own]
+        if is_range[its_own].all():
+            some, meet = _ranges_in_box(rows, first[its_own], count[its_own], region)
         elif pairs.table.flat[rows].any():
             problems[number] = "is stored as flat ranges and as boxes that are none"
             continue
@@ -395,24 +445,25 @@ def _joined(one: Overlap, other: Overlap) -> Overlap:
     )
 
 
-def _require_once(found: Overlap, regions: Sequence[Region]) -> None:
+def _require_once(shared: Overlap, regions: Sequence[Region]) -> None:
     """Note the regions of which some bytes come from no chunk, or from two.
 
     What no chunk covers would stay as it was, silently. Where no two meet, the right number of
     bytes is all of them.
     """
-    order = np.lexsort((found.runs[3], found.runs[0]))
-    region, _, _, target, nbytes = found.runs[:, order]
+    order = np.lexsort((shared.runs[3], shared.runs[0]))
+    region, _, _, target, nbytes = shared.runs[:, order]
     meet = (region[:-1] == region[1:]) & ((target + nbytes)[:-1] > target[1:])
-    found.problems.update(dict.fromkeys(region[:-1][meet].tolist(), TWICE))
+    shared.problems.update(dict.fromkeys(region[:-1][meet].tolist(), TWICE))
     got = np.bincount(region, nbytes, len(regions)).astype(np.int64)
-    for number, _, grid in found.grids:
+    for number, _, grid in shared.grids:
         got[number] += grid.nbytes
-    wanted = np.array([math.prod(one.extent) * one.itemsize for one in regions], np.int64)
+    sizes = [math.prod(region.extent) * region.itemsize for region in regions]
+    wanted = np.array(sizes, np.int64)
     for number in np.flatnonzero(got != wanted).tolist():
         lacking = int(wanted[number] - got[number]) // regions[number].itemsize
         text = f"lacks {lacking:,} of the elements that are wanted: no chunk has them"
-        found.problems.setdefault(number, text if lacking > 0 else TWICE)
+        shared.problems.setdefault(number, text if lacking > 0 else TWICE)
 
 
 def _place(
@@ -421,6 +472,7 @@ def _place(
     """Boxes within larger ones, by row: their first element's number, and whether they are runs.
 
     A box is a run if all dimensions behind the first cut one are whole, and those before are of 1.
+    All three arguments have the shape [boxes, dimensions], both results [boxes].
     """
     first, stride = np.zeros(len(at), np.int64), np.ones(len(at), np.int64)
     run, whole = np.ones(len(at), bool), np.ones(len(at), bool)
@@ -433,7 +485,7 @@ def _place(
 
 
 def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
-    """Whether any two of these boxes share something."""
+    """Whether any two of these boxes share something; both arguments are [boxes, dimensions]."""
     if len(low) < 2 or not low.shape[1]:  # noqa: PLR2004 - a pair
         return len(low) > 1
     cells = np.zeros(len(low), np.int64)
@@ -469,16 +521,15 @@ def my_part(
     starts = [0, *accumulate(piece.nbytes for piece in pieces)]
     low = _cut(pieces, starts, replica, replicas)
     high = _cut(pieces, starts, replica + 1, replicas)
-    mine = []
+    parts = []
     for number, piece in enumerate(pieces):
         begin, end = max(low, starts[number]), min(high, starts[number + 1])
         if begin < end:
-            mine.append((number, _rows(piece, begin - starts[number], end - starts[number])))
-        elif (
-            not piece.nbytes and replica == 0
-        ):  # an empty tensor has a name and a shape all the same
-            mine.append((number, piece))
-    return mine
+            parts.append((number, _rows(piece, begin - starts[number], end - starts[number])))
+        # An empty tensor has a name and a shape all the same.
+        elif not piece.nbytes and replica == 0:
+            parts.append((number, piece))
+    return parts
 
 
 def _cut(pieces: Sequence[ShardPiece], starts: Sequence[int], number: int, replicas: int) -> int:

@@ -1,10 +1,13 @@
-"""MANIFEST.json: the list that proves a checkpoint whole, written last, and proof of itself.
+"""MANIFEST.json, the list that proves a checkpoint whole, and the names and digests it stands on.
 
-Its last entry is the digest of all bytes before that entry, so every byte counts, also white space
-and the order in which the chunk table counts the tensors. A key that this version does not know is
-ignored; one that a reader must know needs a higher FORMAT.
+The manifest is written last. Its last entry is the digest of all bytes before that entry, so every
+byte counts, also white space and the order in which the chunk table counts the tensors. A key that
+this version does not know is ignored; one that a reader must know needs a higher FORMAT. A manifest
+that proves itself was written as it is, by whatever program: its digest says nothing about its
+values. So each field is looked at once, where it is read, and what passes is safe to count with, to
+show, and to ask memory for.
 
-What the directories of a run's checkpoints are called, and how a name is read back.
+The directories of a run's checkpoints:
 
     step-0000001000               committed (or torn, if its files are not what its manifest says)
     step-0000001000.staged-0003   being written by attempt 3
@@ -15,15 +18,12 @@ Only the first form is ever looked at for loading. A name counts only if it is e
 module would write, so that no copy (`step-0000001000.bak`) and no half-typed name is taken for a
 checkpoint.
 
-What each field of a manifest must be; looked at once, where it is read.
+The digest is xxh3_64 everywhere, which costs less than reading the bytes. What is read in parts (a
+shard) has one for each block, so that a reader proves just the bytes that it takes; what is read as
+a whole (the chunk table, the manifest) has one.
 
-A manifest that proves itself was written as it is, by whatever program: its digest says nothing
-about its values. What passes here is safe to count with, to show and to ask memory for.
-
-One digest for all that a checkpoint holds: xxh3_64, which costs less than reading the bytes.
-
-What is read in parts (a shard) has a digest for each block, so that a reader proves just the bytes
-that it takes; what is read as a whole (the chunk table, the manifest) has one.
+The promises are held by tests/unit/test_checkpoint_manifest.py, test_checkpoint_names.py and
+test_odd_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What an error of the file system proves, and how long it is lived through.
+"""What an error of the file system proves about a checkpoint, and how long such errors are retried.
 
 A name that is not there is damage. Any other error (a stale handle, a server that is away, an
 expired ticket, no descriptors left) says nothing about the bytes: taken for damage it would cost a
-run all its checkpoints. So it is tried again for a while, and then told as what it is.
+run all its checkpoints. So it is tried again for a while, and then raised as what it is.
+The promises are held by tests/unit/test_checkpoint_reader.py and test_beginning.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Read what this rank needs of a checkpoint, whoever wrote it, and prove every byte that is used.
+"""Reading what this rank needs of a checkpoint, whoever wrote it, with a proof of every byte used.
 
-Bytes go straight from the file to where they are wanted, and each block is digested while it is
-still in the cache. Only what is wanted in part, or does not lie together, takes a detour.
+`CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
+where they are wanted, and each block is digested while it is still in the cache. Only blocks that
+are wanted in part, or whose bytes go to many places, take a detour through a scratch buffer.
 
-Parts of a checkpoint's files, read by several threads; the file system's errors are named.
+`ChunkFiles` does the reads, one file open for each thread, and names the file system's errors;
+`in_threads` divides them. The promises are held by tests/unit/test_checkpoint_reader.py and
+test_checkpoint_damage.py.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WINDOW_BYTES = 1 << 20
 """Read in one call. More is not faster, and would no longer be in the cache when it is digested."""
+MAX_PARTS = 256
+"""Chunks in one call; each takes three buffers at most, and the kernel takes 1,024."""
+SHOWN = 3
 
 
 class ChunkFiles:
@@ -188,18 +194,14 @@ def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-SHOWN = 3
-MAX_PARTS = 256
-"""Chunks in one call; each takes three buffers at most, and the kernel takes 1,024."""
-
-
 @dataclass(frozen=True)
 class Target:
     """Where a part of a tensor is to go.
 
     Attributes:
         piece: Which part; its cuts need not be those of the chunks.
-        buffer: Writable memory of exactly these elements, row-major.
+        buffer: Writable memory of exactly these elements, row-major and without gaps; of any
+            dtype and shape whose bytes are as many as the piece's.
     """
 
     piece: ShardPiece
@@ -311,9 +313,9 @@ class CheckpointSource:
         """
         windows = self._plan(targets)
 
-        def work(mine: Iterator[ReadWindow]) -> int:
+        def work(taken: Iterator[ReadWindow]) -> int:
             with ChunkFiles(self.path, self.manifest, self._patience) as files:
-                return sum(self._read(files, window, on_bytes) for window in mine)
+                return sum(self._read(files, window, on_bytes) for window in taken)
 
         total = in_threads(windows, min(threads, len(windows)), work)
         points.reach("read.done", path=self.path, step=self.manifest.step, bytes=total)
@@ -335,16 +337,16 @@ class CheckpointSource:
                 continue
             if len(memory):
                 wanted.append((target, memory))
-        found = self._overlap([target for target, _ in wanted])
+        shared = self._overlap([target for target, _ in wanted])
         problems += [
-            f"{wanted[number][0].piece.name} {why}" for number, why in found.problems.items()
+            f"{wanted[number][0].piece.name} {why}" for number, why in shared.problems.items()
         ]
         if problems:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             shown = "; ".join(problems[:SHOWN])
             raise CheckpointError(f"{self.path.name} cannot be loaded here: {shown}{more}")
         memories = [memory for _, memory in wanted]
-        windows = [*self._run_windows(found, memories), *self._grid_windows(found, memories)]
+        windows = [*self._run_windows(shared, memories), *self._grid_windows(shared, memories)]
         return sorted(windows, key=lambda window: window[:2])
 
     def _memory(self, target: Target) -> memoryview:
@@ -377,18 +379,18 @@ class CheckpointSource:
 
     def _overlap(self, targets: Sequence[Target]) -> Overlap:
         regions = [
-            Region(one.shape, one.begin, one.extent, one.flat, DTYPES[one.dtype])
-            for one in (target.piece for target in targets)
+            Region(piece.shape, piece.begin, piece.extent, piece.flat, DTYPES[piece.dtype])
+            for piece in (target.piece for target in targets)
         ]
-        numbers = [self._numbers[one.piece.name] for one in targets]
+        numbers = [self._numbers[target.piece.name] for target in targets]
         return overlap(self.table, regions, np.array(numbers, np.int64))
 
-    def _run_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
+    def _run_windows(self, shared: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
         """Runs of blocks, those put together that are neighbours in their file."""
         block, most = self.table.block_bytes, window_blocks(self.table.block_bytes)
         window: list[BlockRun] = []
         file = start = end = room = 0
-        for number, position, nbytes, run in self._runs(found, memories):
+        for number, position, nbytes, run in self._runs(shared, memories):
             for first in range(run.first, run.last, most):
                 last = min(first + most, run.last)
                 low = position + first * block
@@ -405,11 +407,11 @@ class CheckpointSource:
             yield ReadWindow(file, start, window)
 
     def _runs(
-        self, found: Overlap, memories: Sequence[memoryview]
+        self, shared: Overlap, memories: Sequence[memoryview]
     ) -> Iterator[tuple[int, int, int, BlockRun]]:
         """All runs in the order of the files, each with its chunk's file, offset and bytes."""
         table, block = self.table, self.table.block_bytes
-        region, rows, source, target, nbytes = found.runs
+        region, rows, source, target, nbytes = shared.runs
         columns: list[NDArray[np.int64]] = [
             table.file[rows], table.offset[rows], table.nbytes[rows], region,
             rows, source // block, -(-(source + nbytes) // block),
@@ -421,7 +423,9 @@ class CheckpointSource:
         ):
             yield at, offset, size, BlockRun(row, first, last, low, high, shift, memories[index])
 
-    def _grid_windows(self, found: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
+    def _grid_windows(
+        self, shared: Overlap, memories: Sequence[memoryview]
+    ) -> Iterator[ReadWindow]:
         """Blocks that some grid needs, those of a chunk put together that are neighbours."""
         table, block, most = (
             self.table,
@@ -429,7 +433,7 @@ class CheckpointSource:
             window_blocks(self.table.block_bytes),
         )
         by_row: dict[int, list[tuple[Grid, memoryview]]] = {}
-        for region, row, grid in found.grids:
+        for region, row, grid in shared.grids:
             by_row.setdefault(row, []).append((grid, memories[region]))
         for row, grids in by_row.items():
             edges = np.arange(-(-int(table.nbytes[row]) // block) + 1) * block
@@ -488,8 +492,8 @@ class CheckpointSource:
             self._prove(part.row, block, content[low : low + size])
         for grid, memory in part.grids:
             low, high = grid.before(np.array([begin, end])).tolist()
-            for one in grid.part(low, high):
-                _copy(one, content, begin, memory)
+            for part_of_it in grid.part(low, high):
+                _copy(part_of_it, content, begin, memory)
         return count
 
     def _prove(self, row: int, block: int, content: memoryview) -> None:

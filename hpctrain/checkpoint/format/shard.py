@@ -2,7 +2,8 @@
 
 The header carries what torch's own reader of safetensors needs to put shards together
 (DCP_SHARDING_INFO), so that neither safetensors nor torch needs hpctrain to read a checkpoint. No
-torch here: the writer process does not import it.
+torch here: the writer process does not import it. The promises are held by
+tests/unit/test_checkpoint_shard.py.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class ShardReport:
         name: The file's name.
         size: Its bytes.
         digest: See `blocks_digest`.
-        offsets: Where each piece starts in the file.
-        digests: Of all blocks, piece after piece.
+        offsets: Where each piece starts in the file, in bytes: int64 of shape [pieces].
+        digests: Of all blocks, piece after piece: uint64 of shape [blocks].
     """
 
     name: str
@@ -105,6 +106,10 @@ def blocks_digest(header: bytes, digests: NDArray[np.uint64]) -> str:
 
     So the digest of a file of many gigabytes is known when its blocks' are, and two files are the
     same if their digests are.
+
+    Args:
+        header: The file's header, its length included.
+        digests: Of all blocks, uint64 of shape [blocks].
     """
     numbers = np.concatenate([np.array([block_digest(header)], np.uint64), digests])
     return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(numbers.astype("<u8").tobytes())
@@ -198,7 +203,11 @@ def write(
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard that is being written; windows may be written by several threads."""
+    """A shard that is being written; windows may be written by several threads.
+
+    `offsets` and `blocks` are [pieces + 1]: where each piece starts in the file, in bytes, and the
+    number of its first block. `digests` is [blocks], filled by `write`.
+    """
 
     path: Path
     file: int

@@ -1,14 +1,16 @@
 """The chunk table: where each part of each tensor lies, and the digests of its blocks.
 
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
-of a second. On disk it is a safetensors file of 1-D
-columns, each in the narrowest type that holds it, under another suffix than the shards', so that
-nobody takes it for weights.
+of a second. On disk it is a safetensors file of 1-D columns, each in the narrowest type that holds
+it, under another suffix than the shards', so that nobody takes it for weights.
 
-From what each rank wrote to the one table of all chunks, checked to cover every tensor once.
+`load` reads a table and proves it by the manifest's digest. `assemble` makes one from what all
+ranks wrote, and checks that every element of every tensor was written once. A rank sends its
+`RankPart` as columns, not as objects: with a thousand ranks of five hundred tensors, unpickling and
+merging objects takes rank 0 most of a minute.
 
-A rank sends its part as columns, not as objects: with a thousand ranks of five hundred tensors
-unpickling and merging objects takes rank 0 most of a minute.
+The promises are held by tests/unit/test_checkpoint_table.py and test_checkpoint_assemble.py; the
+format itself by test_checkpoint_format.py, and docs/checkpoint-format.md describes it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ COLUMNS = ("tensor", "file", "offset", "dims", "flat", "begin", "extent", "diges
 NARROW: dict[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 LARGEST = 2**62
 """No number of a table comes near it, so sums of two do not run over."""
+KINDS = list(DTYPES)
+ITEMSIZES = np.array(list(DTYPES.values()), np.int64)
+SHOWN = 3
+MOST_CELLS = 1 << 22
+"""Of the grid in which boxes are painted: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,16 @@ class ChunkTable:
     """All chunks of a checkpoint, one row each, sorted by file and offset.
 
     Attributes:
-        tensor: Number of the tensor, as the manifest counts them.
-        file: Number of the file, as the manifest counts them.
-        offset: Where the chunk starts in its file, in bytes.
+        tensor: Number of the tensor, as the manifest counts them. [rows]
+        file: Number of the file, as the manifest counts them. [rows]
+        offset: Where the chunk starts in its file, in bytes. [rows]
         dims: How many (begin, extent) pairs the row has: the tensor's dimensions, or 1 if flat.
-        flat: 1 for a range of row-major elements, 0 for a box.
-        begin: The rows' pairs one behind the other.
-        extent: The same.
-        digests: xxh3_64 of each block of each chunk, one behind the other.
-        itemsize: Bytes of an element, by row; not on disk.
+            [rows]
+        flat: 1 for a range of row-major elements, 0 for a box. [rows]
+        begin: The rows' pairs one behind the other. [pairs], the sum of `dims`
+        extent: The same. [pairs]
+        digests: xxh3_64 of each block of each chunk, one behind the other. [blocks]
+        itemsize: Bytes of an element; not on disk. [rows]
         block_bytes: Bytes that one digest covers; a chunk's last block may be shorter.
     """
 
@@ -79,17 +87,17 @@ class ChunkTable:
 
     @cached_property
     def first_dim(self) -> NDArray[np.int64]:
-        """Where each row's pairs start in `begin` and `extent`; one more entry than rows."""
+        """Where each row's pairs start in `begin` and `extent`: [rows + 1]."""
         return starts(self.dims)
 
     @cached_property
     def nbytes(self) -> NDArray[np.int64]:
-        """Bytes of each chunk."""
+        """Bytes of each chunk: [rows]."""
         return elements(self.dims, self.extent) * self.itemsize
 
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
-        """Where each row's digests start in `digests`; one more entry than rows."""
+        """Where each row's digests start in `digests`: [rows + 1]."""
         return starts(-(-self.nbytes // self.block_bytes))
 
     @cached_property
@@ -109,6 +117,12 @@ class ChunkTable:
         """The rows of many tensors' chunks, tensor after tensor, and which of `tensors` each is of.
 
         One call for all: at a load, hundreds of calls of a few microseconds each add up.
+
+        Args:
+            tensors: Numbers of tensors, int64 of shape [tensors].
+
+        Returns:
+            Rows of the table, and indices into `tensors`: both int64 of shape [chunks of these].
         """
         order, keys = self._by_tensor
         low, high = np.searchsorted(keys, [tensors, tensors + 1])
@@ -122,7 +136,14 @@ class ChunkTable:
         return int(low), int(high)
 
     def boxes(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and extent of rows that have the same number of dimensions: [row, dimension]."""
+        """Begin and extent of rows that all have the same number of dimensions.
+
+        Args:
+            rows: Rows of the table, int64 of shape [rows].
+
+        Returns:
+            Both int64 of shape [rows, dimensions].
+        """
         dims = int(self.dims[rows[0]]) if len(rows) else 0
         index = self.first_dim[rows][:, None] + np.arange(dims)
         return self.begin[index], self.extent[index]
@@ -154,7 +175,7 @@ def load(path: Path, manifest: Manifest) -> ChunkTable:
         TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
-    entry = next((one for one in manifest.files if one.name == TABLE_NAME), None)
+    entry = next((file for file in manifest.files if file.name == TABLE_NAME), None)
     if entry is None:
         raise TornCheckpoint(f"manifest names no {TABLE_NAME}")
     try:
@@ -188,7 +209,7 @@ def parse(content: bytes, manifest: Manifest) -> ChunkTable:
         columns = _columns(content)
         digests = columns.pop("digests")
         whole = {name: column.astype(np.int64) for name, column in columns.items()}
-        sizes = np.array([DTYPES[one.dtype] for one in manifest.tensors], np.int64)
+        sizes = np.array([DTYPES[entry.dtype] for entry in manifest.tensors], np.int64)
         itemsize = sizes[whole["tensor"]] if len(whole["tensor"]) else whole["tensor"]
     except (KeyError, ValueError, IndexError, TypeError, RecursionError, struct.error) as error:
         raise TornCheckpoint(f"{TABLE_NAME} is not a chunk table: {error}") from error
@@ -210,7 +231,15 @@ def entry_of(content: bytes) -> FileEntry:
 
 
 def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of each row's extents; 1 for a row without dimensions (a scalar)."""
+    """The product of each row's extents; 1 for a row without dimensions (a scalar).
+
+    Args:
+        dims: Number of extents of each row, int64 of shape [rows].
+        extent: The rows' extents one behind the other, int64 of shape [sum of dims].
+
+    Returns:
+        int64 of shape [rows].
+    """
     product = np.ones(len(dims), np.int64)
     filled = dims > 0
     first = starts(dims)[:-1][filled]
@@ -220,12 +249,19 @@ def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.i
 
 
 def numels(tensors: Sequence[TensorEntry]) -> NDArray[np.int64]:
-    """How many elements each tensor has."""
-    return np.array([int(np.prod(one.shape, dtype=np.int64)) for one in tensors], np.int64)
+    """How many elements each tensor has: int64 of shape [tensors]."""
+    return np.array([int(np.prod(entry.shape, dtype=np.int64)) for entry in tensors], np.int64)
 
 
 def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of so many begins if they lie one behind the other; one more entry: the end."""
+    """Where each of so many begins if they lie one behind the other, and the end of the last.
+
+    Args:
+        counts: Lengths, int64 of shape [n].
+
+    Returns:
+        int64 of shape [n + 1], beginning with 0.
+    """
     begins = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=begins[1:])
     return begins
@@ -233,14 +269,14 @@ def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def misplaced(tensors: Sequence[TensorEntry], table: ChunkTable) -> int | None:
     """The number of a tensor with a chunk that is no part of its shape; None if there is none."""
-    ranks = np.array([len(one.shape) for one in tensors], np.int64)
+    ranks = np.array([len(entry.shape) for entry in tensors], np.int64)
     is_flat = table.flat == 1
     own = ranks[table.tensor]
     odd = np.flatnonzero((table.flat > 1) | (table.dims != np.where(is_flat, 1, own)))
     if len(odd):
         return int(table.tensor[odd[0]])
     # Of each tensor its sizes, which bound boxes, and behind them their product, for flat ranges.
-    bounds = [(*one.shape, math.prod(one.shape)) for one in tensors]
+    bounds = [(*entry.shape, math.prod(entry.shape)) for entry in tensors]
     bound = np.array([size for sizes in bounds for size in sizes], np.int64)
     first = starts(ranks + 1)[table.tensor] + np.where(is_flat, own, 0)
     pairs = np.arange(len(table.begin))
@@ -303,13 +339,6 @@ def _problems(table: ChunkTable, manifest: Manifest) -> Iterator[str]:
         yield "has chunks that do not lie one behind the other in their file"
 
 
-KINDS = list(DTYPES)
-ITEMSIZES = np.array(list(DTYPES.values()), np.int64)
-SHOWN = 3
-MOST_CELLS = 1 << 22
-"""Of the grid in which boxes are painted: 32 MiB."""
-
-
 @dataclass(frozen=True)
 class RankPart:
     """One rank's file, or nothing of one, in a form that is small and quick to send.
@@ -317,11 +346,15 @@ class RankPart:
     Attributes:
         file: Its entry in the manifest; None if the rank had nothing to write.
         names: The tensors' names, one for each chunk.
-        dtype: Number in KINDS, for each chunk.
-        ranks: Dimensions of each chunk's tensor.
-        shape: The tensors' shapes, one behind the other.
-        offset: Of each chunk in the file.
-        dims: See `table.ChunkTable`, also for the rest.
+        dtype: Number in KINDS, of each chunk. [chunks]
+        ranks: Dimensions of each chunk's tensor. [chunks]
+        shape: The chunks' tensors' shapes, one behind the other. [sum of ranks]
+        offset: Of each chunk in the file, in bytes. [chunks]
+        dims: [chunks]; see `ChunkTable`, also for the rest.
+        flat: [chunks]
+        begin: [sum of dims]
+        extent: [sum of dims]
+        digests: [blocks]
     """
 
     file: FileEntry | None
@@ -337,7 +370,7 @@ class RankPart:
     digests: NDArray[np.uint64]
 
     def state_digests(self, block_bytes: int) -> NDArray[np.uint64]:
-        """The digests of all blocks but those of random generators."""
+        """The digests of all blocks but those of random generators: uint64 of shape [blocks]."""
         state = np.array([not name.startswith("rng.") for name in self.names], bool)
         nbytes = elements(self.dims.astype(np.int64), self.extent) * ITEMSIZES[self.dtype]
         kept: NDArray[np.uint64] = self.digests[np.repeat(state, -(-nbytes // block_bytes))]
@@ -420,16 +453,18 @@ def _number(parts: Sequence[RankPart]) -> tuple[list[TensorEntry], NDArray[np.in
         across = np.arange(len(shape)) + np.repeat(start[like] - start[:-1], ranks)
         odd = np.searchsorted(start, np.flatnonzero(shape != shape[across]), "right") - 1
     if len(odd):
-        known = tensors[tensor[odd[0]]]
-        other = entry(known.name, int(odd[0]))
-        raise CheckpointError(f"ranks disagree on {known.name}: {known.text} and {other.text}")
+        first_said = tensors[tensor[odd[0]]]
+        other = entry(first_said.name, int(odd[0]))
+        raise CheckpointError(
+            f"ranks disagree on {first_said.name}: {first_said.text} and {other.text}"
+        )
     return tensors, tensor
 
 
 def require_cover(tensors: Sequence[TensorEntry], table: ChunkTable) -> None:
     """Every element of every tensor lies in exactly one chunk.
 
-    A region that no chunk covers would stay as it was at a load, silently (trap 8).
+    A region that no chunk covers would stay as it was at a load, without an error.
 
     Raises:
         CheckpointError: which tensor, and whether too much or too little of it is there.
@@ -461,7 +496,10 @@ def require_cover(tensors: Sequence[TensorEntry], table: ChunkTable) -> None:
 
 
 def _tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> bool:
-    """Whether chunks inside a tensor, with its number of elements in all, lie beside each other."""
+    """Whether chunks inside a tensor, with its number of elements in all, lie beside each other.
+
+    `rows` is int64 of shape [chunks].
+    """
     rows = rows[table.nbytes[rows] > 0]  # an empty one is in nobody's way
     if len(rows) <= 1:
         return True
@@ -485,7 +523,8 @@ def _no_two_meet(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
     """Paint all boxes into a grid of their edges: where two meet, a cell is painted twice.
 
     A box adds and takes away 1 at its corners, and sums along each dimension fill it. Comparing
-    each two boxes took 20 s for 500 tensors in 1,024 boxes each.
+    each two boxes took 20 s for 500 tensors in 1,024 boxes each. Both arguments are int64 of shape
+    [boxes, dimensions].
     """
     ends = begin + extent
     sides, sizes = [], []

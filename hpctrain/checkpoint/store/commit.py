@@ -5,10 +5,12 @@ directory; every file is checked against the manifest; the manifest is written a
 directory is flushed; under the run's lock, and only by the newest attempt, it is renamed; its
 parent is flushed. Whatever dies in between leaves a staged directory, which nobody loads.
 
-Is there room for a save? Asked before it begins, and said in words when it was refused.
+`forecast` says before a save why there is no room for it, and `describe` puts an error of writing
+into words. A forecast is no promise: others write too, and many quotas do not show in what a file
+system says of itself. So no answer (None) means only that nothing speaks against trying.
 
-A forecast is no promise: others write too, and many quotas do not show in what a file system says
-of itself. So no answer (None) means only that nothing speaks against trying.
+The promises are held by tests/unit/test_checkpoint_commit.py, test_checkpoint_every_call.py and
+test_checkpoint_space.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import shutil
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import size
-from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, NotWritten
@@ -51,17 +52,13 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
         CheckpointError: the step is committed already, or the directory cannot be made.
         Fenced: a newer attempt has taken the run over.
     """
-    staged = run.checkpoints / manifest_format.staged_name(step, attempt.number)
+    staged = run.checkpoints / manifests.staged_name(step, attempt.number)
     with _errors_named(f"step {step} of {run.name} cannot be staged"):
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
         with publishing(run, attempt):
             _clear_way(run, step)
-            left = (
-                rename_away(staged, step, manifest_format.deleting_name)
-                if staged.exists()
-                else None
-            )
+            left = rename_away(staged, step, manifests.deleting_name) if staged.exists() else None
             staged.mkdir()
         points.reach("stage.made", path=staged, step=step)
         if left is not None:
@@ -104,7 +101,7 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
         Fenced: a newer attempt has taken the run over.
     """
     step = manifest.step
-    if staged.name != manifest_format.staged_name(step, attempt.number):
+    if staged.name != manifests.staged_name(step, attempt.number):
         raise CheckpointError(
             f"{staged.name} is not what attempt {attempt.number} staged for step {step}; "
             f"nothing was published"
@@ -139,7 +136,7 @@ def discard(staged: Path) -> None:
     Raises:
         ValueError: the name is not that of a staged checkpoint.
     """
-    if manifest_format.parse_staged(staged.name) is None:
+    if manifests.parse_staged(staged.name) is None:
         raise ValueError(f"{staged} is not a staged checkpoint")
     remove_tree(staged)
 
@@ -166,7 +163,7 @@ def set_aside_locked(path: Path, step: int, reason: str) -> Path:
     The move comes first: dying after it leaves nothing that could be chosen, only the note is
     missing.
     """
-    aside = rename_away(path, step, manifest_format.set_aside_name)
+    aside = rename_away(path, step, manifests.set_aside_name)
     if aside.is_dir():
         with (aside / find.REASON_NAME).open("w") as file:
             file.write(reason + "\n")

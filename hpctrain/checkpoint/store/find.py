@@ -1,14 +1,15 @@
-"""Which checkpoint can be loaded? Cheap checks, newest first by step.
+"""The checkpoints of a run that could be loaded, by cheap checks, newest first by step.
 
 Nothing is trusted but what a manifest proves: no `latest` file, no modification time, no highest
 number. The bytes themselves are read by `verify.py`. Not collective: rank 0 asks and broadcasts the
 answer, since ranks can see a shared file system at different moments.
 
-Where a run begins: what its ledger asks for, and that it forbids to begin anew unasked.
+A run that has saved never starts at step 0 by itself (`refuse_to_forget`): whatever keeps its
+checkpoints from being found or loaded (a folder that is not mounted, one that somebody has emptied,
+damage to all of them), weeks of training would be forgotten without a word. A person may ask for
+it, and `asked_step` reads that from the ledger.
 
-A run that has saved never starts at step 0 by itself: whatever keeps its checkpoints from being
-found or loaded (a folder that is not mounted, one that somebody has emptied, damage to all of
-them), weeks of training would be forgotten without a word. A person may ask for it.
+The promises are held by tests/unit/test_checkpoint_find.py and test_beginning.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain
 from hpctrain.base.records import Skipped
-from hpctrain.checkpoint.format import manifest as manifest_format
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.checkpoint.format.patience import proves_absence
@@ -102,7 +102,7 @@ class SetAside:
 
 def step_path(run: RunDir, step: int) -> Path:
     """Where the committed checkpoint of a step lies, or would lie."""
-    return run.checkpoints / manifest_format.step_name(step)
+    return run.checkpoints / manifests.step_name(step)
 
 
 def candidates(run: RunDir) -> list[FoundCheckpoint]:
@@ -112,9 +112,7 @@ def candidates(run: RunDir) -> list[FoundCheckpoint]:
 
 def steps(run: RunDir) -> list[int]:
     """The steps that have a committed checkpoint's name, whole or torn, newest first."""
-    found = [
-        step for name in _listing(run) if (step := manifest_format.parse_step(name)) is not None
-    ]
+    found = [step for name in _listing(run) if (step := manifests.parse_step(name)) is not None]
     return sorted(found, reverse=True)
 
 
@@ -123,7 +121,7 @@ def staged(run: RunDir) -> list[Staged]:
     found = [
         Staged(*parsed, run.checkpoints / name)
         for name in _listing(run)
-        if (parsed := manifest_format.parse_staged(name)) is not None
+        if (parsed := manifests.parse_staged(name)) is not None
     ]
     return sorted(found, key=lambda one: (one.step, one.attempt), reverse=True)
 
@@ -133,7 +131,7 @@ def set_aside(run: RunDir) -> list[SetAside]:
     found = [
         SetAside(parsed[0], run.checkpoints / name, _reason(run.checkpoints / name))
         for name in _listing(run)
-        if (parsed := manifest_format.parse_set_aside(name)) is not None
+        if (parsed := manifests.parse_set_aside(name)) is not None
     ]
     return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
 

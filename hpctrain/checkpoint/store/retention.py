@@ -5,17 +5,17 @@ pure; `prune` and `remove` act, under the run's lock. Each directory is renamed 
 byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
 taken for a checkpoint, and the next sweep takes the rest.
 
-A pin keeps a checkpoint: a file PINNED in its directory, with the reason in it.
+A pin is a file PINNED in the checkpoint's directory, with the reason in it: so it goes with the
+checkpoint wherever that is moved or copied, and `touch PINNED` is one too. Pins are made and taken
+away under the run's lock, and whoever deletes asks `carries` first.
 
-The file lies inside, so that a pin goes with the checkpoint wherever that is moved or copied, and
-`touch PINNED` is one too. Whoever deletes asks `carries` first. Pins are made and taken away under
-the run's lock, as is every choice of what may go.
+`in_use` says which checkpoints a live attempt may be using. The ledger tells it: an attempt that
+has begun and restored nothing yet is choosing, and may read any of them; later it goes on from what
+it restored. A dead one may have had no time to write down its end, and only the scheduler knows
+that; hence `idle`.
 
-Which checkpoints may a live attempt be using? Asked before a person deletes something.
-
-The ledger says it: an attempt that has begun and restored nothing yet is choosing, and may read any
-of them; later it goes on from what it restored. A dead one may have had no time to write down its
-end, and only the scheduler knows that; hence `idle`.
+The promises are held by tests/unit/test_checkpoint_retention.py, test_checkpoint_pins.py and
+test_checkpoint_keep_cli.py.
 """
 
 from __future__ import annotations

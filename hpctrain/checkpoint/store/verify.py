@@ -1,4 +1,9 @@
-"""Are the bytes what the manifest says? And out of the way with a checkpoint where they are not."""
+"""The proof that a checkpoint's bytes are what its manifest says, and the removal of one that is torn.
+
+`verify` reads every byte and lists what is wrong; `set_aside` moves a damaged checkpoint out of the
+way of the loads, with its reason inside. The promises are held by
+tests/unit/test_checkpoint_verify.py and test_checkpoint_damage.py.
+"""
 
 from __future__ import annotations
 
