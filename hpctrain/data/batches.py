@@ -1,9 +1,10 @@
-"""Who takes which samples of a step, at any world size. Standard library only.
+"""The division of a step's samples over ranks and passes, at any world size.
 
 A step takes the global positions [first, first + global_batch), whoever is there to take them. Two
 things are kept whatever the numbers are: every position is taken exactly once, and every rank runs
-the same number of forward and backward passes, since sharded engines communicate in each of them
-(a rank with one pass less would leave the others waiting for ever). The promises are tested in
+the same number of forward and backward passes, since sharded engines communicate in each of them (a
+rank with one pass less would leave the others waiting for ever). `MicrobatchRules` is what an
+engine asks of that number. Standard library only. The promises are held by
 tests/unit/test_batches.py.
 """
 

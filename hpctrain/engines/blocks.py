@@ -1,8 +1,9 @@
-"""Which submodules are a model's repeated blocks? They are sharded and recomputed one by one.
+"""A model's repeated blocks, and what is done block by block: compiling and recomputation.
 
-torch.compile: each block of a model on its own, and what its backends ask of the machine.
-
-Activation checkpointing: what a block computed is computed again in the backward pass.
+`find_blocks` and `every_block` tell which submodules they are; sharding too goes by them.
+`compile_blocks` gives each to torch.compile on its own, after a look at what the backend asks of
+this machine. `recompute_blocks` is activation checkpointing: what a block computed is computed
+again in the backward pass. The promises are held by tests/engines/test_recompute_compile.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,24 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+INSTEAD = "or set engine.compile = aot_eager or no"
+KEPT = operators(
+    (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_cudnn_attention",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.reduce_scatter_tensor",
+    )
+)
+"""What selective recomputation keeps, since it costs the most: matrix products, attention, and
+sums over the ranks of `tp`."""
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 
 def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The blocks of the list that holds most parameters: a decoder's layers; or none.
@@ -42,9 +61,6 @@ def find_blocks(model: nn.Module) -> Sequence[nn.Module]:
 def every_block(model: nn.Module) -> list[nn.Module]:
     """The blocks of all lists, as of an encoder and a decoder; a block's own lists do not count."""
     return list(_outermost(model))
-
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -84,9 +100,6 @@ def _blocks_of(module: nn.Module) -> Sequence[nn.Module]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-INSTEAD = "or set engine.compile = aot_eager or no"
 
 
 def compile_blocks(
@@ -130,23 +143,6 @@ def _need_compiler() -> None:
             f"engine.compile inductor builds its kernels with Python's headers, and {header} is "
             f"not there; use a Python that was installed with them, {INSTEAD}"
         )
-
-
-KEPT = operators(
-    (
-        "aten.mm",
-        "aten.addmm",
-        "aten.bmm",
-        "aten._scaled_dot_product_flash_attention",
-        "aten._scaled_dot_product_efficient_attention",
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-        "aten._scaled_dot_product_cudnn_attention",
-        "_c10d_functional.all_reduce",
-        "_c10d_functional.reduce_scatter_tensor",
-    )
-)
-"""What selective recomputation keeps, since it costs the most: matrix products, attention, and
-sums over the ranks of `tp`."""
 
 
 def recompute_blocks(model: nn.Module, how: str) -> None:

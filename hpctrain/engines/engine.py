@@ -1,7 +1,8 @@
 """What every engine can do: one training step, one evaluation, its state by full names.
 
 An engine is a model that is spread over the ranks, with its optimizer. What differs between them
-(how the model is cut, when gradients travel, how state is named) stays behind this class.
+(how the model is cut, when gradients travel, how state is named) stays behind this class. The
+promises are held by tests/engines/test_every_engine.py and test_what_steps_do.py.
 """
 
 from __future__ import annotations
@@ -85,16 +86,16 @@ class Engine(abc.ABC):
     loss_scale: LossScale | None = None
 
     def __init__(
-        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+        self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
     ) -> None:
         self.kind = kind
         self.model = model
         self.optimizer = optimizer
-        self.world = parts.world
-        self.mesh = parts.mesh
+        self.world = inputs.world
+        self.mesh = inputs.mesh
         self.passes = MicrobatchRules()
-        self.precision = precision_of(parts.settings.precision, parts.world.device)
-        self.clip_norm = parts.settings.clip_norm
+        self.precision = precision_of(inputs.settings.precision, inputs.world.device)
+        self.clip_norm = inputs.settings.clip_norm
         self.begun = 0
         self.seed = 0
 

@@ -6,6 +6,7 @@ forward takes ``tokens [n, dim]``, sorted by their expert, and ``counts [experts
 each one has, and gives ``[n, dim]`` in the same order. It must not ask how many experts there are
 but of its parameters: on a rank it finds only those that lie there, with the tokens of all ranks of
 its expert-parallel group. The router stays outside and is like any other layer.
+tests/engines/test_experts.py holds the promises.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if getattr(module, MARK, False)}
 
 
-def expert_parallelize(model: nn.Module, places: DeviceMeshes) -> None:
+def expert_parallelize(model: nn.Module, meshes: DeviceMeshes) -> None:
     """Keep this rank's experts alone, and have tokens travel to theirs. In place.
 
-    Not collective, but the forward passes become so, over `places.ep`: a rank of which no token
+    Not collective, but the forward passes become so, over `meshes.ep`: a rank of which no token
     goes anywhere still takes part.
 
     Raises:
@@ -52,13 +53,13 @@ def expert_parallelize(model: nn.Module, places: DeviceMeshes) -> None:
     found = find_experts(model)
     if not found:
         raise UsageError(
-            f"engine.ep {places.ep.size()} needs a model with experts, and this one has no module "
+            f"engine.ep {meshes.ep.size()} needs a model with experts, and this one has no module "
             f"marked with {MARK} = True; set engine.ep to 1, or see docs/engines.md"
         )
     for name, module in found.items():
-        _check(name, module, places.ep.size())
-        _keep_own(module, places.ep)
-        group = places.ep.get_group()
+        _check(name, module, meshes.ep.size())
+        _keep_own(module, meshes.ep)
+        group = meshes.ep.get_group()
         module.forward = functools.partial(_travel, module, module.forward, group)
 
 

@@ -1,9 +1,9 @@
-"""Common layouts of decoder models: which of a model's modules does what, by names and structure.
+"""The layout of a decoder model, told by names and structure, and the mesh's axes as device meshes.
 
-The names are a table. A model fits when every parameter has a place in it; what does not is named,
-since a matrix that is cut the wrong way trains on wrong numbers without an error.
-
-The mesh's axes as torch's device meshes: which ranks speak to which.
+`recognise` says which of a model's modules does what. The names are a table. A model fits when
+every parameter has a place in it; what does not is named, since a matrix that is cut the wrong way
+trains on wrong numbers without an error. `make_meshes` makes the groups of ranks that speak to each
+other, axis by axis. tests/engines/test_tensor_parallel.py and test_experts.py hold the promises.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class DeviceMeshes:
     """Device meshes, cut from one.
 
     Attributes:
-        root: Over all ranks, with the axes of `plan.mesh.AXES`.
+        root: Over all ranks, with the axes of `base.mesh.AXES`.
         dense: For parameters: `dp_shard`, with `dp_replicate` before it where there are copies.
         sparse: Under expert parallelism, all ranks again with `dp_shard` cut in two: `ep`, the
             ranks beside each other that share the experts, and before it `ep_shard`, the ranks
@@ -238,7 +238,7 @@ class DeviceMeshes:
         return self.sparse["ep"]
 
 
-def join_places(mesh: Mesh, device: torch.device) -> DeviceMeshes:
+def make_meshes(mesh: Mesh, device: torch.device) -> DeviceMeshes:
     """Make the groups of all axes. Collective: every rank calls it."""
     sizes = tuple(getattr(mesh, axis) for axis in AXES)
     root = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)

@@ -1,8 +1,8 @@
 """The engines that torch has itself: one process, DDP, and FSDP2 with what builds on it.
 
-They differ in how a model is wrapped and when gradients travel; the rest is the same code.
-
-FSDP2: every parameter is spread over the ranks, and gathered block by block when it is used.
+They differ in how a model is wrapped and when gradients travel; the rest is the same code. Under
+FSDP2 (`shard`) every parameter is spread over the ranks, and gathered block by block when it is
+used. tests/engines/test_every_engine.py and test_parity.py hold the promises.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Native(Engine):
     """See `Engine`."""
 
     def __init__(
-        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+        self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
     ) -> None:
         """Take a model that is wrapped already; `parallelize.py` does that."""
-        super().__init__(kind, model, optimizer, parts)
+        super().__init__(kind, model, optimizer, inputs)
         self.loss_scale = LossScale() if self.precision is torch.float16 else None
-        self._known = frozenset(names.MODEL + name for name in parts.known)
+        self._known = frozenset(names.MODEL + name for name in inputs.known)
         self._sharded = kind == "fsdp2"
 
     # ---- a step
@@ -128,7 +128,7 @@ class Native(Engine):
 
 
 def shard(
-    model: nn.Module, places: DeviceMeshes, precision: torch.dtype, settings: EngineSettings
+    model: nn.Module, meshes: DeviceMeshes, precision: torch.dtype, settings: EngineSettings
 ) -> None:
     """Shard a model in place, block by block. Collective.
 
@@ -140,11 +140,11 @@ def shard(
         UsageError: experts cannot be cut so.
     """
     options: dict[str, Any] = {
-        "mesh": places.dense,
+        "mesh": meshes.dense,
         "reshard_after_forward": settings.reshard_after_forward,
         # Experts are gathered with their block: a unit of their own inside it would count other
         # operators when the block is computed again, which selective recomputation refuses.
-        "shard_placement_fn": _cuts(model, places),
+        "shard_placement_fn": _cuts(model, meshes),
     }
     if precision is not torch.float32:
         # Gradients are added in fp32 unless measured to be safe in less.
@@ -161,14 +161,14 @@ def shard(
             add_gradients(module)
 
 
-def _cuts(model: nn.Module, places: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
+def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
     """Where each parameter is cut, and over which ranks."""
     names = {
         id(weight): f"{prefix}.{name}"
         for prefix, module in find_experts(model).items()
         for name, weight in module.named_parameters()
     }
-    mesh = places.expert_shard
+    mesh = meshes.expert_shard
     over = None if mesh is None else cuts_over(mesh)
 
     def cut(weight: nn.Parameter) -> Any:
@@ -176,7 +176,7 @@ def _cuts(model: nn.Module, places: DeviceMeshes) -> Callable[[nn.Parameter], An
         if name is None:
             return None
         if mesh is None or over is None:
-            return _whole_experts(weight, places.dense.size(-1))
+            return _whole_experts(weight, meshes.dense.size(-1))
         return over(_within_experts(name, weight, mesh.size(-1)))
 
     return cut

@@ -1,7 +1,8 @@
 """From a model of one process to an engine: each way of cutting it, in the order that works.
 
 Pipeline first (it drops layers), then tensor and expert parallel (they replace parameters), then
-recomputation, compilation, and at last sharding.
+recomputation, compilation, and at last sharding. tests/engines/test_every_engine.py holds the
+promises.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.engine import EngineInputs
-from hpctrain.engines.layouts import join_places
+from hpctrain.engines.layouts import make_meshes
 from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
 from hpctrain.errors import UsageError
@@ -85,14 +86,14 @@ def parallelize(
     if not world.is_distributed:
         return _copied(model, optimizer, EngineInputs(settings, world, Mesh(), known))
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
-    parts = EngineInputs(settings, world, mesh, known)
+    inputs = EngineInputs(settings, world, mesh, known)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero.engine import Zero
 
-        return Zero(model, optimizer, parts)
+        return Zero(model, optimizer, inputs)
     if settings.kind == "ddp":
-        return _copied(model, optimizer, parts)
-    return _sharded(model, optimizer, parts, plan)
+        return _copied(model, optimizer, inputs)
+    return _sharded(model, optimizer, inputs, plan)
 
 
 def _require_versions(settings: EngineSettings) -> None:
@@ -150,17 +151,17 @@ def widen(model: nn.Module) -> None:
             tensor.data = tensor.data.float()
 
 
-def _copied(model: nn.Module, optimizer: Optimizer, parts: EngineInputs) -> Engine:
-    settings, world = parts.settings, parts.world
+def _copied(model: nn.Module, optimizer: Optimizer, inputs: EngineInputs) -> Engine:
+    settings, world = inputs.settings, inputs.world
     prepare(model, settings, world)
     kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
         from hpctrain.engines.exact.copies import ExactCopies
 
-        return ExactCopies(kind, model, optimizer, parts)
+        return ExactCopies(kind, model, optimizer, inputs)
     if not world.is_distributed:
-        return Native(kind, model, optimizer, parts)
-    return Native(kind, _averaged(model, world), optimizer, parts)
+        return Native(kind, model, optimizer, inputs)
+    return Native(kind, _averaged(model, world), optimizer, inputs)
 
 
 def _averaged(model: nn.Module, world: World) -> nn.Module:
@@ -177,14 +178,14 @@ def _averaged(model: nn.Module, world: World) -> nn.Module:
 
 
 def _sharded(
-    model: nn.Module, optimizer: Optimizer, parts: EngineInputs, plan: ModelPlan
+    model: nn.Module, optimizer: Optimizer, inputs: EngineInputs, plan: ModelPlan
 ) -> Engine:
-    settings, world, mesh = parts.settings, parts.world, parts.mesh
+    settings, world, mesh = inputs.settings, inputs.world, inputs.mesh
     if world.rank == 0 and not every_block(model):
         name = type(model).__name__
         print(f"hpctrain: {name} has no list of blocks: each pass gathers the whole model at once")
     before = names_of(model)
-    places = join_places(mesh, world.device)
+    meshes = make_meshes(mesh, world.device)
     stages = None
     if mesh.pp > 1:
         from hpctrain.engines.pipeline import cut
@@ -195,23 +196,23 @@ def _sharded(
         if mesh.tp > 1:
             from hpctrain.engines.tensor_parallel import tensor_parallelize
 
-            tensor_parallelize(part, places.tp, settings, plan.tensor_parallel)
+            tensor_parallelize(part, meshes.tp, settings, plan.tensor_parallel)
         if mesh.ep > 1:
             from hpctrain.engines.experts import expert_parallelize
 
-            expert_parallelize(part, places)
+            expert_parallelize(part, meshes)
         prepare(part, settings, world)
-        shard(part, places, precision_of(settings.precision, world.device), settings)
+        shard(part, meshes, precision_of(settings.precision, world.device), settings)
     point_to(optimizer, model, before, may_lack=stages is not None)
     if stages is not None:
         from hpctrain.engines.pipeline import Pipeline
 
-        return Pipeline(model, optimizer, parts, stages=stages, places=places)
+        return Pipeline(model, optimizer, inputs, stages=stages, meshes=meshes)
     if settings.exact:
         from hpctrain.engines.exact.shards import ExactShards
 
-        return ExactShards("fsdp2", model, optimizer, parts, places=places)
-    return Native("fsdp2", model, optimizer, parts)
+        return ExactShards("fsdp2", model, optimizer, inputs, meshes=meshes)
+    return Native("fsdp2", model, optimizer, inputs)
 
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:

@@ -1,7 +1,8 @@
 """Pipeline parallelism: each rank has some of the layers, and microbatches pass from rank to rank.
 
 The order of forward and backward passes is torch's (`torch.distributed.pipelining`). Each stage is
-sharded by FSDP2 over the ranks that have it, be it a single one.
+sharded by FSDP2 over the ranks that have it, be it a single one. tests/engines/test_pipeline.py
+holds the promises.
 """
 
 from __future__ import annotations
@@ -57,26 +58,26 @@ class Pipeline(Native):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        parts: EngineInputs,
+        inputs: EngineInputs,
         *,
         stages: Stages,
-        places: DeviceMeshes,
+        meshes: DeviceMeshes,
     ) -> None:
         """Take stages that are sharded already. Collective.
 
         Args:
             model: What holds this rank's parameters by the whole model's names.
             optimizer: Of these.
-            parts: See there.
+            inputs: See there.
             stages: Which stages this rank has.
-            places: Where the other ranks are.
+            meshes: The groups of the mesh's axes.
         """
-        super().__init__("fsdp2", model, optimizer, parts)
-        settings, world, mesh = parts.settings, parts.world, parts.mesh
+        super().__init__("fsdp2", model, optimizer, inputs)
+        settings, world, mesh = inputs.settings, inputs.world, inputs.mesh
         self.passes = passes_of(settings, mesh)
         self._name = settings.pp_schedule
         self._stages = stages
-        self._group = places.pp.get_group()
+        self._group = meshes.pp.get_group()
         self._ready: dict[bool, tuple[Form, Any]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._round: _Round | None = None

@@ -1,10 +1,9 @@
-"""The numbers that forward passes use.
+"""The dtype of forward passes, and the scale of losses under fp16.
 
-Loss scaling for fp16: up while all goes well, down after an overflow.
-
-The rule and its numbers are those of torch.amp.GradScaler. That one looks at each rank's gradients
-alone, so that pipeline stages would disagree about a step; here the norm decides, which is the same
-on every rank of any mesh.
+`LossScale` goes up while all goes well, down after an overflow. The rule and its numbers are those
+of torch.amp.GradScaler. That one looks at each rank's gradients alone, so that pipeline stages
+would disagree about a step; here the norm decides, which is the same on every rank of any mesh.
+tests/engines/test_norm.py holds the promises.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import torch
 from hpctrain.errors import CheckpointError, UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GROWTH, BACKOFF = 2.0, 0.5
+"""Of the scale: after `growth_interval` good steps, and after an overflow."""
 
 
 def precision_of(name: str, device: torch.device) -> torch.dtype:
@@ -33,9 +34,6 @@ def precision_of(name: str, device: torch.device) -> torch.dtype:
             f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}"
         )
     return DTYPES[name]
-
-
-GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScale:

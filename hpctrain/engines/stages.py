@@ -5,7 +5,7 @@ of its block list one by one. A stage keeps a run of the chain. What it does not
 a module that hands its input on, so that the model's own forward can be called for each stage, and
 every parameter keeps the name that it has in the whole model.
 
-No communication; the same on every rank.
+No communication; the same on every rank. tests/engines/test_pipeline.py holds the promises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChainModule:
-    """One module of the chain.
+    """One link of the chain.
 
     Attributes:
         name: In the whole model.

@@ -2,8 +2,8 @@
 
 Names are those of the unwrapped model (``model.blocks.0.attn.wq.weight``,
 ``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor).
-Hyper-parameters stay
-out: the run's settings supply them.
+Hyper-parameters stay out: the run's settings supply them. tests/engines/test_what_steps_do.py and
+test_save_and_restore.py hold the promises.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 With sequence parallelism the norms and the residual stream between two matrices are cut too, along
 the sequence. Every parameter becomes a DTensor that knows the `tp` axis, cut or not: so FSDP2
 shards all of them over one mesh, and a norm or a checkpoint can tell a part from a copy.
+tests/engines/test_tensor_parallel.py holds the promises.
 """
 
 from __future__ import annotations

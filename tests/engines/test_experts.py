@@ -249,13 +249,13 @@ class Own(nn.Module):
         return x + done[order.argsort()]
 
 
-def places_of(**axes):
+def meshes_of(**axes):
     from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.layouts import join_places
+    from hpctrain.engines.layouts import make_meshes
     from hpctrain.world import join_world
 
     world = join_world()
-    return world, join_places(Mesh(**axes), world.device)
+    return world, make_meshes(Mesh(**axes), world.device)
 
 
 def train_own():
@@ -264,11 +264,11 @@ def train_own():
     from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
-    world, places = places_of(dp_shard=2, ep=2)
+    world, meshes = meshes_of(dp_shard=2, ep=2)
     inputs = [torch.randn(5 + 4 * rank, 6) for rank in range(2)]
     model, same = Own(), Own()
-    expert_parallelize(model, places)
-    shard(model, places, torch.float32, EngineSettings(kind="fsdp2"))
+    expert_parallelize(model, meshes)
+    shard(model, meshes, torch.float32, EngineSettings(kind="fsdp2"))
 
     out = model(inputs[world.rank])
     out.square().sum().backward()
@@ -298,19 +298,19 @@ def refusals():
     from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
-    _, places = places_of(dp_shard=4, ep=2)
+    _, meshes = meshes_of(dp_shard=4, ep=2)
     router_inside = Own()
     router_inside.experts.router = nn.Linear(6, 3)
     uncut = Own(dim=5)
 
     def cut_further():
-        expert_parallelize(uncut, places)
-        shard(uncut, places, torch.float32, EngineSettings(kind="fsdp2"))
+        expert_parallelize(uncut, meshes)
+        shard(uncut, meshes, torch.float32, EngineSettings(kind="fsdp2"))
 
     acts = [
-        lambda: expert_parallelize(nn.Linear(2, 2), places),
-        lambda: expert_parallelize(Own(experts=3), places),
-        lambda: expert_parallelize(router_inside, places),
+        lambda: expert_parallelize(nn.Linear(2, 2), meshes),
+        lambda: expert_parallelize(Own(experts=3), meshes),
+        lambda: expert_parallelize(router_inside, meshes),
         cut_further,
     ]
     found = []
@@ -335,9 +335,9 @@ def held_of_few_experts():
     from hpctrain.engines.native import shard
     from hpctrain.settings.schema import EngineSettings
 
-    _, places = places_of(dp_shard=3)
+    _, meshes = meshes_of(dp_shard=3)
     model = Own()
-    shard(model, places, torch.float32, EngineSettings(kind="fsdp2"))
+    shard(model, meshes, torch.float32, EngineSettings(kind="fsdp2"))
     return model.experts.inner.weight.to_local().numel()
 
 

@@ -1,11 +1,13 @@
-"""What was found in a source, before it has our names.
+"""Named tensors and the state beside them, as every source of an import or an export gives them.
 
-A committed checkpoint of ours as named tensors, each verified while it is read.
-
-A tensor of any source: its name, its type, and its bytes when they are asked for.
+A `Tensor` has its name, its dtype, and its bytes when they are asked for; `NestedValue` and
+`Contents` are what a foreign source holds before it has our names (`naming.py` gives those).
+`committed` and `tensors` are the same for a committed checkpoint of ours, each tensor verified
+while it is read.
 
 Everything here goes tensor by tensor, so that memory holds the largest tensor, not the checkpoint.
-No torch: weights can be exported where there is none.
+No torch: weights can be exported where there is none. The promises are held by
+tests/unit/test_exchange_export.py and test_exchange_import.py.
 """
 
 from __future__ import annotations
@@ -31,8 +33,24 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
     from hpctrain.run.layout import RunDir
 
+    Bytes = NDArray[np.uint8]
+
+MODEL, OPTIM, TRACKED, RNG = "model.", "optim.", "tracked.", "rng."
+PREFIXES = (MODEL, OPTIM, TRACKED, RNG)
+"""Of the names of all tensors in a checkpoint of ours."""
 CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 """Fields of a manifest that go with a checkpoint of our own."""
+NUMPY: dict[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+"""Those of safetensors' dtypes that numpy has."""
+TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
+COMPARED = 4 << 20
+_ROUND = np.uint32(0x7FFF)
+_QUIET = np.uint32(0x0040_0000)
 
 
 @dataclass(frozen=True)
@@ -90,22 +108,6 @@ def carried(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, kinds[name]):
             raise CheckpointError(f"{where} has {name} = {json.dumps(value)[:80]}, not ours")
     return state
-
-
-if TYPE_CHECKING:
-    Bytes = NDArray[np.uint8]
-
-NUMPY: dict[str, str] = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8",
-    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
-}  # fmt: skip
-"""Those of safetensors' dtypes that numpy has."""
-TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-COMPARED = 4 << 20
-CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
-_ROUND = np.uint32(0x7FFF)
-_QUIET = np.uint32(0x0040_0000)
 
 
 @dataclass(frozen=True)
@@ -222,10 +224,6 @@ def _e4m3() -> NDArray[np.float32]:
 _E4M3 = _e4m3()
 
 
-MODEL, OPTIM, TRACKED, RNG = "model.", "optim.", "tracked.", "rng."
-PREFIXES = (MODEL, OPTIM, TRACKED, RNG)
-
-
 def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
     """Where a step's checkpoint lies, and its manifest.
 
@@ -237,10 +235,10 @@ def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
     if step not in there:
         listed = ", ".join(map(str, there)) or "none"
         raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
-    one = find.look(run, step)
-    if one.problem is not None or one.manifest is None:
-        raise TornCheckpoint(f"step {step} of {run.name} is torn: {one.problem}")
-    return one.path, one.manifest
+    checkpoint = find.look(run, step)
+    if checkpoint.problem is not None or checkpoint.manifest is None:
+        raise TornCheckpoint(f"step {step} of {run.name} is torn: {checkpoint.problem}")
+    return checkpoint.path, checkpoint.manifest
 
 
 def tensors(path: Path, manifest: Manifest) -> list[Tensor]:

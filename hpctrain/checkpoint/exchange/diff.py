@@ -1,7 +1,8 @@
-"""What two checkpoints have not in common: tensors, and the state beside them.
+"""The differences between two checkpoints: tensors, and the state beside them.
 
 Where both cut a tensor in the same way, the digests of its blocks say whether it is the same, and
-nothing is read; only how far apart two values are takes reading them.
+nothing is read; only how far apart two values are takes reading them. The promises are held by
+tests/unit/test_exchange_diff.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an export has in it, and how it is checked."""
+"""What an export has in it, and how it is checked.
+
+The promises are held by tests/unit/test_exchange_export.py.
+"""
 
 from __future__ import annotations
 

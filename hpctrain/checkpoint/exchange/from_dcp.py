@@ -1,7 +1,8 @@
 """Import from a directory of torch.distributed.checkpoint, of any number of ranks.
 
 Also from checkpoints of hpctrain's own first format, which lay in such a directory beside a
-manifest.
+manifest. The promises are held by tests/unit/test_exchange_import.py and
+test_exchange_untrusted.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Import from a file of torch.save: a state dict, or one beside an optimizer's."""
+"""Import from a file of torch.save: a state dict, or one beside an optimizer's.
+
+The promises are held by tests/unit/test_exchange_import.py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A committed checkpoint of a run from named tensors: written, read back, compared, published.
 
 An import takes an attempt of the run, as training does: should the run be started meanwhile, the
-import is the older attempt and may not publish any more.
+import is the older attempt and may not publish any more. The promises are held by
+tests/unit/test_exchange_import.py.
 """
 
 from __future__ import annotations

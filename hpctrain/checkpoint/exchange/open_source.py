@@ -1,4 +1,7 @@
-"""Which format is it? By what lies there, not by its name alone."""
+"""The format of a source, told by what lies there and not by its name alone, and its reader.
+
+The promises are held by tests/unit/test_exchange_import.py and test_odd_sources.py.
+"""
 
 from __future__ import annotations
 

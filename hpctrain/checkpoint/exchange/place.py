@@ -1,7 +1,8 @@
-"""New files under their final names only when they are whole, flushed and verified.
+"""New files that get their final names only when they are whole, flushed and verified.
 
 What is written has a temporary name in the same directory. An interrupted or failed export removes
-it; a killed one leaves it, under a name that nobody takes for the real one.
+it; a killed one leaves it, under a name that nobody takes for the real one. The promises are held
+by tests/unit/test_exchange_export.py.
 """
 
 from __future__ import annotations

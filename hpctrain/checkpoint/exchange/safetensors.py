@@ -1,11 +1,9 @@
-"""Import from safetensors: one file, or a directory as Hugging Face writes it. No torch.
+"""Safetensors files: import from one, or from a directory as Hugging Face writes it, and export.
 
-Export as safetensors, in Hugging Face's layout. No torch.
-
-One file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index. Each file is
-written tensor by tensor.
-
-Headers of safetensors files: read with distrust, since anybody may have written them.
+An export is one file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; each
+file is written tensor by tensor. Headers are read with distrust, since anybody may have written
+them. No torch. The promises are held by tests/unit/test_exchange_export.py, test_exchange_import.py
+and test_exchange_untrusted.py.
 """
 
 from __future__ import annotations
@@ -32,9 +30,15 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.exchange.contents import Bytes
     from hpctrain.checkpoint.exchange.export import OnBytes
 
+STEM = "model"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = STEM + INDEX_SUFFIX
+STATE_KEY = "hpctrain"
+"""In the first file of an export of everything: the rest of the manifest. Names are ours then."""
 MAX_HEADER = 100_000_000
 """As safetensors itself has it: a longer one is no header."""
 READ_BYTES = 64 << 20
+GB = 10**9
 
 
 @dataclass
@@ -122,13 +126,6 @@ def _read(path: Path, position: int, count: int) -> Bytes:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return content
-
-
-STEM = "model"
-INDEX = f"{STEM}.safetensors.index.json"
-STATE_KEY = "hpctrain"
-"""In the first file of an export of everything: the rest of the manifest. Names are ours then."""
-GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -246,9 +243,6 @@ def _put(descriptor: int, content: memoryview) -> None:
     done = 0
     while done < len(content):
         done += os.write(descriptor, content[done:])
-
-
-INDEX_SUFFIX = ".safetensors.index.json"
 
 
 def read(source: Path) -> Contents:

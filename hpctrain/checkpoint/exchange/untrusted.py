@@ -1,8 +1,9 @@
-"""Files that anybody may have written are read without running anything that they say.
+"""Readers for files that anybody may have written: nothing that such a file says is run.
 
 A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data;
 `.metadata` of a torch DCP checkpoint, which torch itself reads with plain pickle, is read here with
-a list of the names that it may use, each of which becomes an inert record of ours.
+a list of the names that it may use, each of which becomes an inert record of ours. The promises are
+held by tests/unit/test_exchange_untrusted.py.
 """
 
 from __future__ import annotations

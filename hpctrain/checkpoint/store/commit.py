@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 REMOVE_TRIES = 100
 """Of a directory from which others remove files at the same time."""
+ADVICE = "free some with `hpctrain checkpoints prune`, or keep fewer (checkpoint.keep_last)"
 
 
 def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
@@ -234,9 +235,6 @@ def _errors_named(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise NotWritten(f"{what}: {error}") from error
-
-
-ADVICE = "free some with `hpctrain checkpoints prune`, or keep fewer (checkpoint.keep_last)"
 
 
 def forecast(path: Path, need_bytes: int, need_files: int = 1) -> str | None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
 
 REASON_NAME = "SET-ASIDE.txt"
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,6 @@ def _reason(path: Path) -> str:
         return "no reason was left"
     except OSError as error:
         return f"the reason cannot be read: {error.strerror}"
-
-
-SHOWN = 3
 
 
 def asked_step(events: Iterable[Event]) -> int | None:

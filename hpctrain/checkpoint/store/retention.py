@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
+WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
+
 
 def pin(run: RunDir, step: int, reason: str = "") -> bool:
     """Keep a checkpoint from being deleted; returns whether that changed anything.
@@ -207,9 +209,6 @@ def _running(events: Sequence[Event], now: LedgerState) -> Usage:
         return Usage(f"attempt {now.attempt} is choosing which checkpoint to load", since=0)
     reason = f"attempt {now.attempt} is running on it: it restored step {restored[-1]}"
     return Usage(reason, since=restored[-1])
-
-
-WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
 
 
 class Why(StrEnum):

@@ -1,7 +1,8 @@
 """One checkpoint from all ranks' tensors: write, gather, commit. All ranks succeed, or none does.
 
 `save` does it while training waits; `saver.py` does the same behind training. Collective: every
-rank calls it.
+rank calls it. The promises are held by tests/engines/test_save_and_restore.py and
+test_checkpoint_faults.py.
 """
 
 from __future__ import annotations

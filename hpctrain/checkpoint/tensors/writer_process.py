@@ -4,9 +4,11 @@ A process of its own, so that digests and writes never hold the Python lock that
 exec'd, since a rank has threads and a CUDA context. It imports numpy and xxhash, and no torch. The
 rank's half is `writer.py`. Both talk over a socket, one request at a time:
 
-- the rank sends a FRAME and two descriptors: the arena's, and a memfd with the pickled request (so
-  that sending never waits for this process);
-- this process answers with a FRAME and a pickled Report or Failure.
+- the rank sends a FRAME and two descriptors: the arena's, and a memfd with the pickled
+  `WriteRequest` (so that sending never waits for this process);
+- this process answers with a FRAME and a pickled `ShardReport` or `WriteFailure`.
+
+The promises are held by tests/unit/test_checkpoint_writer.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact training of copies of a model: what DDP does in averages, in a tree of sums.
 
-See `exact.py`. The promise is tested in tests/engines/test_exact.py.
+`engine.py` beside it says how, tests/engines/test_exact.py holds the promises.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class ExactCopies(Exact):
     """Copies of a model, one for each rank; also the model of a single process."""
 
     def __init__(
-        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+        self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
     ) -> None:
         """See `Native`. Collective: rank 0's weights are copied to the others.
 
         Raises:
             UsageError: see `Exact`; or a single process would round otherwise than FSDP2 does.
         """
-        super().__init__(kind, model, optimizer, parts)
-        if parts.settings.kind == "fsdp2" and self.precision is not torch.float32:
+        super().__init__(kind, model, optimizer, inputs)
+        if inputs.settings.kind == "fsdp2" and self.precision is not torch.float32:
             raise UsageError(
                 "engine.exact with engine.kind fsdp2 and engine.precision bf16 or fp16 needs a "
                 "process group for one rank too, since FSDP2 rounds in other places; start it "

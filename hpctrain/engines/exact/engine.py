@@ -1,11 +1,11 @@
 """Training whose loss curve and weights are the same bits at any number of data-parallel ranks.
 
-A step is cut into leaves, which are the same samples whoever runs them. Each has random numbers of
-its own. What leaves leave behind (gradients, losses) is added up in an order that depends on their
-number alone: gradients in the tree of `tree.py`, of which each rank adds up the part that it
-owns. It gets that part of every leaf's gradient from the rank that ran the leaf: as many bytes
-travel as in a reduce-scatter, but for every leaf. The gradient's norm is exact (`exact_norm.py`).
-The promise is tested in tests/engines/test_exact.py.
+A step is cut into leaves, microbatches that are the same samples whoever runs them. Each has random
+numbers of its own. What leaves leave behind (gradients, losses) is added up in an order that
+depends on their number alone: gradients in the tree of `norm.PairwiseSum`, of which each rank adds
+up the part that it owns. It gets that part of every leaf's gradient from the rank that ran the
+leaf: as many bytes travel as in a reduce-scatter, but for every leaf. The gradient's norm is exact
+too (`norm.exact_norm`). tests/engines/test_exact.py holds the promises.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Exact(Native):
     """
 
     def __init__(
-        self, kind: str, model: nn.Module, optimizer: Optimizer, parts: EngineInputs
+        self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
     ) -> None:
         """See `Native`.
 
         Raises:
             UsageError: the settings, the model or the optimizer cannot keep the promise.
         """
-        super().__init__(kind, model, optimizer, parts)
-        refuse(parts.settings, model, optimizer, self.mesh)
+        super().__init__(kind, model, optimizer, inputs)
+        refuse(inputs.settings, model, optimizer, self.mesh)
         fix_kernels(self.world.device)
         self.passes = MicrobatchRules(leaves=True, equal=True)
         self._group: dist.ProcessGroup | None = None

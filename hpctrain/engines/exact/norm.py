@@ -1,16 +1,17 @@
-"""The 2-norm of a gradient, the same bits however its elements are spread over ranks.
-
-A sum of squares in fp64 depends on the order of its summands in the last bit, and now and then a
-clip factor shows that. Here each square becomes an integer, of which sums are exact. An fp32
-number has an exact square in fp64; scaled by a power of two that all ranks agree on, it is cut into
-`LIMBS` integers small enough that no sum of all of them overflows 63 bits.
-
-Sums whose bits depend on the number of summands alone, not on who adds them up or when.
+"""Sums and norms whose bits do not depend on who adds what up, or when.
 
 Floating-point addition is not associative: gradients that are added in another order differ in
-their last bits, and after some hundred steps a loss curve shows it. Here the order is a binary
-tree over the summands' numbers. It is grown like a binary counter, so that of n summands only
-log2(n) + 1 partial sums are ever held. The promise is tested in tests/engines/test_tree.py.
+their last bits, and after some hundred steps a loss curve shows it. `PairwiseSum` adds in the order
+of a binary tree over the summands' numbers. It is grown like a binary counter, so that of n
+summands only log2(n) + 1 partial sums are ever held.
+
+`exact_norm` is the 2-norm of a gradient, the same bits however its elements are spread over ranks:
+a sum of squares in fp64 depends on the order of its summands in the last bit, and now and then a
+clip factor shows that. Here each square becomes an integer, of which sums are exact. An fp32 number
+has an exact square in fp64; scaled by a power of two that all ranks agree on, it is cut into
+`LIMBS` integers small enough that no sum of all of them overflows 63 bits.
+
+tests/engines/test_tree.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact training of a sharded model: FSDP2 hands each leaf's gradient to the tree of sums.
 
-See `exact.py`. The promise is tested in tests/engines/test_exact.py.
+`engine.py` beside it says how, tests/engines/test_exact.py holds the promises.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ExactShards(Exact):
         kind: str,
         model: nn.Module,
         optimizer: Optimizer,
-        parts: EngineInputs,
+        inputs: EngineInputs,
         *,
-        places: DeviceMeshes,
+        meshes: DeviceMeshes,
     ) -> None:
-        """See `Native`; `places` are the mesh's groups."""
-        super().__init__(kind, model, optimizer, parts)
-        self._group = places.dense.get_group()
+        """See `Native`; `meshes` has the groups of the mesh's axes."""
+        super().__init__(kind, model, optimizer, inputs)
+        self._group = meshes.dense.get_group()
         self._own = PairwiseSum()
         self._shards: list[LeafScatter] = []
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):

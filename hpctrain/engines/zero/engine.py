@@ -1,10 +1,9 @@
 """DeepSpeed's engine, ZeRO stages 0 to 3, behind the same protocol as all others.
 
 What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
-masters of them) is set right around it, and what it does wrong is refused.
-Only here is it imported. tests/engines/test_zero.py holds the promises.
-
-DeepSpeed's loss scale for fp16, told and set in the words of `loss_scale.py`.
+masters of them) is set right around it, and what it does wrong is refused. Its loss scale for fp16
+is read and set in the words of `precision.LossScale`, so that it goes on under any engine. Only
+here is DeepSpeed imported. tests/engines/test_zero.py holds the promises.
 """
 
 from __future__ import annotations
@@ -81,26 +80,26 @@ class DeepSpeedScale(LossScale):
 class Zero(Engine):
     """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: EngineInputs) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs) -> None:
         """Hand a model over to DeepSpeed. Collective.
 
         Args:
             model: Of one process, on the CPU, not wrapped.
             optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
                 optimizer's groups, and reads rates from there.
-            parts: See there; all axes of the mesh are data-parallel.
+            inputs: See there; all axes of the mesh are data-parallel.
 
         Raises:
             UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
         """
-        settings, world = parts.settings, parts.world
-        super().__init__(settings.kind, model, optimizer, parts)
+        settings, world = inputs.settings, inputs.world
+        super().__init__(settings.kind, model, optimizer, inputs)
         self._stage = stage_of(settings.kind)
-        self._known = parts.known
+        self._known = inputs.known
         config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
         if settings.offload == "nvme":
-            _take_disk(config, optimizer, parts, self.data_ranks)
+            _take_disk(config, optimizer, inputs, self.data_ranks)
         if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
             raise UsageError(
                 f"engine.precision fp16: DeepSpeed does not run it on this {world.device.type}; "
@@ -119,7 +118,7 @@ class Zero(Engine):
                 ", so that rates set by the program would count for nothing; use AdamW, or "
                 "engine.kind fsdp2"
             )
-        self._holdings = ZeroState(
+        self._zero_state = ZeroState(
             named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
         )
         fp16 = self.precision is torch.float16
@@ -144,10 +143,10 @@ class Zero(Engine):
         """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
         if self._stage == 0:
             return self._step_of_copies()
-        self._holdings.complete_gradients()
+        self._zero_state.complete_gradients()
         self.model.step()  # type: ignore[operator]
         norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
-        self._holdings.forget_gradients()
+        self._zero_state.forget_gradients()
         return norm if norm >= 0 else math.nan  # it says -1 for what is no number
 
     def _step_of_copies(self) -> float:
@@ -176,17 +175,17 @@ class Zero(Engine):
 
     def state(self, *, with_optimizer: bool = True) -> State:
         """See `Engine`."""
-        return self._holdings.collect(with_optimizer=with_optimizer, known=self._known)
+        return self._zero_state.collect(with_optimizer=with_optimizer, known=self._known)
 
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """See `Engine`.
 
         Raises:
-            CheckpointError: see `Holdings.apply_counts`.
+            CheckpointError: see `ZeroState.apply_counts`.
         """
         if with_optimizer:
-            self._holdings.apply_counts(tensors)
-        self._holdings.push()
+            self._zero_state.apply_counts(tensors)
+        self._zero_state.push()
 
 
 def _config(
@@ -214,14 +213,14 @@ def _config(
 
 
 def _take_disk(
-    config: dict[str, Any], optimizer: Optimizer, parts: EngineInputs, data_ranks: int
+    config: dict[str, Any], optimizer: Optimizer, inputs: EngineInputs, data_ranks: int
 ) -> None:
     """A folder for this rank's state on the node's disk, written into DeepSpeed's configuration.
 
     Raises:
         UsageError: the engine, the machine or the disk cannot do it.
     """
-    settings = parts.settings
+    settings = inputs.settings
     if settings.kind != "zero3" or not settings.nvme_path:
         raise UsageError(
             f"engine.offload nvme needs engine.kind zero3 and engine.nvme_path; they are "
@@ -235,7 +234,7 @@ def _take_disk(
     away["buffer_count"] = max(kinds, away.get("buffer_count", 0))
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     elements = sum(math.ceil(p.numel() / data_ranks) for p in trained)
-    require_room(folder, elements, parts.world.ranks_per_node)
+    require_room(folder, elements, inputs.world.ranks_per_node)
     swapper = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
     swapper.AsyncIOBuilder = Operator  # type: ignore[attr-defined]
 

@@ -1,21 +1,16 @@
 """Optimizer state on a disk of the node, under ZeRO-3: what DeepSpeed keeps in files of its own.
 
 DeepSpeed reads a row of masters, moments and gradients into host memory, updates it, and writes it
-back; between steps its tensors are empty. Here the files are mapped into memory instead: a save
-reads them page by page, a restore writes them, and neither needs memory for the state.
-The folder is `zero_room.py`'s, reads and writes are `zero_files.py`'s.
-tests/engines/test_zero.py holds the promises.
+back; between steps its tensors are empty. `Disk` maps these files into memory instead: a save reads
+them page by page, a restore writes them, and neither needs memory for the state.
 
-Reading and writing the files of ZeRO's state, in the place of DeepSpeed's operator async_io.
+`NvmeFiles` reads and writes them in the place of DeepSpeed's operator async_io. The operator
+(0.19.8) never asks what became of a read or a write: on a full disk, or with memory that the disk
+cannot write to directly, training goes on with what lay there before. It also needs libaio and
+minutes of compiling on each node. Here a failure is raised, by threads that do the same work.
 
-The operator (0.19.8) never asks what became of a read or a write: on a full disk, or with memory
-that the disk cannot write to directly, training goes on with what lay there before. It also needs
-libaio and minutes of compiling on each node. Here a failure is raised, by threads that do the same
-work. tests/engines/test_zero.py holds the promises.
-
-A folder on the node's disk for a rank's state of ZeRO, and whether the disk can hold it.
-
-tests/engines/test_zero.py holds the promises.
+`take_folder` gives each rank a folder on the disk, removed when it ends, and `require_room` refuses
+a disk that cannot hold the state. tests/engines/test_zero_nvme.py holds the promises.
 """
 
 from __future__ import annotations
@@ -45,6 +40,12 @@ THREADS = 4
 """Calls at a time: enough for a disk of some gigabytes a second."""
 _ALIGNED = 4096
 """What memory, length and place in the file must be multiples of to go past the page cache."""
+PREFIX = "hpctrain-zero3-"
+"""Of the folders of this machine's ranks."""
+STATE_BYTES = 16
+"""Of an element in files: a master, two moments and a gradient in fp32."""
+_LOCKS: list[int] = []
+"""Open folders, which says that they are in use until this process ends."""
 
 
 class Operator:
@@ -55,7 +56,7 @@ class Operator:
         return self
 
     def aio_handle(self, **_: Any) -> NvmeFiles:
-        """See `Files`; the operator's own sizes of blocks and queues mean nothing to it."""
+        """See `NvmeFiles`; the operator's own sizes of blocks and queues mean nothing to it."""
         return NvmeFiles()
 
 
@@ -262,13 +263,6 @@ def _each_file(paths: Iterable[str], do: Any) -> None:
             os.close(file)
 
 
-PREFIX = "hpctrain-zero3-"
-STATE_BYTES = 16
-"""Of an element in files: a master, two moments and a gradient in fp32."""
-_LOCKS: list[int] = []
-"""Open folders, which says that they are in use until this process ends."""
-
-
 def take_folder(nvme_path: str) -> Path:
     """A new folder for this process alone below `engine.nvme_path`, removed when it ends.
 
@@ -277,17 +271,17 @@ def take_folder(nvme_path: str) -> Path:
     Raises:
         UsageError: there is no such place, or nothing can be written there.
     """
-    told = f"engine.nvme_path is {nvme_path}"
+    setting = f"engine.nvme_path is {nvme_path}"
     base = Path(os.path.expandvars(nvme_path))
     if "$" in str(base):
-        raise UsageError(f"{told}, and this node has no such variable; set it, or name a folder")
+        raise UsageError(f"{setting}, and this node has no such variable; set it, or name a folder")
     try:
         base.mkdir(parents=True, exist_ok=True)
         _sweep(base)
         return _locked(base)
     except OSError as error:
         raise UsageError(
-            f"{told}: {error.strerror} ({error.filename}); it takes a writable folder on a disk "
+            f"{setting}: {error.strerror} ({error.filename}); it takes a writable folder on a disk "
             "of each node"
         ) from None
 

@@ -2,10 +2,9 @@
 
 Nothing is gathered or copied to save. DeepSpeed keeps its fp32 masters and moments in flat tensors,
 in which parameters lie one after the other; a rank has a range of each such row (stages 1 and 2) or
-of each parameter (stage 3). Rows that lie in files are mapped (`zero_nvme.py`). Weights that are
-not trained have no master there; where the model works in 16 bits each rank keeps its range of them
-as they were, in host memory.
-tests/engines/test_zero.py holds the promises.
+of each parameter (stage 3). Rows that lie in files are mapped (`nvme.Disk`). Weights that are not
+trained have no master there; where the model works in 16 bits each rank keeps its range of them as
+they were, in host memory. tests/engines/test_zero.py holds the promises.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ class Fragment:
     """This rank's range of one parameter.
 
     Attributes:
-        owner: Where the master lies.
-        offset: First element in the owner.
+        buffer: Where the master lies.
+        offset: First element in the buffer.
         first: First element in the parameter.
         count: Elements; 0 where the rank has none of the parameter.
         shape: Of the whole parameter.
-        whole: The owner is the parameter itself, on every rank.
+        whole: The buffer is the parameter itself, on every rank.
     """
 
-    owner: FlatBuffer
+    buffer: FlatBuffer
     offset: int
     first: int
     count: int
@@ -68,7 +67,7 @@ class Fragment:
     whole: bool = False
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | Flat:
-        """The same range of a tensor that lies as the owner does; memory is shared."""
+        """The same range of a tensor that lies as the buffer does; memory is shared."""
         if self.whole:
             return tensor.detach()
         return Flat(tensor.detach().narrow(0, self.offset, self.count), self.first, self.shape)
@@ -81,7 +80,7 @@ def fragments_of(
 
     Args:
         parameters: Of the whole model.
-        optimizer: The program's, which updates the owners.
+        optimizer: The program's, which updates the flat buffers.
         zero: DeepSpeed's optimizer around it.
         stage: ZeRO's.
     """
@@ -109,36 +108,36 @@ def _copied(optimizer: Optimizer) -> dict[int, Fragment]:
 
 def _rows_spread(zero: Any) -> dict[int, Fragment]:
     """Stages 1 and 2: each rank has a range of the row of all parameters of a group."""
-    found = {}
+    fragments = {}
     for number, parameters in enumerate(zero.bit16_groups):
-        owner = FlatBuffer(zero.single_partition_of_fp32_groups[number], number)
+        buffer = FlatBuffer(zero.single_partition_of_fp32_groups[number], number)
         for parameter in parameters:
             held = parameter._hp_mapping  # noqa: SLF001 - what DeepSpeed's own safe_get_* read
             here = (held.hp_fragment_address.start, held.lp_fragment_address.start) if held else ()
             count = held.lp_fragment_address.numel if held else 0
             offset, first = here or (0, 0)
             shape = tuple(parameter.shape)
-            found[id(parameter)] = Fragment(owner, offset, first, count, shape)
-    return found
+            fragments[id(parameter)] = Fragment(buffer, offset, first, count, shape)
+    return fragments
 
 
 def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
     """Stage 3: each rank has a range of each parameter; a row is of some parameters' ranges."""
-    found = {}
-    owners = [
+    fragments = {}
+    flat_buffers = [
         FlatBuffer(flat, zero.sub_group_to_group_id[number])
         for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
     ]
-    of_owner = {id(p): n for n, group in enumerate(zero.fp16_groups) for p in group}
+    group_of = {id(p): n for n, group in enumerate(zero.fp16_groups) for p in group}
     for parameter in parameters:
-        number = of_owner.get(id(parameter))
+        number = group_of.get(id(parameter))
         if number is None:
             continue
         _, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
         first, count = _range_of(parameter)
         shape = tuple(parameter.ds_shape)
-        found[id(parameter)] = Fragment(owners[number], offset, first, count, shape)
-    return found
+        fragments[id(parameter)] = Fragment(flat_buffers[number], offset, first, count, shape)
+    return fragments
 
 
 def _range_of(parameter: Any) -> tuple[int, int]:
@@ -195,10 +194,10 @@ class ZeroState:
         self._zero, self._stage = zero, stage
         self._disk = Disk(zero) if getattr(zero, "swap_optimizer", False) else None
         self._fragments = fragments_of(named.values(), optimizer, zero, stage)
-        owners = {id(f.owner.tensor): f.owner for f in self._fragments.values()}
-        self._owners = list(owners.values())
-        self._kept = {
-            key: _keep(parameter, before[key])
+        flat_buffers = {id(f.buffer.tensor): f.buffer for f in self._fragments.values()}
+        self._flat_buffers = list(flat_buffers.values())
+        self._frozen = {
+            key: _freeze(parameter, before[key])
             for key, parameter in {id(p): p for p in named.values()}.items()
             if key in before and key not in self._fragments and before[key].dtype != parameter.dtype
         }
@@ -208,9 +207,11 @@ class ZeroState:
     @torch.no_grad()
     def _begin_with(self, before: Mapping[int, torch.Tensor]) -> None:
         """DeepSpeed rounds weights to 16 bits before it makes masters of them; undo that."""
-        rows = {id(owner.tensor): self._lying(owner.tensor, owner) for owner in self._owners}
+        rows = {
+            id(buffer.tensor): self._lying(buffer.tensor, buffer) for buffer in self._flat_buffers
+        }
         for key, fragment in self._fragments.items():
-            row = rows[id(fragment.owner.tensor)]
+            row = rows[id(fragment.buffer.tensor)]
             master = row.narrow(0, fragment.offset, fragment.count)
             values = before[key].reshape(-1).narrow(0, fragment.first, fragment.count)
             master.copy_(values)
@@ -230,32 +231,36 @@ class ZeroState:
         if with_optimizer:
             self.make_state()
         rows = {
-            id(owner.tensor): self._row(owner, with_optimizer=with_optimizer)
-            for owner in self._owners
+            id(buffer.tensor): self._row(buffer, with_optimizer=with_optimizer)
+            for buffer in self._flat_buffers
         }
         for name, parameter in self._named.items():
             fragment = self._fragments.get(id(parameter))
             if fragment is None:
                 shared.update(self._untrained(MODEL + name, parameter))
                 continue
-            masters, values = rows[id(fragment.owner.tensor)]
+            masters, values = rows[id(fragment.buffer.tensor)]
             if fragment.count or fragment.whole:
                 shared[MODEL + name] = fragment.view(masters)
             for key, value in values.items() if name in self._first_names else ():
-                told = f"{OPTIM}{name}.{key}"
-                names.add(told)
+                full_name = f"{OPTIM}{name}.{key}"
+                names.add(full_name)
                 if not _is_moment(value, masters):
-                    shared[told] = torch.as_tensor(value).detach().clone()
+                    shared[full_name] = torch.as_tensor(value).detach().clone()
                 elif fragment.count or fragment.whole:
-                    shared[told] = fragment.view(value)
+                    shared[full_name] = fragment.view(value)
         for name, (module, key) in self._buffers.items():
             shared[MODEL + name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
         return State(shared, known=frozenset(names - shared.keys()))
 
     def _untrained(self, name: str, parameter: Any) -> dict[str, torch.Tensor | Flat]:
-        kept = self._kept.get(id(parameter))
-        if kept is not None:
-            return {name: Flat(kept.local, kept.first, kept.shape)} if kept.local.numel() else {}
+        frozen = self._frozen.get(id(parameter))
+        if frozen is not None:
+            return (
+                {name: Flat(frozen.local, frozen.first, frozen.shape)}
+                if frozen.local.numel()
+                else {}
+            )
         if self._stage != SPREADS_PARAMETERS:
             return {name: parameter.detach()}
         first, count = _range_of(parameter)
@@ -263,21 +268,21 @@ class ZeroState:
         return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
 
     def _row(
-        self, owner: FlatBuffer, *, with_optimizer: bool
+        self, buffer: FlatBuffer, *, with_optimizer: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """An owner's masters and the optimizer's state of them, where they can be read now."""
-        values = dict(self._values(owner)) if with_optimizer else {}
+        """A buffer's masters and the optimizer's state of them, where they can be read now."""
+        values = dict(self._values(buffer)) if with_optimizer else {}
         lying = {
-            key: self._lying(value, owner) if _is_moment(value, owner.tensor) else value
+            key: self._lying(value, buffer) if _is_moment(value, buffer.tensor) else value
             for key, value in values.items()
         }
-        return self._lying(owner.tensor, owner), lying
+        return self._lying(buffer.tensor, buffer), lying
 
-    def _lying(self, value: torch.Tensor, owner: FlatBuffer) -> torch.Tensor:
+    def _lying(self, value: torch.Tensor, buffer: FlatBuffer) -> torch.Tensor:
         """Masters or a moment where they can be read and written."""
-        if self._disk is None or not self._disk.holds(owner.tensor):
+        if self._disk is None or not self._disk.holds(buffer.tensor):
             return value
-        return self._disk.mapped(owner.tensor, value)
+        return self._disk.mapped(buffer.tensor, value)
 
     def _here(self, row: torch.Tensor, *, changes: bool) -> AbstractContextManager[None]:
         """Around work that DeepSpeed or the optimizer does on masters and moments."""
@@ -285,30 +290,35 @@ class ZeroState:
             return contextlib.nullcontext()
         return self._disk.here(row, changes=changes)
 
-    def _values(self, owner: FlatBuffer) -> Iterator[tuple[str, Any]]:
-        for key, value in self._optimizer.state.get(owner.tensor, {}).items():
+    def _values(self, buffer: FlatBuffer) -> Iterator[tuple[str, Any]]:
+        for key, value in self._optimizer.state.get(buffer.tensor, {}).items():
             if value is not None:
                 yield key, value
 
     def make_state(self) -> None:
         """Have the optimizer make what it has no state of yet, as at step 0; nothing is updated.
 
-        Each owner makes one step of rate 0 with gradients of zero, after which it is forgotten
+        Each flat buffer makes one step of rate 0 with gradients of zero, after which nothing tells
         that there was a step.
         """
         optimizer, groups = self._optimizer, self._optimizer.param_groups
-        missing = [owner for owner in self._owners if not optimizer.state.get(owner.tensor)]
+        missing = [
+            buffer for buffer in self._flat_buffers if not optimizer.state.get(buffer.tensor)
+        ]
         try:
-            for owner in missing:
-                rate = groups[owner.group]["lr"]
+            for buffer in missing:
+                rate = groups[buffer.group]["lr"]
                 still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-                alone = {**groups[owner.group], "params": [owner.tensor], "lr": still}
+                alone = {**groups[buffer.group], "params": [buffer.tensor], "lr": still}
                 optimizer.param_groups = [alone]
-                with self._here(owner.tensor, changes=True):
-                    gradient, owner.tensor.grad = owner.tensor.grad, torch.zeros_like(owner.tensor)
+                with self._here(buffer.tensor, changes=True):
+                    gradient, buffer.tensor.grad = (
+                        buffer.tensor.grad,
+                        torch.zeros_like(buffer.tensor),
+                    )
                     optimizer.step()
-                    owner.tensor.grad = gradient
-                _set(optimizer.state[owner.tensor], "step", 0.0)
+                    buffer.tensor.grad = gradient
+                _set(optimizer.state[buffer.tensor], "step", 0.0)
         finally:
             optimizer.param_groups = groups
         if missing:
@@ -331,27 +341,27 @@ class ZeroState:
             CheckpointError: parameters that DeepSpeed updates together have different counts; on
                 every rank.
         """
-        found: dict[tuple[int, str], tuple[str, float]] = {}
+        counts: dict[tuple[int, str], tuple[str, float]] = {}
         for name, parameter in self._named.items():
             fragment = self._fragments.get(id(parameter))
             if fragment is None:
                 continue
-            for key, value in self._values(fragment.owner):
-                told = f"{OPTIM}{name}.{key}"
-                if _is_moment(value, fragment.owner.tensor) or told not in tensors:
+            for key, value in self._values(fragment.buffer):
+                full_name = f"{OPTIM}{name}.{key}"
+                if _is_moment(value, fragment.buffer.tensor) or full_name not in tensors:
                     continue
-                place, count = (id(fragment.owner.tensor), key), float(tensors[told])
-                other, known = found.setdefault(place, (told, count))
-                if known != count:
+                place, count = (id(fragment.buffer.tensor), key), float(tensors[full_name])
+                other, others_count = counts.setdefault(place, (full_name, count))
+                if others_count != count:
                     raise CheckpointError(
-                        f"{told} is {count:g} and {other} is {known:g}, but DeepSpeed counts both "
-                        "together; resume with fsdp2 or ddp"
+                        f"{full_name} is {count:g} and {other} is {others_count:g}, but DeepSpeed "
+                        "counts both together; resume with fsdp2 or ddp"
                     )
-        for owner in self._owners:
-            for key, _ in list(self._values(owner)):
-                place = (id(owner.tensor), key)
-                if place in found:
-                    _set(self._optimizer.state[owner.tensor], key, found[place][1])
+        for buffer in self._flat_buffers:
+            for key, _ in list(self._values(buffer)):
+                place = (id(buffer.tensor), key)
+                if place in counts:
+                    _set(self._optimizer.state[buffer.tensor], key, counts[place][1])
 
     # ---- gradients
 
@@ -365,9 +375,9 @@ class ZeroState:
 
         One that gets none in the next step would be given this step's once more.
         """
-        for owner in self._owners:
-            if owner.tensor.grad is not None:
-                owner.tensor.grad.zero_()
+        for buffer in self._flat_buffers:
+            if buffer.tensor.grad is not None:
+                buffer.tensor.grad.zero_()
         if self._stage == SPREADS_PARAMETERS:
             self._zero.grad_partitions_flat_buffer.zero_()
         if self._disk is not None:
@@ -384,16 +394,16 @@ class ZeroState:
             self._push_each()
             return
         self._zero.update_lp_params()
-        for kept in self._kept.values():
-            _gather_kept(kept)
+        for frozen in self._frozen.values():
+            _gather_frozen(frozen)
 
     def _push_each(self) -> None:
         """As DeepSpeed's own step does it: small parameters stay whole, and would be stale."""
         zero = self._zero
         zero._partition_all_parameters()  # noqa: SLF001 - no public way; the step's own
-        for kept in self._kept.values():
-            part: Any = kept.parameter
-            part.ds_tensor.data.narrow(0, 0, kept.local.numel()).copy_(kept.local)
+        for frozen in self._frozen.values():
+            part: Any = frozen.parameter
+            part.ds_tensor.data.narrow(0, 0, frozen.local.numel()).copy_(frozen.local)
         for number, row in enumerate(zero.fp32_partitioned_groups_flat):
             with self._here(row, changes=False):
                 zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
@@ -423,7 +433,7 @@ def _set(values: dict[str, Any], key: str, number: float) -> None:
         values[key] = type(held)(number)
 
 
-def _keep(parameter: Any, before: torch.Tensor) -> FrozenRange:
+def _freeze(parameter: Any, before: torch.Tensor) -> FrozenRange:
     """This rank's range of a parameter, as it was."""
     if hasattr(parameter, "ds_tensor"):
         first, count = _range_of(parameter)
@@ -435,12 +445,12 @@ def _keep(parameter: Any, before: torch.Tensor) -> FrozenRange:
     return FrozenRange(parameter, local, first, tuple(before.shape))
 
 
-def _gather_kept(kept: FrozenRange) -> None:
+def _gather_frozen(frozen: FrozenRange) -> None:
     """Fill a working copy from all ranks' ranges. Collective; of one parameter at a time."""
-    working = kept.parameter.data
+    working = frozen.parameter.data
     size = math.ceil(working.numel() / dist.get_world_size())
-    mine = torch.zeros(size, dtype=working.dtype, device=working.device)
-    mine[: kept.local.numel()].copy_(kept.local)
-    whole = mine.new_empty(size * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, mine)
+    padded = torch.zeros(size, dtype=working.dtype, device=working.device)
+    padded[: frozen.local.numel()].copy_(frozen.local)
+    whole = padded.new_empty(size * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, padded)
     working.copy_(whole[: working.numel()].view_as(working))
