@@ -1,1 +1,1 @@
-"""The programs that a job starts on its nodes, before anything heavy is imported."""
+"""The programs that a job starts on its nodes; each stands before anything heavy is imported."""

@@ -1,4 +1,4 @@
-"""One node of a local job: ``python -m hpctrain.entry.local_node RUN_DIR``; see the controller."""
+"""One node of a local job: ``python -m hpctrain.entry.local_node RUN``; see `local_controller`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the batch script does once its srun has ended: `agent/batch_side.py`, with SLURM's facts."""
+"""The batch script's last act, once its srun has ended: `agent/batch_side.py` with SLURM's facts.
+
+tests/unit/test_slurm_after.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The batch side: what the job's script asks before and after its one srun line.
+"""The commands of a job's script: what it asks before and after its one srun line.
 
     python -m hpctrain.entry.slurm_batch before RUN TOKEN      prints exports for the shell
     python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1
     python -m hpctrain.entry.slurm_batch body                  prints where body.sh lies
 
 `before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
-without. `after` is the second line of defence: it requeues where no agent could, and its exit code
-is the job's.
+without. `after` requeues where no agent could, and its exit code is the job's.
 """
 
 from __future__ import annotations
@@ -104,14 +103,14 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
     """
     job_id, restarts = own_job_id(env), own_restarts(env)
     nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
-    found = {
+    variables = {
         "HPCTRAIN_PORT": str(free_port(job_id, restarts)),
         "HPCTRAIN_RESTARTS": str(restarts),
         "HPCTRAIN_NODES": ",".join(nodes),
     }
-    found |= _asked(job_id, nodes)
+    variables |= _asked(job_id, nodes)
     address = _met_at(nodes[0], meeting) if nodes and meeting else ""
-    return found | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
+    return variables | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
@@ -120,16 +119,16 @@ def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
     A site may show users no nodes (PrivateData), so each question stands for itself; a slurmctld
     that is silent is asked no second one.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for ask in (partial(_times, job_id), _kill_wait, partial(_first_node, nodes)):
         try:
-            found |= ask()
+            variables |= ask()
         except ClusterUnreachable as error:
             print(f"hpctrain: {error}; going on without it", file=sys.stderr)
             break
         except (ClusterError, ValueError) as error:
             print(f"hpctrain: {error}; going on without it", file=sys.stderr)
-    return found
+    return variables
 
 
 def _times(job_id: str) -> dict[str, str]:
@@ -152,8 +151,8 @@ def _meeting_point(root: str) -> MeetingPoint | None:
     """The one of the run's preset, read from spec.json as it is: this process has no time."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or no preset in it
         network = json.loads((Path(root) / "spec.json").read_text())["preset"]["network"]
-        found = MeetingPoint(network["rendezvous_host"], network["resolve"])
-        return None if found == MeetingPoint() else found
+        meeting = MeetingPoint(network["rendezvous_host"], network["resolve"])
+        return None if meeting == MeetingPoint() else meeting
     return None
 
 
@@ -162,7 +161,7 @@ def _met_at(node: str, meeting: MeetingPoint) -> str:
     name = meeting.template.replace("{host}", node) or node
     family = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}.get(meeting.resolve)
     try:
-        found = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
+        addresses = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
     except (OSError, UnicodeError) as error:
         print(
             f"hpctrain: {name} has no {meeting.resolve if family else 'address'} here ({error}), "
@@ -170,7 +169,7 @@ def _met_at(node: str, meeting: MeetingPoint) -> str:
             file=sys.stderr,
         )
         return ""
-    return str(found[0][4][0]) if family else name
+    return str(addresses[0][4][0]) if family else name
 
 
 def _address(node: str) -> str:

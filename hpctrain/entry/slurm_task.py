@@ -1,7 +1,7 @@
 """The task that srun starts on every node: `python -m hpctrain.entry.slurm_task FOLDER`.
 
 FOLDER is the run's directory; in scripts of older versions ``jobs/<token>`` below it. The signal
-handlers stand before anything that takes time is imported.
+handlers stand before anything that takes time is imported: tests/slurm/test_early_signals.py.
 """
 
 from __future__ import annotations
