@@ -1,1 +1,1 @@
-"""One agent per node: starts the ranks, bounds how long a stop takes, says how an attempt ended."""
+"""The agent of each node: starts the ranks, bounds how long a stop takes, ends the attempt."""

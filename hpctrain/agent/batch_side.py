@@ -1,8 +1,9 @@
-"""The second line of defence: what is done once all agents of a job are gone.
+"""The batch script's side of an end: what is done once all agents of a job are gone.
 
 Node 0's agent decides, writes the decision into the ledger and carries it out. Here it is carried
 out where the agent could not (no scontrol in a container, killed too early), and decided where no
 agent was left to do it. Standard library only, so that it starts within KillWait.
+tests/unit/test_slurm_after.py and test_full_disk.py hold the promises.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class BatchScriptSide:
 
     def _attempt(self) -> int | None:
         """The newest attempt of this start; None where no agent came so far."""
-        mine = [
+        numbers = [
             event.attempt
             for event in self._events
             if event.kind == "attempt_started"
@@ -211,7 +212,7 @@ class BatchScriptSide:
             and event.data.get("job_id") == self._start.job_id
             and event.data.get("restarts") == self._start.restarts
         ]
-        return max(mine, default=None)
+        return max(numbers, default=None)
 
     def _is_superseded(self, attempt: int | None) -> bool:
         """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
@@ -225,8 +226,8 @@ class BatchScriptSide:
 
     def _last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:
         """The newest event of a kind that this attempt has."""
-        found = [e.data for e in self._events if e.kind == kind and e.attempt == attempt]
-        return found[-1] if found and attempt is not None else None
+        newest = [e.data for e in self._events if e.kind == kind and e.attempt == attempt]
+        return newest[-1] if newest and attempt is not None else None
 
     def _decide(self, attempt: int | None) -> int:
         """Decide in the agents' place: they died, or could not ask SLURM."""

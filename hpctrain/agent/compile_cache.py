@@ -1,4 +1,4 @@
-"""Where torch keeps the programs that it has compiled: a folder that nobody else can have filled.
+"""The folder in which torch keeps what it has compiled: one that nobody else can have filled.
 
 torch takes its cache from a name in the temporary folder that everybody can guess, whoever has made
 it, and runs what lies there. On a node that users share, the first to make that folder would run
@@ -29,12 +29,12 @@ def compile_cache(run: RunDir) -> Path:
     try:
         folder = Path(tempfile.gettempdir(), NAME.format(uid=os.geteuid()))
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:  # also where a file or a dangling link has the name
         why = str(error)
     else:
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if mine and not found.st_mode & _OTHERS_WRITE:
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if is_own and not status.st_mode & _OTHERS_WRITE:
             return folder
         why = f"{folder} is not this user's alone"
     other = run.root / "compiled"

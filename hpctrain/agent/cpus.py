@@ -1,18 +1,12 @@
-"""Binds ranks to the CPUs near their GPUs, as the site's map or the machine itself tells.
+"""CPUs of ranks: the machine's cores, NUMA nodes and GPUs read, a share for each rank, its binding.
 
-An agent plans for its node and the ranks bind themselves, first of all that they do: what they
-start (data loaders, the writer of checkpoints) stays there with them. docs/engines.md and
-tests/unit/test_cpu_plan.py.
-
-Which CPUs each rank of a node gets: those near its GPU, never one that the job was not given.
-
-Pure: the machine's facts come in. tests/unit/test_cpu_plan.py holds the promises.
-
-What Linux tells of a node's cores, NUMA nodes and GPUs; nothing is run, and nothing is guessed.
-
-NVIDIA's GPUs are taken in the order of their PCI addresses and AMD's in that of the kernel driver,
-which is how CUDA (with one model in a node) and HIP number them. tests/unit/test_topology.py holds
-the promises, on trees as machines have them.
+An agent plans for its node, by the site's map or by what Linux tells, and the ranks bind
+themselves, first of all that they do: what they start (data loaders, the writer of checkpoints)
+stays there with them. Each gets CPUs near its GPU, never one that the job was not given; nothing is
+run, and nothing is guessed. NVIDIA's GPUs are taken in the order of their PCI addresses and AMD's
+in that of the kernel driver, which is how CUDA (with one model in a node) and HIP number them.
+docs/engines.md; tests/unit/test_cpu_plan.py holds the promises, and test_topology.py those of the
+reading, on trees as machines have them.
 """
 
 from __future__ import annotations
@@ -29,6 +23,9 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 Cpus = frozenset[int]
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+STEP_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+"""The machine's own numbers, where the job sees its GPUs alone and renumbered."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,45 @@ class Machine:
     cores: Sequence[Cpus] = field(default_factory=list)
     numa: Sequence[Cpus] = field(default_factory=list)
     near: Sequence[Cpus] = field(default_factory=list)
+
+
+def cpus_of_ranks(
+    spec: Spec,
+    environ: Mapping[str, str],
+    allowed: Collection[int] | None = None,
+    root: Path | None = None,
+) -> list[str]:
+    """Lists of CPUs for this node's ranks, such as "49-55"; empty where they stay unbound.
+
+    Args:
+        spec: The run's.
+        environ: Of the job.
+        allowed: What the job was given; by default what this process may use.
+        root: Where /sys and /proc are, for tests.
+    """
+    slurm, asked = spec.settings.slurm, spec.settings.run.cpu_bind
+    if asked == "no" or spec.cluster != "slurm" or (asked == "auto" and not slurm.gpus_per_node):
+        return []
+    given = os.sched_getaffinity(0) if allowed is None else frozenset(allowed)
+    node = machine(environ, *([root] if root is not None else []))
+    if not slurm.gpus_per_node:
+        node = replace(node, near=[])
+    elif near := _from_map(spec, environ):
+        node = replace(node, near=near)
+    elif not node.near:
+        return []  # GPUs of which nobody knows where they are
+    return [as_list(one) for one in plan(slurm.ranks(), given, node, own=_owns(given, environ))]
+
+
+def bind(cpus: list[str]) -> None:
+    """Bind this rank's process to its CPUs, by its number on the node."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if rank >= len(cpus):
+        return
+    try:
+        os.sched_setaffinity(0, cpus_of(cpus[rank]))
+    except OSError as error:  # slower, and no reason to stop
+        print(f"hpctrain: not bound to CPUs {cpus[rank]}: {error.strerror}", flush=True)
 
 
 def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -> list[Cpus]:
@@ -71,54 +107,8 @@ def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -
     shares = dict[Cpus, list[Cpus]]()
     for cpus in dict.fromkeys(wanted):
         shares[cpus] = _divide(_cores(cpus, machine), wanted.count(cpus)) or [cpus] * ranks
-    found = [shares[cpus].pop(0) for cpus in wanted]
-    return found if any(cpus != given for cpus in found) else []
-
-
-def cpus_of(text: str) -> Cpus:
-    """CPUs of a list as Linux and SLURM write it: `0-3,8`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
-
-
-def as_list(cpus: Iterable[int]) -> str:
-    """The other way round."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _cores(cpus: Cpus, machine: Machine) -> list[Cpus]:
-    """These CPUs as cores, NUMA node by NUMA node."""
-    cores = {core & cpus for core in machine.cores} - {frozenset()}
-    left = cpus.difference(*cores) if cores else cpus
-    cores |= {frozenset({cpu}) for cpu in left}
-    places = {cpu: number for number, node in enumerate(machine.numa) for cpu in node}
-    return sorted(cores, key=lambda core: (places.get(min(core), 0), min(core)))
-
-
-def _divide(cores: Sequence[Cpus], parts: int) -> list[Cpus]:
-    """Cores beside each other for each part, as many as for the others; none where too few."""
-    each = len(cores) // parts
-    if not each:
-        return []
-    return [frozenset[int]().union(*cores[n * each : (n + 1) * each]) for n in range(parts)]
-
-
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-STEP_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
-"""The machine's own numbers, where the job sees its GPUs alone and renumbered."""
+    shares_of_ranks = [shares[cpus].pop(0) for cpus in wanted]
+    return shares_of_ranks if any(cpus != given for cpus in shares_of_ranks) else []
 
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
@@ -149,6 +139,68 @@ def numbers_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
     return None
 
 
+def cpus_of(text: str) -> Cpus:
+    """CPUs of a list as Linux and SLURM write it: `0-3,8`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def as_list(cpus: Iterable[int]) -> str:
+    """The other way round."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _from_map(spec: Spec, environ: Mapping[str, str]) -> list[Cpus]:
+    """The preset's map, for the GPUs that the job was given."""
+    if spec.preset is None:
+        return []
+    from hpctrain.site.preset import Site
+
+    with contextlib.suppress(ValueError):
+        near = [cpus_of(text) for text in Site.from_plain(spec.preset).cpus.of_gpu]
+        numbers = numbers_of_gpus(environ)
+        if numbers is None:
+            return near[: spec.settings.slurm.gpus_per_node]
+        return [near[number] for number in numbers] if max(numbers) < len(near) else []
+    return []
+
+
+def _owns(given: Collection[int], environ: Mapping[str, str]) -> bool:
+    """Whether SLURM gave the job all CPUs that it sees; where it confines nobody it sees all."""
+    on_node = environ.get("SLURM_CPUS_ON_NODE", "")
+    return on_node.isdigit() and int(on_node) >= len(given)
+
+
+def _cores(cpus: Cpus, machine: Machine) -> list[Cpus]:
+    """These CPUs as cores, NUMA node by NUMA node."""
+    cores = {core & cpus for core in machine.cores} - {frozenset()}
+    left = cpus.difference(*cores) if cores else cpus
+    cores |= {frozenset({cpu}) for cpu in left}
+    places = {cpu: number for number, node in enumerate(machine.numa) for cpu in node}
+    return sorted(cores, key=lambda core: (places.get(min(core), 0), min(core)))
+
+
+def _divide(cores: Sequence[Cpus], parts: int) -> list[Cpus]:
+    """Cores beside each other for each part, as many as for the others; none where too few."""
+    each = len(cores) // parts
+    if not each:
+        return []
+    return [frozenset[int]().union(*cores[n * each : (n + 1) * each]) for n in range(parts)]
+
+
 def _used(gpus: list[Cpus], environ: Mapping[str, str]) -> list[Cpus]:
     """CPUs near the GPUs that the job was given; none where one of them is not known."""
     numbers = numbers_of_gpus(environ)
@@ -167,7 +219,7 @@ def _nvidia(root: Path) -> list[Cpus]:
 
 def _amd(root: Path) -> list[Cpus]:
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
-    found = []
+    near_each = []
     for node in sorted(nodes, key=lambda path: int(path.name)):
         facts = dict(
             line.split(maxsplit=1)
@@ -179,8 +231,8 @@ def _amd(root: Path) -> list[Cpus]:
                 continue  # a CPU
             where, domain = int(facts.get("location_id", "0")), int(facts.get("domain", "0"))
             bus, device, function = where >> 8 & 0xFF, where >> 3 & 0x1F, where & 7
-            found.append(_near(root, f"{domain:04x}:{bus:02x}:{device:02x}.{function}"))
-    return found
+            near_each.append(_near(root, f"{domain:04x}:{bus:02x}:{device:02x}.{function}"))
+    return near_each
 
 
 def _near(root: Path, address: str) -> Cpus:
@@ -204,63 +256,3 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def cpus_of_ranks(
-    spec: Spec,
-    environ: Mapping[str, str],
-    allowed: Collection[int] | None = None,
-    root: Path | None = None,
-) -> list[str]:
-    """Lists of CPUs for this node's ranks, such as "49-55"; empty where they stay unbound.
-
-    Args:
-        spec: The run's.
-        environ: Of the job.
-        allowed: What the job was given; by default what this process may use.
-        root: Where /sys and /proc are, for tests.
-    """
-    slurm, asked = spec.settings.slurm, spec.settings.run.cpu_bind
-    if asked == "no" or spec.cluster != "slurm" or (asked == "auto" and not slurm.gpus_per_node):
-        return []
-    given = os.sched_getaffinity(0) if allowed is None else frozenset(allowed)
-    found = machine(environ, *([root] if root is not None else []))
-    if not slurm.gpus_per_node:
-        found = replace(found, near=[])
-    elif near := _from_map(spec, environ):
-        found = replace(found, near=near)
-    elif not found.near:
-        return []  # GPUs of which nobody knows where they are
-    return [as_list(one) for one in plan(slurm.ranks(), given, found, own=_owns(given, environ))]
-
-
-def bind(cpus: list[str]) -> None:
-    """Bind this rank's process to its CPUs, by its number on the node."""
-    rank = int(os.environ["LOCAL_RANK"])
-    if rank >= len(cpus):
-        return
-    try:
-        os.sched_setaffinity(0, cpus_of(cpus[rank]))
-    except OSError as error:  # slower, and no reason to stop
-        print(f"hpctrain: not bound to CPUs {cpus[rank]}: {error.strerror}", flush=True)
-
-
-def _from_map(spec: Spec, environ: Mapping[str, str]) -> list[Cpus]:
-    """The preset's map, for the GPUs that the job was given."""
-    if spec.preset is None:
-        return []
-    from hpctrain.site.preset import Site
-
-    with contextlib.suppress(ValueError):
-        near = [cpus_of(text) for text in Site.from_plain(spec.preset).cpus.of_gpu]
-        numbers = numbers_of_gpus(environ)
-        if numbers is None:
-            return near[: spec.settings.slurm.gpus_per_node]
-        return [near[number] for number in numbers] if max(numbers) < len(near) else []
-    return []
-
-
-def _owns(given: Collection[int], environ: Mapping[str, str]) -> bool:
-    """Whether SLURM gave the job all CPUs that it sees; where it confines nobody it sees all."""
-    told = environ.get("SLURM_CPUS_ON_NODE", "")
-    return told.isdigit() and int(told) >= len(given)

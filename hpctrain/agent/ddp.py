@@ -1,4 +1,4 @@
-"""DDP lets go of its process group last: else a program may hang for ever at its very end.
+"""A repair of DDP's end: it lets go of its process group last, and no program hangs there.
 
 A program that destroys its process group while a DDP object lives leaves the last reference to
 DDP's C++ half. That half goes with the GIL held, and the group's end waits for gloo's thread, which

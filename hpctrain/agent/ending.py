@@ -1,9 +1,10 @@
-"""Why did the attempt end, and what follows? Decided once, and written down first.
+"""The end of an attempt, as node 0's agent sees to it: why it ended, and what follows.
 
-The scheduler is asked. Runs in node 0's agent only. The decision is written into the ledger before
-it is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed;
-where it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`).
-Where it could not be written, on a full disk, it is carried out all the same.
+The scheduler is asked, and `plan.decide` decides. The decision is written into the ledger before it
+is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed; where
+it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`). Where
+it could not be written, on a full disk, it is carried out all the same.
+tests/unit/test_aftermath.py and tests/slurm/test_requeue_path.py hold the promises.
 """
 
 from __future__ import annotations
@@ -51,16 +52,40 @@ down, and so is not counted, is left to the batch side, which pauses first."""
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     """What rank 0 left behind; empty for a program that does not use hpctrain."""
     try:
-        found = json.loads(read_plain(run.attempt(attempt) / OUTCOME))
+        outcome = json.loads(read_plain(run.attempt(attempt) / OUTCOME))
     except (FileNotFoundError, ValueError):
         return {}
-    if not isinstance(found, dict) or found.get("outcome") not in {"done", "stopped", "left"}:
+    if not isinstance(outcome, dict) or outcome.get("outcome") not in {"done", "stopped", "left"}:
         return {}
     return {
-        "outcome": found["outcome"],
-        "step": count(found.get("step")),
-        "cause": member(StopCause, found.get("cause")),
+        "outcome": outcome["outcome"],
+        "step": count(outcome.get("step")),
+        "cause": member(StopCause, outcome.get("cause")),
     }
+
+
+def last_step(events: list[ledger.Event], attempt: int) -> int | None:
+    """The last step that an attempt is known to have done."""
+    steps = [
+        e.data.get("last" if e.kind == "steps" else "step")
+        for e in events
+        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
+    ]
+    return max((step for step in steps if step is not None), default=None)
+
+
+def last_seen(run: RunDir, events: list[ledger.Event], attempt: int) -> dict[str, Any]:
+    """How far an attempt came and when it was last heard of, as fields of its end.
+
+    By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
+    """
+    beat = read_heartbeat(run, attempt)
+    step = last_step(events, attempt)
+    own = [e.t for e in events if e.attempt == attempt and e.kind != "attempt_ended"]
+    if beat is not None:
+        step = max(beat.step, step or 0)
+        own.append(beat.t)
+    return {"step": step, "heard": max(own, default=None)}
 
 
 class AttemptEnding:
@@ -199,14 +224,14 @@ class AttemptEnding:
         own = self._context.restarts
         return is_requeued(facts, own) or is_cancelled(facts, own)
 
-    def conclude(self, attempt: int, end: RoundEnd, watch: StopDeadline) -> int:
+    def conclude(self, attempt: int, end: RoundEnd, deadline: StopDeadline) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""
         if not self._is_current(attempt):
             ledger.record(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
             return 0  # a zombie must not requeue the job that took over
         left = read_outcome(self._run, attempt)
-        outcome = self._outcome(attempt, end, watch, left)
-        cause = left.get("cause") or watch.cause
+        outcome = self._outcome(attempt, end, deadline, left)
+        cause = left.get("cause") or deadline.cause
         if end.ending == "killed" and cause is None:
             cause = StopCause.CLOCK
         facts = self._facts_now(outcome)
@@ -252,7 +277,7 @@ class AttemptEnding:
         return EXIT_STOPPED
 
     def _outcome(
-        self, attempt: int, end: RoundEnd, watch: StopDeadline, left: dict[str, Any]
+        self, attempt: int, end: RoundEnd, deadline: StopDeadline, left: dict[str, Any]
     ) -> Outcome:
         if left.get("outcome") == "done":
             return "done"
@@ -262,18 +287,18 @@ class AttemptEnding:
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
             # next attempt.
-            if watch.is_told_to_stop():
+            if deadline.is_told_to_stop():
                 return "stopped"
             return "crashed" if self._is_silent_end(attempt, left) else "done"
-        if end.ending == "killed" or watch.cause is not None:
+        if end.ending == "killed" or deadline.cause is not None:
             return "killed"
         return self._crash_kind(attempt, end.failure)
 
     def _is_silent_end(self, attempt: int, left: dict[str, Any]) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
-        mine = [e for e in ledger.read(self._run) if e.attempt == attempt]
-        told = any(e.kind in {"restored", "steps", "saved"} for e in mine)
-        return told and not left and not any(e.kind == "done" for e in mine)
+        own = [e for e in ledger.read(self._run) if e.attempt == attempt]
+        has_told_steps = any(e.kind in {"restored", "steps", "saved"} for e in own)
+        return has_told_steps and not left and not any(e.kind == "done" for e in own)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
@@ -388,27 +413,3 @@ class AttemptEnding:
             facts={} if facts is None else facts.__dict__,
             by="agent",
         )
-
-
-def last_step(events: list[ledger.Event], attempt: int) -> int | None:
-    """The last step that an attempt is known to have done."""
-    steps = [
-        e.data.get("last" if e.kind == "steps" else "step")
-        for e in events
-        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
-    ]
-    return max((step for step in steps if step is not None), default=None)
-
-
-def last_seen(run: RunDir, events: list[ledger.Event], attempt: int) -> dict[str, Any]:
-    """How far an attempt came and when it was last heard of, as fields of its end.
-
-    By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
-    """
-    beat = read_heartbeat(run, attempt)
-    step = last_step(events, attempt)
-    own = [e.t for e in events if e.attempt == attempt and e.kind != "attempt_ended"]
-    if beat is not None:
-        step = max(beat.step, step or 0)
-        own.append(beat.t)
-    return {"step": step, "heard": max(own, default=None)}

@@ -1,10 +1,9 @@
-"""Notes when the ranks of this node wrote what, for `hpctrain logs --since` and for its order.
+"""An index of when the ranks of this node wrote their logs, for `hpctrain logs`.
 
 Ranks write their logs themselves, so that a line is there even when everything else is dead; this
 looks at how long the logs are. It runs in a thread of its own and makes system calls only: a file
 system that stalls must keep neither the agent's watch nor a fork waiting. What cannot be written is
-left out. `run/log_files.py` says what is written; tests/unit/test_log_clock.py holds the
-promises.
+left out. `run/log_files.py` says what is written; tests/unit/test_log_clock.py holds the promises.
 """
 
 from __future__ import annotations
@@ -30,6 +29,46 @@ BURST_S, BURST_BYTES = 5.0, 1 << 16
 """A log that grows fast is marked more often; its marks are a small part of it."""
 PATIENCE_S = 1.0
 """So long may the last look take; the next attempt does not wait for a file system that hangs."""
+
+
+class LogIndexer:
+    """Looks at the logs of one node's ranks while they run: `with LogIndexer(logs): ...`."""
+
+    def __init__(
+        self, logs: Sequence[Path], now: Callable[[], float] = time.time, *, in_all: int = 1
+    ) -> None:
+        """Look at these, of so many logs in the whole run."""
+        self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
+        self._indexes = [_LogIndex(log) for log in logs]
+        self._now = now
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-index", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE_S)
+
+    def look(self, *, last: bool = False) -> None:
+        """Mark the logs that have grown enough; with `last` all that have grown at all."""
+        for index in self._indexes:
+            try:
+                index.look(self._now(), last=last)
+            except OSError:
+                continue  # no output so far, or no room: the lines' times are then not known
+
+    def _run(self) -> None:
+        while not self._over.wait(self.every_s):
+            self.look()
+        self.look(last=True)
 
 
 class _LogIndex:
@@ -67,43 +106,3 @@ class _LogIndex:
             os.write(descriptor, b"".join(map(mark_line, marks)))
         finally:
             os.close(descriptor)
-
-
-class LogIndexer:
-    """Looks at the logs of one node's ranks while they run: `with LogClock(logs): ...`."""
-
-    def __init__(
-        self, logs: Sequence[Path], now: Callable[[], float] = time.time, *, in_all: int = 1
-    ) -> None:
-        """Look at these, of so many logs in the whole run."""
-        self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
-        self._clocks = [_LogIndex(log) for log in logs]
-        self._now = now
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="log-clock", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join(PATIENCE_S)
-
-    def look(self, *, last: bool = False) -> None:
-        """Mark the logs that have grown enough; with `last` all that have grown at all."""
-        for clock in self._clocks:
-            try:
-                clock.look(self._now(), last=last)
-            except OSError:
-                continue  # no output so far, or no room: the lines' times are then not known
-
-    def _run(self) -> None:
-        while not self._over.wait(self.every_s):
-            self.look()
-        self.look(last=True)

@@ -1,4 +1,4 @@
-"""The life of an agent: from the first signal handler to the decision what follows the attempt."""
+"""The life of an agent, from its first signal handler to the decision on what follows."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     follow_folder(run.root)  # the ranks are forked from here
     spec = job_spec(run)
     first = context.node_rank == 0
-    aftermath = AttemptEnding(run, spec, context, control)
+    ending = AttemptEnding(run, spec, context, control)
     started = time.time()
     if first:
-        aftermath.record_lost_attempt()
-        if why := aftermath.is_over():
+        ending.record_lost_attempt()
+        if why := ending.is_over():
             ledger.record(run, "orphan_left", job_id=context.job_id, why=why)
             print(f"hpctrain: {why}", flush=True)
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
@@ -63,15 +63,13 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     environment = RankEnvironment(run, spec, context)
     environment.before_imports()
     secret = start_secret(run, context.job_id, context.restarts)
-    fitness = NodeCheck(run, spec, context, secret)
-    fitness.begin()
+    node_check = NodeCheck(run, spec, context, secret)
+    node_check.begin()
     _preload()
     try:
-        if against := fitness.against():
-            return fitness.leave(against, aftermath)
-        return _run_rounds(
-            run, spec, context, aftermath, environment, secret=secret, started=started
-        )
+        if against := node_check.against():
+            return node_check.leave(against, ending)
+        return _run_rounds(run, spec, context, ending, environment, secret=secret, started=started)
     finally:
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
@@ -82,9 +80,9 @@ def _allow_connections(spec: Spec, context: JobContext) -> None:
     """Each rank has connections to all others; the usual soft limit ends near 250 ranks."""
     world_size = len(context.nodes) * spec.settings.slurm.ranks()
     node = context.nodes[context.node_rank]
-    told = process.warning(world_size, process.raise_limit(), node)
-    if told:
-        print(f"hpctrain: {told}", file=sys.stderr, flush=True)
+    warning = process.warning(world_size, process.raise_limit(), node)
+    if warning:
+        print(f"hpctrain: {warning}", file=sys.stderr, flush=True)
 
 
 def _preload() -> None:
@@ -107,7 +105,7 @@ def _run_rounds(
     run: RunDir,
     spec: Spec,
     context: JobContext,
-    aftermath: AttemptEnding,
+    ending: AttemptEnding,
     environment: RankEnvironment,
     *,
     secret: str,
@@ -124,10 +122,10 @@ def _run_rounds(
     cpus = cpus_of_ranks(spec, os.environ)
     # The ledger and the ranks' logs tell what failed; torch's agent would tell it a third time.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    watch = StopDeadline(
+    deadline = StopDeadline(
         context,
         arrivals=signals.arrivals,
-        ask=aftermath.ask,
+        ask=ending.ask,
         stop_margin_s=spec.settings.run.stop_margin_s,
     )
 
@@ -159,7 +157,7 @@ def _run_rounds(
         return attempt
 
     def may_restart(failure: FailureReport | None) -> bool:
-        return aftermath.after_crash(agent.attempt_number, failure)
+        return ending.after_crash(agent.attempt_number, failure)
 
     rendezvous = Rendezvous(
         context.master_addr,
@@ -181,7 +179,7 @@ def _run_rounds(
         master_addr=context.master_addr,
         master_port=context.port,
     )
-    hooks = RoundHooks(begin, watch, may_restart) if context.node_rank == 0 else None
+    hooks = RoundHooks(begin, deadline, may_restart) if context.node_rank == 0 else None
     agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],
@@ -195,7 +193,7 @@ def _run_rounds(
         agent.run()
         if hooks is None or agent.end is None:
             return 0
-        return aftermath.conclude(agent.attempt_number, agent.end, watch)
+        return ending.conclude(agent.attempt_number, agent.end, deadline)
     finally:
         rendezvous.close()
 

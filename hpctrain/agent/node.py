@@ -3,7 +3,7 @@
 A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates:
 it takes the attempt's number, gathers what the nodes report, and publishes one verdict that all
 agents follow, since agents that each decided for themselves would wait for each other in the next
-rendezvous for ever.
+rendezvous for ever. tests/engines/test_node_agent.py holds the promises.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class RoundHooks:
     Attributes:
         begin: Takes the attempt's number; called before the ranks start, with host names and world
         size.
-        watch: The stop watch.
+        deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
     """
 
     begin: Callable[[int], Attempt]
-    watch: StopDeadline
+    deadline: StopDeadline
     may_restart: Callable[[FailureReport | None], bool]
 
 
@@ -226,8 +226,8 @@ class NodeAgent(LocalElasticAgent):
             attempt = self._hooks.begin(group.workers[0].world_size)
             self._news_store.set(key, asdict(attempt))
         limit_s = self._meeting_place.timeout.total_seconds()
-        known: dict[str, Any] = self._news_store.wait(key, limit_s)
-        return known
+        taken: dict[str, Any] = self._news_store.wait(key, limit_s)
+        return taken
 
     def _watch_round(self) -> RoundEnd:
         reported = False
@@ -279,7 +279,7 @@ class NodeAgent(LocalElasticAgent):
             end = self._after_failure(hooks, reports, reports.first_failure_at)
             if end is not None:
                 return end
-        verdict = hooks.watch.look()
+        verdict = hooks.deadline.look()
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
 
     def _after_failure(
@@ -304,7 +304,7 @@ class NodeAgent(LocalElasticAgent):
         why = failure.summary if failure else "a rank failed"
         if silent:
             return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
-        restart = hooks.watch.cause is None and hooks.may_restart(failure)
+        restart = hooks.deadline.cause is None and hooks.may_restart(failure)
         return RoundEnd("failed", restart=restart, why=why, failure=failure)
 
     def _gather(self, reports: _Reports) -> None:

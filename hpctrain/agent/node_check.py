@@ -1,4 +1,8 @@
-"""Are this job's nodes fit? Looked at while torch is imported; a few bad ones are left behind."""
+"""The check of a job's nodes while torch is imported; a few bad ones are left behind.
+
+Its parts are those of `hpctrain preflight` (`preflight/at_start.py`). tests/slurm/test_fitness.py
+holds the promises.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +59,22 @@ class NodeCheck:
         bad = verdict.bad
         leave = bool(verdict.apart) or preflight.to_leave(bad, self._context.nodes)
         if self._context.node_rank == 0:
-            tried = preflight.collective(self._place().folder)
-            if tried == OK:
+            collective = preflight.collective(self._place().folder)
+            if collective == OK:
                 node_lists.record_known_good(
                     node_lists.known_good_path(self._run), self._context.nodes
                 )
             ledger.append(
-                self._run, "preflight", bad=bad, leave=leave, no_answer=silence, collective=tried
+                self._run,
+                "preflight",
+                bad=bad,
+                leave=leave,
+                no_answer=silence,
+                collective=collective,
             )
         return verdict if leave else None
 
-    def leave(self, verdict: NodesVerdict, aftermath: AttemptEnding) -> int:
+    def leave(self, verdict: NodesVerdict, ending: AttemptEnding) -> int:
         """End before an attempt has done anything. Returns the exit code of the task."""
         context = self._context
         if context.node_rank != 0:
@@ -88,8 +97,8 @@ class NodeCheck:
             by="start",
         )
         if verdict.apart:
-            return aftermath.apart(taken.number, verdict.apart)
-        return aftermath.unfit(taken.number, verdict.bad)
+            return ending.apart(taken.number, verdict.apart)
+        return ending.unfit(taken.number, verdict.bad)
 
     def _place(self) -> NodePlace:
         context = self._context
@@ -130,5 +139,5 @@ class NodeCheck:
             return False
         if asked.bandwidth == "auto" and not expected.has_yardstick(len(self._context.nodes)):
             return False
-        known = node_lists.known_good_path(self._run)
-        return not node_lists.are_known_good(known, self._context.nodes, asked.bandwidth_hours)
+        path = node_lists.known_good_path(self._run)
+        return not node_lists.are_known_good(path, self._context.nodes, asked.bandwidth_hours)

@@ -1,13 +1,10 @@
-"""Starts the telling of news, as [notify] asks for it, and returns at once.
+"""Notifications of an attempt's end: what there is to tell, and the start of who tells it.
 
 The telling is a process of its own (`notify_child.py`), in a session of its own: it may hang, flood
 its output or be missing, and nobody here waits for it. Started where its starter lives on: by node
 0's agent when ranks start again in the allocation, else by the batch side, since SLURM kills what a
-step leaves behind when its last task exits.
-
-What is there to tell of an attempt's end? Pure: events in, news out.
-
-docs/notifications.md documents every field; tests/unit/test_notify.py holds the promises.
+step leaves behind when its last task exits. docs/notifications.md documents every field;
+tests/unit/test_notify.py holds the promises.
 """
 
 from __future__ import annotations
@@ -30,8 +27,40 @@ if TYPE_CHECKING:
 
 SPARE_S = 5.0
 """Beyond `notify.timeout_s`: for the child's own start and its line in the ledger."""
-
+MOST_WHY = 2000
+"""Characters of a reason: an argument and a chat message have their limits."""
+_ENDED_ON_WISH = frozenset({EndReason.STOPPED, EndReason.CANCELLED})
 _started: list[subprocess.Popen[bytes]] = []  # kept: a Popen that is collected warns
+
+
+@dataclass(frozen=True)
+class Notification:
+    """What a [notify] command and webhook get."""
+
+    what: str
+    """done, failed, stopped: the run is over; attempt: an attempt ended and the run goes on."""
+    run: str
+    run_dir: str
+    attempt: int
+    job_id: str | None
+    reason: str
+    """Why the attempt ended, as `hpctrain status` has it."""
+    step: int | None
+    """The last step that it is known to have done."""
+    saved_step: int | None
+    """The newest step that a committed checkpoint has."""
+    steps_lost: int | None
+    """What a resume from there does again."""
+    loss: float | None
+    why: str
+    next: str
+    """A command that helps now."""
+    text: str
+    """All that matters in one line; chat services that take `text` show it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Every field, as JSON values."""
+        return asdict(self)
 
 
 def notify(run: RunDir, settings: NotifySettings, attempt: int) -> subprocess.Popen[bytes] | None:
@@ -71,42 +100,7 @@ def wait_for(child: subprocess.Popen[bytes] | None, limit_s: float) -> None:
             return
 
 
-MOST_WHY = 2000
-"""Characters of a reason: an argument and a chat message have their limits."""
-_ENDED_ON_WISH = frozenset({EndReason.STOPPED, EndReason.CANCELLED})
-
-
-@dataclass(frozen=True)
-class Notification:
-    """What a [notify] command and webhook get."""
-
-    what: str
-    """done, failed, stopped: the run is over; attempt: an attempt ended and the run goes on."""
-    run: str
-    run_dir: str
-    attempt: int
-    job_id: str | None
-    reason: str
-    """Why the attempt ended, as `hpctrain status` has it."""
-    step: int | None
-    """The last step that it is known to have done."""
-    saved_step: int | None
-    """The newest step that a committed checkpoint has."""
-    steps_lost: int | None
-    """What a resume from there does again."""
-    loss: float | None
-    why: str
-    next: str
-    """A command that helps now."""
-    text: str
-    """All that matters in one line; chat services that take `text` show it."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Every field, as JSON values."""
-        return asdict(self)
-
-
-def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> Notification | None:
+def notification_of(run: RunDir, events: Sequence[Event], attempt: int) -> Notification | None:
     """The news of an attempt; None where it has not ended."""
     own = [event for event in events if event.attempt == attempt]
     stuck = _stuck(own)
@@ -116,8 +110,8 @@ def news_of(run: RunDir, events: Sequence[Event], attempt: int) -> Notification 
     stopped = _last(own, "run_stopped")
     what = "failed" if stuck else _what(end, stopped)
     failure = _last(own, "failure") or {}
-    told = (stopped or {}).get("detail") or failure.get("summary") or end.get("detail")
-    why = str(stuck or told or "")
+    detail = (stopped or {}).get("detail") or failure.get("summary") or end.get("detail")
+    why = str(stuck or detail or "")
     step = end.get("step")
     saved = max((e.data["step"] for e in events if e.kind == "saved"), default=None)
     lost = None if step is None else max(0, step - (saved or 0))

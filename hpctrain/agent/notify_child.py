@@ -1,8 +1,9 @@
-"""Tells of an attempt's end: ``python -m hpctrain.agent.notify_child RUN_DIR ATTEMPT``.
+"""The process that tells of an attempt's end: ``-m hpctrain.agent.notify_child RUN ATTEMPT``.
 
 Started by `notify.py` and left alone. It ends within `notify.timeout_s` for each way of telling,
 whatever the command or the server does, and writes into the ledger how that went. The webhook's URL
-is a secret: it appears in no message. Standard library only.
+is a secret: it appears in no message. Standard library only. tests/unit/test_notify.py holds the
+promises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from hpctrain.agent import signals
-from hpctrain.agent.notify import news_of
+from hpctrain.agent.notify import notification_of
 from hpctrain.base import locks
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
@@ -45,9 +46,9 @@ def main(argv: list[str]) -> int:
     settings = spec.settings.notify
     with _alone(run, attempt, settings.timeout_s):
         events = ledger.read(run)
-        news = news_of(run, events, attempt)
-        told = any(e.kind == "notified" and e.attempt == attempt for e in events)
-        if news is None or told or not {news.what, "attempt"} & set(settings.on):
+        news = notification_of(run, events, attempt)
+        was_told = any(e.kind == "notified" and e.attempt == attempt for e in events)
+        if news is None or was_told or not {news.what, "attempt"} & set(settings.on):
             return 0
         folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
         problems = deliver(news, settings, folder)
@@ -64,12 +65,12 @@ def main(argv: list[str]) -> int:
 
 def deliver(news: Notification, settings: NotifySettings, folder: Path) -> list[str]:
     """Tell it in every way that is set; what went wrong, in plain words."""
-    found = []
+    problems = []
     if settings.command:
-        found.append(run_command(news, settings.command, folder, settings.timeout_s))
+        problems.append(run_command(news, settings.command, folder, settings.timeout_s))
     if settings.webhook_file:
-        found.append(post(news, folder / Path(settings.webhook_file).expanduser(), settings))
-    return [problem for problem in found if problem]
+        problems.append(post(news, folder / Path(settings.webhook_file).expanduser(), settings))
+    return [problem for problem in problems if problem]
 
 
 def run_command(news: Notification, command: str, folder: Path, timeout_s: float) -> str:
@@ -147,8 +148,8 @@ def _send(url: str, content: bytes, timeout_s: float) -> str:
         error.close()
         return f"webhook: the server answered {error.code}"
     except urllib.error.URLError as error:
-        told = error.reason.strerror if isinstance(error.reason, OSError) else None
-        return f"webhook: {told or type(error.reason).__name__}"
+        reason = error.reason.strerror if isinstance(error.reason, OSError) else None
+        return f"webhook: {reason or type(error.reason).__name__}"
     except Exception as error:  # noqa: BLE001 - its text may hold the URL, so only its kind is told
         return f"webhook: {type(error).__name__}"
 

@@ -1,4 +1,4 @@
-"""One rank under NVIDIA's nsys: rank -> nsys -> the same rank again, as a program of its own.
+"""A rank under NVIDIA's nsys: rank -> nsys -> the same rank again, as a program of its own.
 
 The agent's own child stays and waits: torch's elastic agent awaits a value from it, and a rank that
 had replaced itself by nsys would never be seen to end. What runs below nsys is the rank in every

@@ -1,4 +1,4 @@
-"""`python -m hpctrain.agent.rank_exec TASK`: one rank as a program of its own, below nsys."""
+"""One rank as a program of its own, below nsys: `python -m hpctrain.agent.rank_exec TASK`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""What a rank does from first to last: its signals, its output, the program, its failure.
+"""A rank from first to last: its signals, its output, the program, its failure.
 
 A rank is forked from an agent that has imported torch once (`docs/decisions.md`), or spawned where
 `run.start_method` says so. CUDA must not have been initialised in the agent.
+tests/engines/test_rank_life.py holds the promises.
 
-Which failure came first? When one rank dies, the others fail in their collectives soon after.
+When one rank dies, the others fail in their collectives soon after: the agent collects all reports
+and shows the first that is no echo. tests/unit/test_first_failure.py and test_failure_files.py hold
+the promises.
 """
 
 from __future__ import annotations
@@ -33,6 +36,17 @@ if TYPE_CHECKING:
 
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
+ECHOES = (
+    "Connection closed by peer",
+    "connectFullMesh failed",
+    "Connection reset by peer",
+    "DistNetworkError",
+    "DistBackendError",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+)
+"""What a rank says when a peer went away: never the cause while another failure is known."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,14 @@ class RankTask:
 def failure_path(attempt_dir: Path, rank: int) -> Path:
     """Where a rank leaves the report of its own failure."""
     return attempt_dir / f"failure-{rank:05d}.json"
+
+
+def torch_error_path(attempt_dir: Path, rank: int) -> Path:
+    """Where torch's `@record` leaves what a rank has raised.
+
+    torch's agent must not read it: it dies of one that is not whole.
+    """
+    return attempt_dir / f"torch-error-{rank}.json"
 
 
 def run_rank(task: RankTask) -> None:
@@ -82,6 +104,46 @@ def run_rank(task: RankTask) -> None:
         _end_children()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list[FailureReport]:
+    """Failures of this node's ranks: each rank's own report, or what its exit code says.
+
+    Args:
+        attempt_dir: Where the ranks leave their reports.
+        exit_codes: Global rank to exit code, of the ranks that failed.
+        node: This node's name.
+    """
+    reports = []
+    for rank, code in exit_codes.items():
+        path = failure_path(attempt_dir, rank)
+        try:
+            reports.append(FailureReport(**json.loads(read_plain(path))))
+        except (OSError, ValueError, TypeError) as error:
+            report = _from_exit_code(rank, code, node)
+            whole = isinstance(error, FileNotFoundError)
+            report.summary += "" if whole else f"; its own report {path.name} is not whole"
+            reports.append(_with_torchs(report, torch_error_path(attempt_dir, rank)))
+    return reports
+
+
+def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
+    """The failure that caused the rest: the earliest one that is not an echo of another's death.
+
+    A rank killed by a signal leaves no time of its own (only when the agent noticed), so it goes
+    before every echo, whatever their clocks say.
+    """
+    ordered = sorted(reports, key=lambda report: (is_echo(report), report.time, report.rank))
+    if not ordered:
+        return None
+    first = ordered[0]
+    first.others = sorted(report.rank for report in ordered[1:])
+    return first
+
+
+def is_echo(report: FailureReport) -> bool:
+    """Whether this failure only tells that a peer went away."""
+    return report.kind == "exception" and any(sign in report.summary for sign in ECHOES)
 
 
 def _run_program(task: RankTask) -> None:
@@ -145,48 +207,6 @@ def _end_children() -> None:
         child.kill()
 
 
-ECHOES = (
-    "Connection closed by peer",
-    "connectFullMesh failed",
-    "Connection reset by peer",
-    "DistNetworkError",
-    "DistBackendError",
-    "Broken pipe",
-    "Timed out waiting",
-    "NCCL communicator was aborted",
-)
-"""What a rank says when a peer went away: never the cause while another failure is known."""
-
-
-def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list[FailureReport]:
-    """Failures of this node's ranks: each rank's own report, or what its exit code says.
-
-    Args:
-        attempt_dir: Where the ranks leave their reports.
-        exit_codes: Global rank to exit code, of the ranks that failed.
-        node: This node's name.
-    """
-    reports = []
-    for rank, code in exit_codes.items():
-        path = failure_path(attempt_dir, rank)
-        try:
-            reports.append(FailureReport(**json.loads(read_plain(path))))
-        except (OSError, ValueError, TypeError) as error:
-            report = _from_exit_code(rank, code, node)
-            whole = isinstance(error, FileNotFoundError)
-            report.summary += "" if whole else f"; its own report {path.name} is not whole"
-            reports.append(_with_torchs(report, torch_error_path(attempt_dir, rank)))
-    return reports
-
-
-def torch_error_path(attempt_dir: Path, rank: int) -> Path:
-    """Where torch's `@record` leaves what a rank has raised.
-
-    torch's agent must not read it: it dies of one that is not whole.
-    """
-    return attempt_dir / f"torch-error-{rank}.json"
-
-
 def _with_torchs(report: FailureReport, path: Path) -> FailureReport:
     """A report with what `@record` has left, whole or told as not whole."""
     try:
@@ -201,25 +221,6 @@ def _with_torchs(report: FailureReport, path: Path) -> FailureReport:
         return report
     report.summary += f"; {' '.join(str(message).split())}"
     return report
-
-
-def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
-    """The failure that caused the rest: the earliest one that is not an echo of another's death.
-
-    A rank killed by a signal leaves no time of its own (only when the agent noticed), so it goes
-    before every echo, whatever their clocks say.
-    """
-    ordered = sorted(reports, key=lambda report: (is_echo(report), report.time, report.rank))
-    if not ordered:
-        return None
-    first = ordered[0]
-    first.others = sorted(report.rank for report in ordered[1:])
-    return first
-
-
-def is_echo(report: FailureReport) -> bool:
-    """Whether this failure only tells that a peer went away."""
-    return report.kind == "exception" and any(sign in report.summary for sign in ECHOES)
 
 
 def _from_exit_code(rank: int, code: int, node: str) -> FailureReport:

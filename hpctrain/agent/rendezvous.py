@@ -1,10 +1,10 @@
-"""Where the agents of a job meet before each round, in a store that none of them serves.
+"""The rendezvous of a job's agents before each round, and what they tell each other in its store.
 
-What agents tell each other in torch's store, each value with a code of the run's secret.
-
-The store asks nobody who he is, and every user of the cluster may reach its port. What agents
-believe decides how a run ends, so they believe nothing that another has written. Counts cannot be
-signed and are hints at most. tests/unit/test_signed_store.py holds the promises.
+The store is served by a process of its own (`store_process.py`). It asks nobody who he is, and
+every user of the cluster may reach its port. What agents believe decides how a run ends, so each
+value has a code of the run's secret (`SignedStore`), and they believe nothing that another has
+written. Counts cannot be signed and are hints at most. tests/unit/test_signed_store.py holds the
+promises.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
+POLL_S = 0.1
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -103,9 +105,6 @@ class Rendezvous(StaticTCPRendezvous):
                 f"{self.master_addr}:{self.master_port} within "
                 f"{self.timeout / timedelta(seconds=1):g} s ({error})"
             ) from error
-
-
-POLL_S = 0.1
 
 
 class SignedStore:

@@ -1,15 +1,15 @@
-"""Signals that an agent has received, noted from before the first heavy import on.
+"""Signals of an agent, noted from before the first heavy import on, and the end of orphans.
 
 Standard library only, for that reason. SLURM's step signals reach every process of the step, and
 the default action of SIGUSR2 and SIGTERM kills (submitit#1760, pytorch#154849). So the batch body
 starts the task with both ignored, and `install` turns that into "note it" within the first
 milliseconds of Python. A handler only notes; the agent's loop acts.
+tests/slurm/test_early_signals.py holds the promises.
 
-What ranks leave behind ends with their attempt.
-
-A program's children ignore SIGTERM as their rank did. Where SLURM has no cgroups it follows parents
-(proctrack/linuxproc) and so loses the children of a rank that has ended; and between two attempts
-inside one job nobody would look for them at all.
+What ranks leave behind ends with their attempt (`Orphans`). A program's children ignore SIGTERM as
+their rank did. Where SLURM has no cgroups it follows parents (proctrack/linuxproc) and so loses the
+children of a rank that has ended; and between two attempts inside one job nobody would look for
+them at all. tests/unit/test_orphans.py holds the promises.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 SHIELDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGHUP)
+PR_SET_CHILD_SUBREAPER = 36
+PATIENCE_S = 2.0
+"""A process in the kernel's hands (a hung file system) does not die; the requeue must not wait."""
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,6 @@ def start_resource_tracker() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-PR_SET_CHILD_SUBREAPER = 36
-PATIENCE_S = 2.0
-"""A process in the kernel's hands (a hung file system) does not die; the requeue must not wait."""
-POLL_S = 0.01
-
-
 class Orphans:
     """The processes below this one that ranks have started, also when their parents are gone."""
 
@@ -130,10 +128,10 @@ def _descendants(spare: Collection[int] = ()) -> set[int]:
         state, parent = stat.rpartition(")")[2].split()[:2]
         if state not in "ZX":
             children[int(parent)].append(int(entry.name))
-    found: set[int] = set()
+    pids: set[int] = set()
     queue = [os.getpid()]
     while queue:
         below = [pid for pid in children.get(queue.pop(), []) if pid not in spare]
-        found.update(below)
+        pids.update(below)
         queue += below
-    return found
+    return pids

@@ -1,8 +1,9 @@
-"""How long may a stop take, and what does the scheduler say of it? One for each agent.
+"""The deadline of a stop: when the ranks must be gone, by the signals and the scheduler's word.
 
-Ranks stop by themselves (`runtime/stop.py`); this watches that they are gone before the scheduler
-kills the job, so that there is time left to requeue. A rank stuck in C code or in a collective
-cannot eat the whole grace time.
+One for each agent. Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this
+watches that they are gone before the scheduler kills the job, so that there is time left to
+requeue. A rank stuck in C code or in a collective cannot eat the whole grace time.
+tests/unit/test_stopwatch.py holds the promises.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Clock(Protocol):
 
 @dataclass
 class KillDecision:
-    """What the stopwatch says at one moment."""
+    """Whether the ranks must be killed now, and why."""
 
     kill: bool = False
     """The ranks must go now."""

@@ -1,9 +1,9 @@
-"""The ranks' meeting place, torch's TCPStore, served by a process of its own.
+"""The process that serves torch's TCPStore, in which the agents and the ranks of a job meet.
 
 torch's server looks up the name of everyone who connects, in a thread. A rank forked from the
 serving process during such a lookup inherits glibc's resolver lock as taken, and waits for ever in
 its own first connect. So the agent serves nothing: it forks this process while it has one thread,
-and is a client afterwards, which needs no thread. tests/engines/test_node_agent.py holds that.
+and is a client afterwards, which needs no thread. tests/engines/test_store_process.py holds that.
 """
 
 from __future__ import annotations

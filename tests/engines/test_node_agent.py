@@ -75,14 +75,14 @@ def _agent(node, port, folder, changes=None):
         return Attempt(len(begun), "token", "1", 0, time.time())
 
     context = JobContext("1", 0, node, ["n0", "n1"], "127.0.0.1", port, "")
-    watch = StopDeadline(context, arrivals=list, ask=None)
+    deadline = StopDeadline(context, arrivals=list, ask=None)
     told = []
 
     def may_restart(failure):
         told.append(failure.summary)
         return True
 
-    hooks = RoundHooks(begin, watch, may_restart) if node == 0 else None
+    hooks = RoundHooks(begin, deadline, may_restart) if node == 0 else None
     _note_forks(folder / f"forks-{node}")
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(

@@ -54,9 +54,9 @@ def agent_of(folder, port, what):
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     os.setpgid(0, 0)
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
-    watch = StopDeadline(context, arrivals=list, ask=None)
+    deadline = StopDeadline(context, arrivals=list, ask=None)
     hooks = RoundHooks(
-        lambda _size: Attempt(1, "token", "1", 0, 0.0), watch, lambda _failure: False
+        lambda _size: Attempt(1, "token", "1", 0, 0.0), deadline, lambda _failure: False
     )
     rendezvous = Rendezvous("127.0.0.1", port, 0, ["n0"], run_id="test", timeout_s=60)
     spec = WorkerSpec(

@@ -49,7 +49,7 @@ def story(tmp_path):
     return story.started(number, "7").restored(number).add("phase", number, name="first_step")
 
 
-def aftermath(story, scheduler, *, job_id="7", restarts=1):
+def ending(story, scheduler, *, job_id="7", restarts=1):
     context = JobContext(job_id, restarts, 0, ["n1", "n2"], "n1", 20000, "")
     spec = load_spec(story.run.spec)
     return AttemptEnding(story.run, spec, context, scheduler, now=lambda: story.t)
@@ -60,7 +60,7 @@ def test_a_zombie_requeues_nothing_and_writes_no_end(story):
     take_attempt(story.run, job_id="8", restarts=0)
     forbidden = SimpleNamespace()  # whoever asks or requeues by it fails
 
-    assert aftermath(story, forbidden).conclude(1, RoundEnd("failed"), SimpleNamespace()) == 0
+    assert ending(story, forbidden).conclude(1, RoundEnd("failed"), SimpleNamespace()) == 0
 
     kinds = [event.kind for event in ledger.read(story.run)]
     assert kinds[-1] == "fenced"
@@ -119,7 +119,7 @@ def test_the_successor_tells_how_far_the_dead_came_by_its_heartbeat(story):
     story.steps(1, 1, 4)
     write_heartbeat(story.run, 1, Heartbeat(story.t + 40, 9))
 
-    aftermath(story, Scheduler()).record_lost_attempt()
+    ending(story, Scheduler()).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["step"], end["heard"]) == ("node_failed", 9, story.t + 40)
@@ -130,7 +130,7 @@ def test_an_older_heartbeat_takes_nothing_back(story):
     write_heartbeat(story.run, 1, Heartbeat(story.t - 10, 2))
     story.steps(1, 1, 4)
 
-    aftermath(story, Scheduler()).record_lost_attempt()
+    ending(story, Scheduler()).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["step"], end["heard"]) == (4, story.t)
@@ -139,7 +139,7 @@ def test_an_older_heartbeat_takes_nothing_back(story):
 def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
     scheduler = Scheduler()
 
-    aftermath(story, scheduler, job_id="8", restarts=0).record_lost_attempt()
+    ending(story, scheduler, job_id="8", restarts=0).record_lost_attempt()
 
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["ended_at"], scheduler.asked) == ("unknown", None, [])
@@ -148,7 +148,7 @@ def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
 def test_a_scheduler_without_memory_is_asked_once(story):
     scheduler = Scheduler(EndReason.UNKNOWN)
 
-    aftermath(story, scheduler).record_lost_attempt()
+    ending(story, scheduler).record_lost_attempt()
 
     assert scheduler.asked == ["end"]
     assert last(story, "attempt_ended").data["ended_at"] is None
@@ -166,7 +166,7 @@ def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_writ
         story.add("phase", number, name="first_step")
     failure = FailureReport(0, "n1", "exception", "ValueError: x")
 
-    assert aftermath(story, Scheduler()).after_crash(number, failure) is stepped
+    assert ending(story, Scheduler()).after_crash(number, failure) is stepped
 
 
 @pytest.mark.parametrize(("seconds", "again"), [(20.0, False), (7200.0, True)])
@@ -177,7 +177,7 @@ def test_an_unchanged_script_that_raises_after_hours_starts_again(tmp_path, seco
     story.t += seconds
     failure = FailureReport(0, "n1", "exception", "RuntimeError: CUDA error: ECC error")
 
-    assert aftermath(story, Scheduler()).after_crash(number, failure) is again
+    assert ending(story, Scheduler()).after_crash(number, failure) is again
 
 
 def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):
@@ -190,10 +190,10 @@ def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):
         story.started(number, "7", restarts=1, by="restart")
     killed = FailureReport(0, "n1", "signal", "killed by SIGKILL")
 
-    assert aftermath(story, Scheduler()).after_crash(20, killed)
+    assert ending(story, Scheduler()).after_crash(20, killed)
     take_attempt(story.run, job_id="7", restarts=1)
     story.started(21, "7", restarts=1, by="restart")
-    assert not aftermath(story, Scheduler()).after_crash(21, killed)
+    assert not ending(story, Scheduler()).after_crash(21, killed)
 
 
 REFUSED = (
@@ -217,12 +217,12 @@ def test_a_file_system_that_refuses_costs_an_attempt_of_its_own_budget(tmp_path,
     scheduler = Scheduler()
     scheduler.requeue = lambda: scheduler.asked.append("requeue")
     failure = FailureReport(1, "n2", "exception", REFUSED)
-    mine = aftermath(story, scheduler)
+    mine = ending(story, scheduler)
 
     assert not mine.after_crash(number, failure)
     end = SimpleNamespace(ending="failed", failure=failure, why=REFUSED, silent_nodes=[])
-    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
-    code = mine.conclude(number, end, watch)
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    code = mine.conclude(number, end, deadline)
 
     told = last(story, "attempt_ended").data
     assert (told["reason"], told["next"]) == ("storage_failed", following)
@@ -252,9 +252,9 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
         story.add("done", 1, step=7)
     scheduler = Scheduler()
     scheduler.requeue = lambda: calls.append("requeue")
-    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
-    aftermath(story, scheduler).conclude(1, RoundEnd("left"), watch)
+    ending(story, scheduler).conclude(1, RoundEnd("left"), deadline)
 
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["next"]) == ends
@@ -267,9 +267,9 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_done_when_it_leaves(tmp_pat
     story = Story(tmp_path / "gpt").submitted("7")
     number = take_attempt(story.run, job_id="7", restarts=1).number
     story.started(number, "7", restarts=1)
-    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
-    aftermath(story, Scheduler()).conclude(number, RoundEnd("left"), watch)
+    ending(story, Scheduler()).conclude(number, RoundEnd("left"), deadline)
 
     assert last(story, "attempt_ended").data["reason"] == "completed"
 
@@ -302,7 +302,7 @@ def test_a_start_without_an_agent_tells_when_the_scheduler_began_it(story):
 def test_a_job_that_has_ended_the_run_does_not_start_again(story, reason, following, again):
     story.add("attempt_ended", 1, reason=reason, next=following)
 
-    why = aftermath(story, Scheduler()).is_over()
+    why = ending(story, Scheduler()).is_over()
 
     assert why == ("" if again else f"job 7 has ended the run ({reason}); it does not start again")
 
@@ -310,14 +310,14 @@ def test_a_job_that_has_ended_the_run_does_not_start_again(story, reason, follow
 def test_a_run_that_another_job_has_ended_may_be_gone_on_with(story):
     story.add("attempt_ended", 1, reason="stopped", next="stop")
 
-    assert not aftermath(story, Scheduler(), job_id="8", restarts=0).is_over()
+    assert not ending(story, Scheduler(), job_id="8", restarts=0).is_over()
 
 
 KILLED = FailureReport(0, "n1", "signal", "killed by SIGKILL")
 
 
 def test_ranks_of_a_job_that_lives_start_again(story):
-    assert aftermath(story, Scheduler(), restarts=1).after_crash(1, KILLED)
+    assert ending(story, Scheduler(), restarts=1).after_crash(1, KILLED)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_ranks_of_a_job_that_went_on_without_us_or_ended_do_not(story, facts):
     scheduler = Scheduler()
     scheduler.facts = lambda: facts
 
-    assert not aftermath(story, scheduler, restarts=1).after_crash(1, KILLED)
+    assert not ending(story, scheduler, restarts=1).after_crash(1, KILLED)
 
 
 def test_a_silent_scheduler_keeps_no_ranks_from_starting_again(story):
@@ -345,26 +345,26 @@ def test_a_silent_scheduler_keeps_no_ranks_from_starting_again(story):
 
     scheduler.facts = silent
 
-    assert aftermath(story, scheduler, restarts=1).after_crash(1, KILLED)
+    assert ending(story, scheduler, restarts=1).after_crash(1, KILLED)
 
 
 @pytest.mark.parametrize(("job_id", "again"), [("7", False), ("8", True)])
 def test_a_cancelled_jobs_ranks_do_not_start_again(story, job_id, again):
     story.add("cancel_requested", job_id=job_id, save=True)
 
-    assert aftermath(story, Scheduler(), restarts=1).after_crash(1, KILLED) is again
+    assert ending(story, Scheduler(), restarts=1).after_crash(1, KILLED) is again
 
 
 def test_an_agent_that_was_overtaken_neither_restarts_nor_requeues(story):
     take_attempt(story.run, job_id="7", restarts=2)
     scheduler = Scheduler()
     scheduler.requeue = lambda: scheduler.asked.append("requeue")
-    mine = aftermath(story, scheduler)
+    mine = ending(story, scheduler)
     end = SimpleNamespace(ending="failed", failure=KILLED, why="", silent_nodes=[])
-    watch = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
     assert not mine.after_crash(1, KILLED)
-    assert mine.conclude(1, end, watch) == 0
+    assert mine.conclude(1, end, deadline) == 0
 
     assert "requeue" not in scheduler.asked
     assert last(story, "fenced").attempt == 1
@@ -391,7 +391,7 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
     """Another start would meet the same directory: no requeue, and the line says what to do."""
     why = "/runs is not one directory for all nodes"
 
-    assert aftermath(story, Scheduler()).apart(1, why) == 93
+    assert ending(story, Scheduler()).apart(1, why) == 93
 
     end, stop = ledger.read(story.run)[-2:]
     assert (end.kind, end.data["reason"], end.data["next"]) == (

@@ -106,9 +106,9 @@ def test_a_clock_that_was_put_back_does_not_stop_the_marks(rank):
 def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank, monkeypatch):
     monkeypatch.setattr(log_index, "LOOK_S", 0.001)
     seen = threading.Event()
-    rank.clock._clocks[0]._write, write = (
+    rank.clock._indexes[0]._write, write = (
         lambda marks: (write(marks), seen.set()),
-        rank.clock._clocks[0]._write,
+        rank.clock._indexes[0]._write,
     )
     with rank.clock:
         rank.prints(10)

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.agent import notify_child
 from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.notify import news_of, notify
+from hpctrain.agent.notify import notification_of, notify
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError
 from hpctrain.run.events import read
@@ -121,7 +121,7 @@ def test_every_end_is_news_of_one_kind(story, reason, following, more, what):
     if more:
         story.add("run_stopped", 1, reason=reason, detail="enough", **more)
 
-    assert news_of(story.run, read(story.run), 1).what == what
+    assert notification_of(story.run, read(story.run), 1).what == what
 
 
 def test_news_say_what_one_needs_to_know(story):
@@ -129,7 +129,7 @@ def test_news_say_what_one_needs_to_know(story):
     story.ended(1, "crashed", "stop", step=42, detail="a rank failed")
     story.add("run_stopped", 1, reason="crashed", exit_code=93, detail="5 crashes: the budget")
 
-    news = news_of(story.run, read(story.run), 1)
+    news = notification_of(story.run, read(story.run), 1)
 
     assert (news.run, news.attempt, news.job_id, news.reason) == ("gpt", 1, "17", "crashed")
     assert (news.step, news.saved_step, news.steps_lost, news.loss) == (42, 30, 12, 2.5)
@@ -141,15 +141,15 @@ def test_news_say_what_one_needs_to_know(story):
 def test_a_job_that_nobody_could_requeue_has_failed(story):
     story.ended(1, "preempted", "requeue", step=40)
     story.add("requeue_failed", 1, by="agent", why="no scontrol")
-    assert news_of(story.run, read(story.run), 1).what == "failed"
+    assert notification_of(story.run, read(story.run), 1).what == "failed"
 
     story.add("requeued", 1, by="batch")
 
-    assert news_of(story.run, read(story.run), 1).what == "attempt"
+    assert notification_of(story.run, read(story.run), 1).what == "attempt"
 
 
 def test_an_attempt_that_goes_on_is_no_news(story):
-    assert news_of(story.run, read(story.run), 1) is None
+    assert notification_of(story.run, read(story.run), 1) is None
     asked(story, command="/no/such/program")
     assert tell(story) == []
 
@@ -172,7 +172,7 @@ open("heard", "w").write(json.dumps(heard))
 
     assert tell(story) == [{"what": "done", "ok": True, "why": ""}]
     news, variables, words = json.loads(heard.read_text())
-    assert news == news_of(story.run, read(story.run), 1).as_json()
+    assert news == notification_of(story.run, read(story.run), 1).as_json()
     assert variables["HPCTRAIN_NOTIFY_WHAT"] == "done"
     assert variables["HPCTRAIN_NOTIFY_STEP"] == "40"
     assert words == ["two words"]

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.agent.ending import AttemptEnding, read_outcome
-from hpctrain.agent.notify import news_of
+from hpctrain.agent.notify import notification_of
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.checkpoint.store.retention import in_use
 from hpctrain.cli.main import main
@@ -136,7 +136,7 @@ def _batch(run):
 def _news(run):
     events = ledger.read(run)
     for attempt in (1, 2):
-        news = news_of(run, events, attempt)
+        news = notification_of(run, events, attempt)
         if news is not None:
             json.dumps(news.as_json(), allow_nan=False).encode()
 

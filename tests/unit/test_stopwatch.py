@@ -1,4 +1,4 @@
-"""The agent's stop watch, with time and the scheduler's answers as inputs."""
+"""The agent's stop deadline, with time and the scheduler's answers as inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clock():
     return Hands()
 
 
-def watch(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
+def deadline(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
     context = JobContext("7", 0, 0, ["n1"], "n1", 1, "t", end_time, kill_wait_s)
 
     def ask():
@@ -44,13 +44,13 @@ def watch(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
 
 
 def test_without_a_signal_the_scheduler_is_never_asked(clock):
-    looked = watch(clock, arrivals=[], facts=AssertionError("asked")).look()
+    looked = deadline(clock, arrivals=[], facts=AssertionError("asked")).look()
 
     assert not looked.kill
 
 
 def test_a_cancelled_job_is_given_up_at_once(clock):
-    stop = watch(
+    stop = deadline(
         clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=0)
     )
 
@@ -60,7 +60,7 @@ def test_a_cancelled_job_is_given_up_at_once(clock):
 
 
 def test_ranks_may_save_until_shortly_before_killwait_ends(clock):
-    stop = watch(
+    stop = deadline(
         clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=1)
     )
 
@@ -75,7 +75,9 @@ def test_ranks_may_save_until_shortly_before_killwait_ends(clock):
 @pytest.mark.parametrize("end_time", [998.0, 1002.0, 1010.0])
 def test_sigterm_at_the_limit_leaves_the_ranks_all_of_killwait(clock, end_time):
     facts = JobFacts("RUNNING", restarts=0, end_time=end_time)
-    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=end_time)
+    stop = deadline(
+        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=end_time
+    )
 
     at_once = stop.look().kill
     clock.now = 1000.0 + 30.0 - LEAVE_S - 0.1
@@ -88,7 +90,7 @@ def test_sigterm_at_the_limit_leaves_the_ranks_all_of_killwait(clock, end_time):
 
 def test_in_the_grace_time_the_moved_end_counts_not_killwait(clock):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
-    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
+    stop = deadline(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
 
     clock.now = 1050.0
     inside = stop.look().kill
@@ -99,7 +101,7 @@ def test_in_the_grace_time_the_moved_end_counts_not_killwait(clock):
 
 
 def test_a_silent_scheduler_leaves_killwait_as_the_deadline(clock):
-    stop = watch(
+    stop = deadline(
         clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=ClusterUnreachable("silent")
     )
 
@@ -110,7 +112,7 @@ def test_a_silent_scheduler_leaves_killwait_as_the_deadline(clock):
 
 def test_a_warning_alone_is_no_term_and_kills_nobody(clock):
     facts = JobFacts("RUNNING", restarts=0, end_time=2000.0)
-    stop = watch(clock, arrivals=[Arrival(signal.SIGUSR2, 1000.0)], facts=facts, end_time=2000.0)
+    stop = deadline(clock, arrivals=[Arrival(signal.SIGUSR2, 1000.0)], facts=facts, end_time=2000.0)
 
     clock.now = 1100.0
     looked = stop.look()
@@ -119,7 +121,7 @@ def test_a_warning_alone_is_no_term_and_kills_nobody(clock):
 
 
 def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
-    stop = watch(clock, arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
+    stop = deadline(clock, arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
 
     clock.now = 1100.0 + 30.0 - LEAVE_S - 0.1
     early = stop.look().kill
@@ -133,7 +135,7 @@ def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
 def test_a_limit_that_was_moved_near_leaves_time_for_a_save(clock, kill_wait_s, until):
     facts = JobFacts("RUNNING", restarts=0, end_time=1004.0)
     signals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = watch(clock, arrivals=signals, facts=facts, end_time=5000.0, kill_wait_s=kill_wait_s)
+    stop = deadline(clock, arrivals=signals, facts=facts, end_time=5000.0, kill_wait_s=kill_wait_s)
 
     clock.now = until - 0.1
     early = stop.look().kill
@@ -147,7 +149,7 @@ def test_a_limit_that_was_moved_near_leaves_time_for_a_save(clock, kill_wait_s, 
 def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(clock, ran_s, told):
     facts = JobFacts("RUNNING", restarts=0, end_time=1100.0)
     arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = watch(clock, arrivals=arrivals, facts=facts, end_time=1100.0)
+    stop = deadline(clock, arrivals=arrivals, facts=facts, end_time=1100.0)
     stop.look()
 
     clock.now = 1000.0 + ran_s
@@ -158,7 +160,7 @@ def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(clock, r
 def test_a_user_signal_of_a_preemption_explains_a_return(clock):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
     arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = watch(clock, arrivals=arrivals, facts=facts, end_time=5000.0)
+    stop = deadline(clock, arrivals=arrivals, facts=facts, end_time=5000.0)
 
     stop.look()
 
@@ -169,7 +171,7 @@ def test_a_user_signal_of_a_preemption_explains_a_return(clock):
 def test_what_a_job_on_its_way_out_says_of_its_end_is_not_the_ranks_time(clock, preempt_time):
     """SLURM sets the end of a job that it requeues to now, and kills after KillWait."""
     facts = JobFacts("COMPLETING", restarts=1, preempt_time=preempt_time, end_time=1000.0)
-    stop = watch(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=9000.0)
+    stop = deadline(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=9000.0)
 
     assert not stop.look().kill
     assert stop.seconds_left() == 30.0 - LEAVE_S
