@@ -336,7 +336,7 @@ def _save_watched(root):
 
 
 def test_nothing_is_committed_before_every_rank_has_flushed_and_reported(tmp_path):
-    """Trap 1; table 4d: `latest` was visible 3 s before the last shard."""
+    """`latest` was visible 3 s before the last shard."""
     _, (seen, after) = launch(_save_watched, 2, root=tmp_path / "run")
 
     assert seen == [[]]
@@ -365,7 +365,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_nothing_is_published(tmp
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("threads", [2, 4])
 def test_an_error_in_a_thread_that_writes_fails_the_save(tmp_path, threads, mode):
-    """Trap 3; table 4c: DCP committed it and said that all was well."""
+    """DCP committed it and said that all was well."""
     with faults.armed("fail:shard.write,rank=0,hit=1,error=EIO"):
         said = launch(
             _save_rank, 2, root=tmp_path / "run", steps=(NEW,), mode=mode, write_threads=threads
@@ -379,7 +379,7 @@ def test_an_error_in_a_thread_that_writes_fails_the_save(tmp_path, threads, mode
 def test_a_committed_step_that_is_saved_again_is_refused_on_all_and_stays_as_it_was(
     saved, tmp_path, mode
 ):
-    """Trap 2; table 4c: a rank that died while it overwrote left a mix that loaded."""
+    """A rank that died while it overwrote left a mix that loaded."""
     root = shutil.copytree(saved, tmp_path / "run")
     path = find.step_path(RunDir(root), NEW)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -393,7 +393,7 @@ def test_a_committed_step_that_is_saved_again_is_refused_on_all_and_stays_as_it_
 
 
 def test_state_that_changes_while_it_is_written_is_saved_as_it_was(tmp_path):
-    """Trap 4: the writer waits until training has overwritten everything."""
+    """The writer waits until training has overwritten everything."""
     with faults.armed("delay:writer.request,seconds=0.5"):
         launch(_save_rank, 2, root=tmp_path / "run", steps=(NEW,), mode="async", engine="ddp")
 
@@ -409,7 +409,7 @@ def _see_only_the_old_one(world):
 
 
 def test_a_rank_that_sees_other_files_loads_what_rank_0_chose(saved, tmp_path):
-    """Trap 5: on NFS a rename may not be seen everywhere yet."""
+    """On NFS a rename may not be seen everywhere yet."""
     root = shutil.copytree(saved, tmp_path / "run")
 
     for ours in launch(_load_rank, 2, roots=[root], spoil=_see_only_the_old_one):
@@ -418,7 +418,7 @@ def test_a_rank_that_sees_other_files_loads_what_rank_0_chose(saved, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_damage_that_one_rank_alone_meets_makes_all_fall_back(saved, tmp_path, rank):
-    """Trap 6; table 4d: one rank raised, the other went on, and the job hung."""
+    """One rank raised, the other went on, and the job hung."""
     root = shutil.copytree(saved, tmp_path / "run")
 
     def spoil(world):
@@ -442,7 +442,7 @@ def test_damage_that_one_rank_alone_meets_makes_all_fall_back(saved, tmp_path, r
 
 
 def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, monkeypatch):
-    """Trap 8: a checkpoint that proves itself and yet lacks a part, as a wrong writer could do."""
+    """A checkpoint that proves itself and yet lacks a part, as a wrong writer could do."""
     from dataclasses import replace
 
     from hpctrain.checkpoint.format import manifest, table
@@ -469,7 +469,7 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, 
 
 
 def _save_columns(root):
-    """Trap 9: tensor parallel; each rank holds columns, one of them fewer."""
+    """Tensor parallel; each rank holds columns, one of them fewer."""
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -490,7 +490,7 @@ def _save_columns(root):
 
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 2), (5, 1)])
 def test_columns_saved_by_some_ranks_are_loaded_as_rows_by_others(tmp_path, ranks):
-    """Trap 9: boxes that are strided in the tensor, uneven, and of ranks that hold nothing."""
+    """Boxes that are strided in the tensor, uneven, and of ranks that hold nothing."""
     launch(_save_columns, ranks[0], root=tmp_path / "run")
 
     for ours in launch(_load_rank, ranks[1], roots=[tmp_path / "run"]):
@@ -498,7 +498,7 @@ def test_columns_saved_by_some_ranks_are_loaded_as_rows_by_others(tmp_path, rank
 
 
 def test_an_optimizers_state_goes_by_name_and_each_group_keeps_its_own_settings():
-    """Trap 10; table 4d: all groups came back with the first one's weight decay and rate."""
+    """All groups came back with the first one's weight decay and rate."""
     import torch
 
     from hpctrain.engines import state as engine_state
@@ -615,7 +615,7 @@ def _fenced_rank(root):
 
 
 def test_a_save_of_an_attempt_that_was_taken_over_meanwhile_is_refused_on_all(tmp_path):
-    """Trap 12: the old allocation's ranks go on beside the new one's."""
+    """The old allocation's ranks go on beside the new one's."""
     for said in launch(_fenced_rank, 2, root=tmp_path / "run"):
         assert "may not write any more" in said
 
@@ -623,7 +623,7 @@ def test_a_save_of_an_attempt_that_was_taken_over_meanwhile_is_refused_on_all(tm
 
 
 def test_a_failed_save_takes_no_older_checkpoint_away(tmp_path):
-    """Trap 7: room is made only behind a commit."""
+    """Room is made only behind a commit."""
     from tests.support.recipe import make_run, train
 
     run = make_run(

@@ -1,4 +1,4 @@
-"""Trap 12: one run on 2 nodes, on 1, on 2 again, then under the other engine, has one curve."""
+"""One run on 2 nodes, on 1, on 2 again, then under the other engine, has one curve."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
 
 
 def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(slurm, tmp_path):
-    """Trap 11: slurmd of node n1 dies, the agent and the ranks do not notice and go on training."""
+    """Slurmd of node n1 dies, the agent and the ranks do not notice and go on training."""
     settings = SETTINGS | {"train.steps": 100, "train.step_delay_s": 0.2}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", sets=settings)
     run.wait_event("saved")

@@ -1,4 +1,4 @@
-"""Trap 14: the way back is blocked, slow, or forbidden; each ends as documented."""
+"""The way back is blocked, slow, or forbidden; each ends as documented."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, quiet):
 
 
 def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_path, quiet):
-    """Trap 5: with a limit of a minute SLURM warns in its first round; the clock knows better."""
+    """With a limit of a minute SLURM warns in its first round; the clock knows better."""
     settings = SETTINGS | {"slurm.signal_lead_s": 30}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=settings)
 
@@ -59,7 +59,7 @@ def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_pa
 
 
 def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues(slurm, tmp_path):
-    """Trap 14: as in a container, only the batch script has scontrol, no rank and no agent."""
+    """As in a container, only the batch script has scontrol, no rank and no agent."""
     container = tmp_path / "container-python"
     container.write_text(
         '#!/bin/sh\ncase "$*" in *hpctrain.entry.slurm_task*) PATH=/none ;; esac\n'
