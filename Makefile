@@ -92,8 +92,14 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
+# A warning fails it: a link that leads nowhere, a page in no list, a type without an entry.
+.PHONY: docs
+docs: $(STAMP) ## the pages of docs/ and the API as a site, in build/docs
+	@python -m sphinx -q -E -W --keep-going -d build/doctrees docs build/docs
+	@echo "docs: build/docs/index.html"
+
 .PHONY: check
-check: lint test ## lint and test: what continuous integration runs
+check: lint docs test ## lint, docs and test: what continuous integration runs
 
 .PHONY: soak
 soak: slurm fuse ## long campaigns, and all of tests/slurm on every version of SLURM, for a night

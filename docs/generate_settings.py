@@ -1,6 +1,6 @@
 """Writes docs/settings.md from hpctrain/settings/schema.py; `make settings` calls it.
 
-tests/docs/test_settings_page.py fails where the page is not what this gives.
+tests/docs/test_pages.py fails where the page is not what this gives.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Every error that a user can meet, and the exit code of each.
 
+The tree::
+
     HpctrainError                 exit 1
       UsageError                    2   a flag, a setting or a file of the user's is wrong
       ChecksFailed                  3   something that can be checked beforehand does not hold

@@ -32,9 +32,14 @@ class World:
     """This rank's place.
 
     Attributes:
+        rank: Its number among all ranks.
+        local_rank: Its number among the ranks of its node.
+        world_size: How many ranks there are.
+        device: The GPU of this rank, or the CPU.
         control: A gloo group for flags and plans, apart from the gradients' group, so that a flag
-        in flight
-            never changes the order of the program's own collectives. None in a single process.
+            in flight never changes the order of the program's own collectives. None in a single
+            process.
+        ranks_per_node: How many ranks each node has.
     """
 
     rank: int

@@ -133,7 +133,7 @@ class MicrobatchSamples:
     weights: list[float]
     """1 for a sample that counts, 0 for one that only keeps this rank in step with the others."""
     leaf: int | None = None
-    """Number of this pass among those of all ranks (`Passes.leaves`); None if none counts."""
+    """Number among the passes of all ranks (`MicrobatchRules.leaves`); None if none counts."""
 
 
 @dataclass(frozen=True)

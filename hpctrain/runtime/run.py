@@ -152,7 +152,7 @@ class Run:
             plan: How to cut a model of an uncommon layout along `tp` and `pp`.
 
         Returns:
-            The engine: `engine.forward_backward`, `engine.evaluate`, `engine.step`.
+            The engine, with `forward_backward`, `evaluate` and `step`.
         """
         from hpctrain.engines.parallelize import parallelize
 
@@ -180,7 +180,7 @@ class Run:
                 ``samples_consumed`` in its state lets the ledger prove that each sample was used
                 once.
             others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
-            dicts.
+                dicts.
         """
         program = self._program
         program.model = model if model is not None else program.model
