@@ -1,1 +1,1 @@
-"""What a training program uses: world, stop agreement, the step loop, RNG, logging."""
+"""What a training program uses: the run and its step loop, stops, saves, trackers, the profiler."""

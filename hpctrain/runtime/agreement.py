@@ -1,9 +1,9 @@
-"""All ranks stop at the same step, whoever heard of it first.
+"""The agreement of all ranks on stops and saves: at the same step, whoever heard of it first.
 
 Each rank contributes what it knows and a MAX over all ranks decides. While steps are short the
 exchange runs behind them and its result is used some ticks later: every rank reads the same result
 at the same tick, so the decision is the same everywhere, and a 20 ms step pays next to nothing for
-it.
+it. tests/engines/test_agreement.py holds the promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 LATENCY_S = 0.25
-"""How late a wish to stop may be noticed because of batching; small against any KillWait."""
+"""How late a request to stop may be noticed because of batching; small against any KillWait."""
 SYNC_ABOVE_S = 0.1
 """From this step time on the exchange is done at once: its cost no longer shows."""
 
@@ -60,7 +60,7 @@ class StopRequest:
 
 
 class Agreement:
-    """Exchanges wishes. `tick` is collective: every rank calls it equally often."""
+    """Exchanges requests. `tick` is collective: every rank calls it equally often."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -70,26 +70,26 @@ class Agreement:
         self._last_tick = time.monotonic()
         self._tick_s = 1.0
 
-    def tick(self, wish: StopRequest) -> StopRequest:
-        """Contribute this rank's wish, and learn what all ranks agreed on by now."""
+    def tick(self, request: StopRequest) -> StopRequest:
+        """Contribute this rank's request, and learn what all ranks agreed on by now."""
         self._measure()
         if self._world.control is None:
-            return wish
+            return request
         self._ticks_left -= 1
         if self._ticks_left > 0:
             return StopRequest()
         agreed = self._land()
-        # What is agreed is done now; wished for once more, it would be done twice.
-        self._launch(_without(wish, agreed))
+        # What is agreed is done now; asked for once more, it would be done twice.
+        self._launch(_without(request, agreed))
         if self._gap == 1:
             agreed = _both(agreed, self._land())
         self._ticks_left = self._gap
         return agreed
 
-    def _launch(self, wish: StopRequest) -> None:
+    def _launch(self, request: StopRequest) -> None:
         gap = self._wanted_gap() if self._world.rank == 0 else 0
-        wished = [wish.stop, int(wish.save), int(wish.tell), wish.profile, gap]
-        values = torch.tensor(wished, dtype=torch.int32)
+        codes = [request.stop, int(request.save), int(request.tell), request.profile, gap]
+        values = torch.tensor(codes, dtype=torch.int32)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, self._world.control, async_op=True)
         self._flight = (work, values)
 
@@ -123,11 +123,11 @@ def _both(one: StopRequest, other: StopRequest) -> StopRequest:
     )
 
 
-def _without(wish: StopRequest, done: StopRequest) -> StopRequest:
-    """A wish less what is done at this tick; a stop stays, since it ends the loop."""
+def _without(request: StopRequest, done: StopRequest) -> StopRequest:
+    """A request less what is done at this tick; a stop stays, since it ends the loop."""
     return replace(
-        wish,
-        save=wish.save and not done.save,
-        tell=wish.tell and not done.tell,
-        profile=0 if wish.profile == done.profile else wish.profile,
+        request,
+        save=request.save and not done.save,
+        tell=request.tell and not done.tell,
+        profile=0 if request.profile == done.profile else request.profile,
     )

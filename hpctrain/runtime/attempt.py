@@ -1,4 +1,4 @@
-"""The attempt that these ranks are: how it begins without an agent, and what it leaves behind."""
+"""The attempt that these ranks are: how it begins without an agent, and the outcome it leaves."""
 
 from __future__ import annotations
 

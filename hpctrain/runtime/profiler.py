@@ -5,10 +5,9 @@ had agreed to hear it. So every rank begins and ends at the same step, and nothi
 exchanged. Outside of its steps a profile costs one comparison a step.
 
 One step before the first is traced and thrown away: the first traced step carries the start of the
-tracing itself. A profile must never break training: what fails is told once, and profiling ends.
+tracing itself. With the trace come the rank's numbers of memory, and on CUDA what held it. A
+profile must never break training: what fails is told once, and profiling ends.
 tests/engines/test_profile_run.py holds the promises.
-
-A rank's memory for a profile: numbers always, and on CUDA what held it.
 """
 
 from __future__ import annotations
@@ -51,69 +50,6 @@ if TYPE_CHECKING:
 
 MOST_ENTRIES = 200_000
 """Allocations that are remembered with their stacks; more would cost the host gigabytes."""
-
-
-class MemoryHistory:
-    """Remembers what allocates, from `start` to `stop`; nothing on a CPU."""
-
-    def __init__(self, world: World) -> None:
-        self._is_cuda = world.device.type == "cuda"
-        self._recording = False
-
-    def start(self) -> bool:
-        """Begin to remember; False where there is nothing that could be remembered."""
-        if self._is_cuda:
-            # torch documents these two for users, under their private names.
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)  # noqa: SLF001
-            self._recording = True
-        return self._is_cuda
-
-    def stop(self, path: Path) -> None:
-        """Write what was remembered, for pytorch.org/memory_viz, and forget it."""
-        if not self._recording:
-            return
-        self._recording = False
-        try:
-            dump: Callable[[str], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
-            dump(str(path))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-
-
-def measure(world: World) -> RankMemory:
-    """This rank's memory now."""
-    if world.device.type != "cuda":
-        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
-    stats = torch.cuda.memory_stats(world.device)
-
-    def told(key: str) -> int:
-        return int(stats.get(key, 0))
-
-    return RankMemory(
-        device="cuda",
-        allocated_bytes=told("allocated_bytes.all.current"),
-        allocated_peak_bytes=told("allocated_bytes.all.peak"),
-        reserved_bytes=told("reserved_bytes.all.current"),
-        inactive_split_bytes=told("inactive_split_bytes.all.current"),
-        alloc_retries=told("num_alloc_retries"),
-        ooms=told("num_ooms"),
-    )
-
-
-def write(memory: RankMemory, path: Path) -> None:
-    """Leave the numbers, whole or not at all."""
-    staged = path.with_name(path.name + ".new")
-    staged.write_text(json.dumps(asdict(memory)) + "\n")
-    staged.replace(path)
-
-
-def _peak_of_process() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 NEVER = sys.maxsize
 WRITE_S = 60.0
 """So long a rank that ends waits for its trace to be written."""
@@ -198,10 +134,10 @@ class Profiler:
             step: Updates applied.
             request: Rank 0's; None on the others, and where it was heard already.
         """
-        told = broadcast(self._world, None if request is None else asdict(request))
-        if told is None or self._folder is None:
+        plain = broadcast(self._world, None if request is None else asdict(request))
+        if plain is None or self._folder is None:
             return
-        request = ProfileRequest(**told)
+        request = ProfileRequest(**plain)
         first = max(step + 2, self._plans[0].window.last + 2 if self._active else 0)
         plan = Plan(StepWindow(first, first + request.steps - 1), request.ranks, request.memory)
         window = plan.window
@@ -253,12 +189,12 @@ class Profiler:
             if self.due <= step:
                 self._advance(step)
             return
-        mine = plan.has(self._world.rank)
-        if mine and self._tracer is None:
+        is_profiled = plan.has(self._world.rank)
+        if is_profiled and self._tracer is None:
             self._prepare(plan)
         if coming >= plan.window.first:
             self._traced = StepWindow(self._traced.first if self._traced else coming, coming)
-            if mine:
+            if is_profiled:
                 self._next_mark(coming)
 
     def _prepare(self, plan: Plan) -> None:
@@ -351,6 +287,67 @@ class Profiler:
             self._path(window, PROBLEM).write_text(f"{why}\n")
         except OSError:  # the log has it
             return
+
+
+class MemoryHistory:
+    """Remembers what allocates, from `start` to `stop`; nothing on a CPU."""
+
+    def __init__(self, world: World) -> None:
+        self._is_cuda = world.device.type == "cuda"
+        self._recording = False
+
+    def start(self) -> bool:
+        """Begin to remember; False where there is nothing that could be remembered."""
+        if self._is_cuda:
+            # torch documents these two for users, under their private names.
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)  # noqa: SLF001
+            self._recording = True
+        return self._is_cuda
+
+    def stop(self, path: Path) -> None:
+        """Write what was remembered, for pytorch.org/memory_viz, and forget it."""
+        if not self._recording:
+            return
+        self._recording = False
+        try:
+            dump: Callable[[str], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
+            dump(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+
+
+def measure(world: World) -> RankMemory:
+    """This rank's memory now."""
+    if world.device.type != "cuda":
+        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
+    stats = torch.cuda.memory_stats(world.device)
+
+    def told(key: str) -> int:
+        return int(stats.get(key, 0))
+
+    return RankMemory(
+        device="cuda",
+        allocated_bytes=told("allocated_bytes.all.current"),
+        allocated_peak_bytes=told("allocated_bytes.all.peak"),
+        reserved_bytes=told("reserved_bytes.all.current"),
+        inactive_split_bytes=told("inactive_split_bytes.all.current"),
+        alloc_retries=told("num_alloc_retries"),
+        ooms=told("num_ooms"),
+    )
+
+
+def write(memory: RankMemory, path: Path) -> None:
+    """Leave the numbers, whole or not at all."""
+    staged = path.with_name(path.name + ".new")
+    staged.write_text(json.dumps(asdict(memory)) + "\n")
+    staged.replace(path)
+
+
+def _peak_of_process() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 class _Kineto:

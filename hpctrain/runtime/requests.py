@@ -1,9 +1,8 @@
 """Rank 0's side thread: looks for requests, and asks the scheduler what a warning means.
 
-Requests are files: of `cancel --save`, and of `profile --now`.
-
-A thread, because a silent slurmctld must not hold up training; only rank 0, because the answer
-must be one.
+Requests are files: of `cancel --save`, and of `profile --now`. A thread, because a silent slurmctld
+must not hold up training; only rank 0, because the answer must be one.
+tests/unit/test_watcher.py holds the promises.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Rank0Requests:
 
     def start(self) -> None:
         """Begin to watch, for the life of this process."""
-        threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
+        threading.Thread(target=self._watch, name="hpctrain-requests", daemon=True).start()
 
     def warn(self) -> None:
         """Somebody got SIGUSR2: find out whether the job is preempted or near its time limit."""
@@ -73,21 +72,21 @@ class Rank0Requests:
 
         None where the job is not in one, or the scheduler takes longer than this to say so.
         """
-        found: list[float] = []
+        ends: list[float] = []
 
         def ask() -> None:
             facts = self._ask()
             if facts is None or facts.preempt_time is None or is_ending(facts):
                 return
             if facts.end_time is not None:
-                found.append(facts.end_time)
+                ends.append(facts.end_time)
 
         asking = threading.Thread(
             target=self._try, args=("the end of the grace time", ask), daemon=True
         )
         asking.start()
         asking.join(patience_s)
-        return found[0] if found else None
+        return ends[0] if ends else None
 
     def take_profile(self) -> ProfileRequest | None:
         """The request to profile, which is answered by this; None where it was taken already."""
@@ -138,7 +137,7 @@ class Rank0Requests:
             self.stop = STOP_USER
 
     def _hear_what_was_missed(self) -> None:
-        """A preemption announced before the listener stood; SLURM does not say it twice.
+        """A preemption announced before `RankSignals` stood; SLURM does not say it twice.
 
         Where nobody can tell, the agent ends the ranks in time, if it has heard of one.
         """

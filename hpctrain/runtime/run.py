@@ -1,8 +1,8 @@
 """The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
-Order of a step: exchange wishes, leave if all agreed to, hand the step to the program, count it,
+Order of a step: exchange requests, leave if all agreed to, hand the step to the program, count it,
 save when due. Decisions that ranks must share go through `agreement.py`; nothing collective runs
-in a handler.
+in a handler. tests/engines/test_resume.py and test_own_loop.py hold the promises.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def init(settings: Settings | None = None) -> Run:
     root = os.environ.get("HPCTRAIN_RUN_DIR")
     run_dir = RunDir(Path(root)) if root else None
     spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
-    listener = RankSignals()
-    listener.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
+    signals = RankSignals()
+    signals.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
     world = join_world()
     attempt = join_attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
-    return Run(world, settings, run_dir=run_dir, attempt=attempt, listener=listener, spec=spec)
+    return Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
 
 
 class Run:
@@ -110,7 +110,7 @@ class Run:
         *,
         run_dir: RunDir | None,
         attempt: Attempt | None,
-        listener: RankSignals,
+        signals: RankSignals,
         spec: Spec | None,
     ) -> None:
         """Use `init`."""
@@ -120,7 +120,7 @@ class Run:
         self.dir = run_dir
         self._attempt = attempt
         self._spec = spec
-        self._listener = listener
+        self._signals = signals
         self._agreement = Agreement(world)
         self._program = Program(world)
         end = os.environ.get("HPCTRAIN_JOB_END")
@@ -129,7 +129,7 @@ class Run:
             settings.run.stop_margin_s,
             float(end) - time.time() if end else None,
         )
-        self._watcher = self._start_watcher()
+        self._requests = self._start_requests()
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
         self._trackers: Trackers | None = None
@@ -280,35 +280,35 @@ class Run:
     # ---- the loop's parts
 
     def _exchange(self) -> StopRequest:
-        agreed = self._agreement.tick(self._wish())
+        agreed = self._agreement.tick(self._request())
         if agreed.stop >= WARNED:
             # Only now: most ticks of short steps exchange nothing, and would lose it.
-            self._listener.warned = False
-        if agreed.stop == WARNED and self._watcher is not None:
-            self._watcher.warn()
+            self._signals.warned = False
+        if agreed.stop == WARNED and self._requests is not None:
+            self._requests.warn()
         if agreed.tell:
             self._telemetry.tell()
         if agreed.profile:
-            request = self._watcher.take_profile() if self._watcher is not None else None
+            request = self._requests.take_profile() if self._requests is not None else None
             self._profiler.asked(self.step, request)
         return agreed
 
-    def _wish(self) -> StopRequest:
-        heard = self._listener
+    def _request(self) -> StopRequest:
+        signals = self._signals
         stop = 0
-        if heard.interrupted:
+        if signals.interrupted:
             stop = STOP_INTERRUPT
-        elif heard.term:
+        elif signals.term:
             stop = STOP_TERM
-        elif self._watcher is not None and self._watcher.stop:
-            stop = self._watcher.stop
+        elif self._requests is not None and self._requests.stop:
+            stop = self._requests.stop
         elif self.world.rank == 0 and self._is_due():
             stop = STOP_CLOCK
-        elif heard.warned:
+        elif signals.warned:
             stop = WARNED
-        wishes = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
-        profile = self._watcher.profile if self._watcher is not None else 0
-        return StopRequest(stop, wishes, self._telemetry.wishes_to_tell(), profile)
+        save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
+        profile = self._requests.profile if self._requests is not None else 0
+        return StopRequest(stop, save, self._telemetry.wishes_to_tell(), profile)
 
     def _is_due(self) -> bool:
         now = time.time()
@@ -350,14 +350,14 @@ class Run:
         return self._clock.left_s(
             cause,
             time.time(),
-            term_at=self._listener.term_at,
+            term_at=self._signals.term_at,
             kill_wait_s=float(kill_wait) if kill_wait else None,
             grace_end=self._grace_end if cause is StopCause.TERM else None,
         )
 
     @cached_property
     def _grace_end(self) -> float | None:
-        return self._watcher.grace_end(ASK_S) if self._watcher is not None else None
+        return self._requests.grace_end(ASK_S) if self._requests is not None else None
 
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event("stop_requested", cause=cause.value, rank=self.world.rank)
@@ -481,22 +481,22 @@ class Run:
         watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
         return Profiler(self.world, self.settings.profile, folder, self._event, watches)
 
-    def _start_watcher(self) -> Rank0Requests | None:
+    def _start_requests(self) -> Rank0Requests | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:
             return None
         cluster = os.environ.get("HPCTRAIN_CLUSTER")
         control = None
         if cluster:
             control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)
-        watcher = Rank0Requests(
+        requests = Rank0Requests(
             request=self.dir.stop_request,
             profile_request=self.dir.profile_request,
             job_id=self._attempt.job_id,
             clock=self._clock,
             control=control,
         )
-        watcher.start()
-        return watcher
+        requests.start()
+        return requests
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:

@@ -1,12 +1,10 @@
-"""Rank 0: how often to save, learnt from what saves cost and how often this run has died.
+"""Policy of saves: the interval, the last moment before the job's end, and the last save.
 
-Also tells the job's clock what earlier attempts' saves took.
-
-When is the last moment at which a save still fits before the job's end?
-
-Pure: times in, answer out.
-
-A stop is asked for while a save is being written: finish that one, or make a newer one? Pure.
+Rank 0 learns the interval from what saves cost and how often this run has died (`SavePolicy`), also
+from earlier attempts. `JobClock` says when a save still fits before the job's end, and `last_save`
+whether a save that is being written when a stop is asked for is finished or made anew. The latter
+two are pure: times in, answer out. tests/unit/test_pace.py, test_clock.py and test_last_save.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -28,6 +26,15 @@ if TYPE_CHECKING:
 
 NEWS = 0.2
 """An interval that changes by less than this share is not worth a line in the ledger."""
+GUESS_BYTES_PER_S = 200e6
+"""Of one rank, before any save was measured: eight ranks of a node write 1.6 GB/s together."""
+GUESS_SHARE = 1 / 8
+"""A guess costs a job no more of its time: a wrong one must not keep it from training at all."""
+CLOCK_SAFETY = 1.5
+LEAVE_S = 3.0
+"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
+LAST_SAVE_SAFETY = 1.3
+"""What is planned with is an estimate: a save that ends a moment too late is no save."""
 
 
 class SavePolicy:
@@ -39,8 +46,8 @@ class SavePolicy:
         events = ledger.read(place.run)
         clock.earlier_s = interval.longest_save_s(events, world.world_size)
         self._record = interval.failures(events)
-        known = interval.costs(events)
-        self._costs = [] if known is None else [known]
+        earlier = interval.costs(events)
+        self._costs = [] if earlier is None else [earlier]
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._job_s = None if clock.end_time is None else clock.end_time - time.time()
         self._began = time.monotonic()
@@ -54,8 +61,8 @@ class SavePolicy:
 
     def news(self) -> dict[str, Any] | None:
         """What the ledger should hear: the interval, if it is new; each change is told once."""
-        told = self._told
-        if told is not None and abs(self.now.seconds - told.seconds) <= NEWS * told.seconds:
+        before = self._told
+        if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
             return None
         self._told = self.now
         cost = self._cost()
@@ -91,15 +98,6 @@ class SavePolicy:
     def _mtbf_s(self) -> float:
         seconds = self._record.observed_s + time.monotonic() - self._began
         return interval.mtbf_s(interval.Failures(self._record.count, seconds), self._nodes)
-
-
-GUESS_BYTES_PER_S = 200e6
-"""Of one rank, before any save was measured: eight ranks of a node write 1.6 GB/s together."""
-GUESS_SHARE = 1 / 8
-"""A guess costs a job no more of its time: a wrong one must not keep it from training at all."""
-CLOCK_SAFETY = 1.5
-LEAVE_S = 3.0
-"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
 
 
 @dataclass
@@ -190,10 +188,6 @@ class JobClock:
                 spare_s = max(spare_s, kill_wait_s - LEAVE_S)
             end = None if end is None else end + spare_s
         return None if end is None else max(0.0, end - now)
-
-
-LAST_SAVE_SAFETY = 1.3
-"""What is planned with is an estimate: a save that ends a moment too late is no save."""
 
 
 class LastSave(StrEnum):

@@ -1,6 +1,7 @@
-"""When a run saves, how, and what becomes of it: the ledger hears of every save, failed or not.
+"""The saves of a run: when, how, and what becomes of each; the ledger hears of all, failed or not.
 
 Decisions that ranks must share are rank 0's, broadcast, or follow from the step's number.
+tests/unit/test_saves.py and tests/engines/test_save_behind.py hold the promises.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Saves:
         self._settings = place.settings
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
         self._last_at = time.monotonic()
-        self._pace = SavePolicy(place, world, clock) if world.rank == 0 else None
+        self._policy = SavePolicy(place, world, clock) if world.rank == 0 else None
         self._flight_s: float | None = None
         self._waited_s = 0.0
         self._told: int | None = None
@@ -82,16 +83,16 @@ class Saves:
         """Training begins at this step, which is committed, or 0."""
         self.step = step
         self._last_at = time.monotonic()
-        self._tell_pace()
+        self._tell_interval()
 
     def wishes(self) -> bool:
         """Rank 0: whether a save is due by the clock. Also tells the ledger of a landed one."""
         outcome = self._saver.peek() if self._saver is not None else None
         if outcome is not None:
             self._tell(outcome)
-        if self._pace is None or self._settings.interval_steps:
+        if self._policy is None or self._settings.interval_steps:
             return False
-        if time.monotonic() - self._last_at < self._pace.now.seconds:
+        if time.monotonic() - self._last_at < self._policy.now.seconds:
             return False
         busy = self._saver is not None and self._saver.in_flight
         return not (busy and self._settings.when_busy == "skip")
@@ -304,16 +305,16 @@ class Saves:
             checkpoint=saved.path,
             **stale,
         )
-        if self._pace is not None:
-            self._pace.saved(saved)
-            self._tell_pace()
+        if self._policy is not None:
+            self._policy.saved(saved)
+            self._tell_interval()
 
     def _failed(self, step: int, error: Exception) -> None:
         self._event("save_failed", step=step, why=str(error))
         print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
 
-    def _tell_pace(self) -> None:
-        news = self._pace.news() if self._pace is not None else None
+    def _tell_interval(self) -> None:
+        news = self._policy.news() if self._policy is not None else None
         if news is not None:
             self._event("interval", **news)
 

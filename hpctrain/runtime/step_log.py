@@ -122,7 +122,7 @@ class StepLog:
         step: int,
         samples: tuple[int | None, int | None],
         seconds: float,
-        told: Mapping[str, float],
+        values: Mapping[str, float],
     ) -> None:
         """Step `step` is done (that many updates are applied).
 
@@ -130,7 +130,7 @@ class StepLog:
             step: Its number.
             samples: Those consumed before the steps of this mark, and those consumed now.
             seconds: It took, without what a save stopped it.
-            told: What the program said of it by `run.log`.
+            values: What the program said of it by `run.log`.
         """
         if self._first is None:
             self._first = step
@@ -138,11 +138,11 @@ class StepLog:
         self._last = step
         self._samples = (self._samples[0], samples[1])
         self._times.add(seconds)
-        self._loss = told.get("loss", self._loss)
-        self._grad_norm = told.get("grad_norm", self._grad_norm)
+        self._loss = values.get("loss", self._loss)
+        self._grad_norm = values.get("grad_norm", self._grad_norm)
         for name in SUMMED:
-            if name in told:
-                self._sums[name] = self._sums.get(name, 0.0) + told[name]
+            if name in values:
+                self._sums[name] = self._sums.get(name, 0.0) + values[name]
 
     def is_due(self) -> bool:
         """Whether a mark should be written."""

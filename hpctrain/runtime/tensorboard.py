@@ -1,18 +1,14 @@
-"""TensorBoard's files: one curve over all attempts, the settings, the attempts. Rank 0 only.
+"""TensorBoard's files of a run: one curve over all attempts, its settings, its attempts.
 
-Every attempt writes one file (`event_file.py`) into one folder. A file begins by saying from which
-step on it counts; without that TensorBoard shows redone steps twice.
+Rank 0 only. Every attempt writes one file into one folder. A file begins by saying from which step
+on it counts; without that TensorBoard shows redone steps twice.
 
-What TensorBoard shows of a run besides its curves: settings, attempts, hyperparameters. Pure.
-
-tests/unit/test_trackers.py holds the promises.
-
-TensorBoard's file format: protobuf events in checksummed records. Written by rank 0's Board.
-
-torch's SummaryWriter names its files by the node's clock, and TensorBoard reads files in the order
-of their names: a node whose clock is behind would be read before the attempt that it follows. It
-also takes seconds to import. So the file is ours: named by the attempt, one record for all scalars
-of a step. tests/unit/test_event_file.py reads it with TensorBoard's own readers.
+The format is protobuf events in checksummed records. torch's SummaryWriter names its files by the
+node's clock, and TensorBoard reads files in the order of their names: a node whose clock is behind
+would be read before the attempt that it follows. It also takes seconds to import. So the file is
+ours: named by the attempt, one record for all scalars of a step. tests/unit/test_event_file.py
+reads it with TensorBoard's own readers; tests/unit/test_trackers.py holds the promises of the
+pages.
 """
 
 from __future__ import annotations
@@ -38,99 +34,72 @@ if TYPE_CHECKING:
 # May hold a password or a key: a command line of the user's, lines of shell.
 _PRIVATE = ("notify.command", "notify.webhook_file", "slurm.setup")
 _HPARAMS = ("engine", "train")
-
-
-def public_settings(settings: Settings) -> dict[str, Any]:
-    """Every setting as "section.key", without those that may hold a secret."""
-    return {
-        f"{section}.{key}": value
-        for section, values in asdict(settings).items()
-        for key, value in values.items()
-        if f"{section}.{key}" not in _PRIVATE
-    }
-
-
-def hparams(spec: Spec, world_size: int) -> dict[str, bool | float | str]:
-    """The settings that decide what is learned and how fast, for the HParams tab."""
-    sections = _HPARAMS if spec.entry.kind == "recipe" else _HPARAMS[:1]
-    chosen: dict[str, bool | float | str] = {
-        path: value
-        for path, value in public_settings(spec.settings).items()
-        if path.partition(".")[0] in sections
-    }
-    return chosen | {"world_size": world_size}
-
-
-def settings_page(spec: Spec) -> str:
-    """The run's settings with the place that each came from, as markdown; changed ones first."""
-    settings = public_settings(spec.settings)
-    changed = [path for path in settings if spec.origins.get(path, "default") != "default"]
-    program = "the shipped recipe" if spec.entry.kind == "recipe" else spec.entry.path
-    lines = [f"**{spec.name}** (run id {spec.run_id}): {_cell(program)}", ""]
-    lines += _table(
-        ("setting", "value", "origin"),
-        [(path, settings[path], spec.origins[path]) for path in changed],
-    )
-    rest = [(path, value) for path, value in settings.items() if path not in changed]
-    lines += ["", "Defaults:", "", *_table(("setting", "value"), rest)]
-    return "\n".join(lines)
-
-
-def attempts_page(events: Iterable[Event]) -> str:
-    """The run's attempts so far, as markdown, the newest last; times are UTC."""
-    rows: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event.attempt is None:
-            continue
-        row = rows.setdefault(event.attempt, {})
-        if event.kind == "attempt_started":
-            row |= {"began": event.t, **event.data}
-        elif event.kind == "restored":
-            row["from"] = event.data.get("step")
-        elif event.kind == "attempt_ended":
-            row.setdefault("reason", event.data.get("reason"))
-            row.setdefault("last", event.data.get("step"))
-    cells = [
-        (
-            number,
-            _when(row.get("began")),
-            row.get("job_id"),
-            len(row.get("nodes") or ()) or None,
-            row.get("world_size"),
-            row.get("from"),
-            row.get("last"),
-            row.get("reason") or "goes on",
-        )
-        for number, row in sorted(rows.items())
-    ]
-    header = ("attempt", "began", "job", "nodes", "ranks", "from step", "to step", "ended")
-    return "\n".join(_table(header, cells))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-
-
-def _line(cells: Iterable[object]) -> str:
-    return "| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |"
-
-
-def _cell(value: object) -> str:
-    """One cell: a bar or a line break in a value would end it early."""
-    return " ".join(str(value).replace("|", "\\|").split())
-
-
-def _when(t: float | None) -> str | None:
-    return None if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
-
-
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, as TFRecord has it
 _MASK = 0xA282EAD8
+_OF_ATTEMPTS = (b'"attempt_', b'"restored"')
 
 
-def file_name(attempt: int) -> str:
-    """A name that sorts after those of earlier attempts, and after all that begin with a time."""
-    return f"events.out.tfevents.attempt-{attempt:010d}"
+class TensorBoardTracker:
+    """Implements `trackers.Tracker` for TensorBoard.
+
+    Raises:
+        OSError: from any method, where the folder cannot be written.
+    """
+
+    def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
+        """Begin the attempt's file.
+
+        Args:
+            run: The run.
+            attempt: This attempt.
+            resumed_step: Updates that the restored checkpoint has; what earlier attempts told of
+                later steps is not shown any more.
+            world_size: Ranks.
+        """
+        self._file = EventFile(
+            run.tensorboard / file_name(attempt),
+            purge_step=resumed_step + 1 if resumed_step else 0,
+        )
+        if run.spec.exists():
+            spec = load_spec(run.spec)
+            self._file.text(resumed_step, "hpctrain/settings", settings_page(spec))
+            self._write_hparams(spec, world_size)
+        self._file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
+        self._file.flush()
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Keep scalars of a step until the next flush."""
+        self._file.scalars(step, t, values)
+
+    def flush(self) -> None:
+        """Hand everything to the kernel: the process may be killed next."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def _write_hparams(self, spec: Spec, world_size: int) -> None:
+        """As one session for the whole run; TensorBoard shows what its first attempt wrote.
+
+        torch's add_hparams would begin another "run" beside it, one for each attempt.
+        """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        data = HParamsPluginData()
+        session = data.session_start_info
+        session.group_name = spec.run_id
+        session.start_time_secs = spec.created
+        for name, value in hparams(spec, world_size).items():
+            if isinstance(value, bool):
+                session.hparams[name].bool_value = value
+            elif isinstance(value, str):
+                session.hparams[name].string_value = value
+            else:
+                session.hparams[name].number_value = value
+        self._file.plugin_data(
+            0, "_hparams_/session_start_info", "hparams", data.SerializeToString()
+        )
 
 
 class EventFile:
@@ -219,6 +188,95 @@ class EventFile:
         self._records.append(length + _masked_crc(length) + content + _masked_crc(content))
 
 
+def file_name(attempt: int) -> str:
+    """A name that sorts after those of earlier attempts, and after all that begin with a time."""
+    return f"events.out.tfevents.attempt-{attempt:010d}"
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """Every setting as "section.key", without those that may hold a secret."""
+    return {
+        f"{section}.{key}": value
+        for section, values in asdict(settings).items()
+        for key, value in values.items()
+        if f"{section}.{key}" not in _PRIVATE
+    }
+
+
+def hparams(spec: Spec, world_size: int) -> dict[str, bool | float | str]:
+    """The settings that decide what is learned and how fast, for the HParams tab."""
+    sections = _HPARAMS if spec.entry.kind == "recipe" else _HPARAMS[:1]
+    chosen: dict[str, bool | float | str] = {
+        path: value
+        for path, value in public_settings(spec.settings).items()
+        if path.partition(".")[0] in sections
+    }
+    return chosen | {"world_size": world_size}
+
+
+def settings_page(spec: Spec) -> str:
+    """The run's settings with the place that each came from, as markdown; changed ones first."""
+    settings = public_settings(spec.settings)
+    changed = [path for path in settings if spec.origins.get(path, "default") != "default"]
+    program = "the shipped recipe" if spec.entry.kind == "recipe" else spec.entry.path
+    lines = [f"**{spec.name}** (run id {spec.run_id}): {_cell(program)}", ""]
+    lines += _table(
+        ("setting", "value", "origin"),
+        [(path, settings[path], spec.origins[path]) for path in changed],
+    )
+    rest = [(path, value) for path, value in settings.items() if path not in changed]
+    lines += ["", "Defaults:", "", *_table(("setting", "value"), rest)]
+    return "\n".join(lines)
+
+
+def attempts_page(events: Iterable[Event]) -> str:
+    """The run's attempts so far, as markdown, the newest last; times are UTC."""
+    rows: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.attempt is None:
+            continue
+        row = rows.setdefault(event.attempt, {})
+        if event.kind == "attempt_started":
+            row |= {"began": event.t, **event.data}
+        elif event.kind == "restored":
+            row["from"] = event.data.get("step")
+        elif event.kind == "attempt_ended":
+            row.setdefault("reason", event.data.get("reason"))
+            row.setdefault("last", event.data.get("step"))
+    cells = [
+        (
+            number,
+            _when(row.get("began")),
+            row.get("job_id"),
+            len(row.get("nodes") or ()) or None,
+            row.get("world_size"),
+            row.get("from"),
+            row.get("last"),
+            row.get("reason") or "goes on",
+        )
+        for number, row in sorted(rows.items())
+    ]
+    header = ("attempt", "began", "job", "nodes", "ranks", "from step", "to step", "ended")
+    return "\n".join(_table(header, cells))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
+
+
+def _line(cells: Iterable[object]) -> str:
+    return "| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |"
+
+
+def _cell(value: object) -> str:
+    """One cell: a bar or a line break in a value would end it early."""
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _when(t: float | None) -> str | None:
+    return None if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
+
+
 def _crc_table() -> list[int]:
     table = []
     for byte in range(256):
@@ -238,72 +296,6 @@ def _masked_crc(content: bytes) -> bytes:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
-
-
-_OF_ATTEMPTS = (b'"attempt_', b'"restored"')
-
-
-class TensorBoardTracker:
-    """Implements `trackers.Tracker` for TensorBoard.
-
-    Raises:
-        OSError: from any method, where the folder cannot be written.
-    """
-
-    def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
-        """Begin the attempt's file.
-
-        Args:
-            run: The run.
-            attempt: This attempt.
-            resumed_step: Updates that the restored checkpoint has; what earlier attempts told of
-                later steps is not shown any more.
-            world_size: Ranks.
-        """
-        self._file = EventFile(
-            run.tensorboard / file_name(attempt),
-            purge_step=resumed_step + 1 if resumed_step else 0,
-        )
-        if run.spec.exists():
-            spec = load_spec(run.spec)
-            self._file.text(resumed_step, "hpctrain/settings", settings_page(spec))
-            self._write_hparams(spec, world_size)
-        self._file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
-        self._file.flush()
-
-    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
-        """Keep scalars of a step until the next flush."""
-        self._file.scalars(step, t, values)
-
-    def flush(self) -> None:
-        """Hand everything to the kernel: the process may be killed next."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
-
-    def _write_hparams(self, spec: Spec, world_size: int) -> None:
-        """As one session for the whole run; TensorBoard shows what its first attempt wrote.
-
-        torch's add_hparams would begin another "run" beside it, one for each attempt.
-        """
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-        told = HParamsPluginData()
-        session = told.session_start_info
-        session.group_name = spec.run_id
-        session.start_time_secs = spec.created
-        for name, value in hparams(spec, world_size).items():
-            if isinstance(value, bool):
-                session.hparams[name].bool_value = value
-            elif isinstance(value, str):
-                session.hparams[name].string_value = value
-            else:
-                session.hparams[name].number_value = value
-        self._file.plugin_data(
-            0, "_hparams_/session_start_info", "hparams", told.SerializeToString()
-        )
 
 
 def _attempts(run: RunDir) -> list[ledger.Event]:

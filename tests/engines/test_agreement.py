@@ -1,4 +1,4 @@
-"""All ranks stop at the same step, whoever heard of it first: trap 7, on real gloo groups."""
+"""All ranks stop at the same step, whoever heard of it first, on real gloo groups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     from hpctrain.runtime.signals import RankSignals
     from hpctrain.world import join_world
 
-    listener = RankSignals()
-    listener.start()
+    rank_signals = RankSignals()
+    rank_signals.start()
     world = join_world()
     rng = random.Random(world.rank)
     plan = random.Random(7)
     stopped = []
     for _ in range(count):
         agreement = Agreement(world)
-        listener.term = listener.warned = False
+        rank_signals.term = rank_signals.warned = False
         victim, at = plan.randrange(world.world_size), plan.randrange(3, 9)
         for step in range(1000):
             if world.rank == victim and step == at:
                 os.kill(os.getpid(), signum)
             time.sleep(rng.random() * step_s)
-            heard = listener.term or listener.warned
+            heard = rank_signals.term or rank_signals.warned
             if agreement.tick(StopRequest(STOP_TERM if heard else 0)).cause is not None:
                 stopped.append(step)
                 break

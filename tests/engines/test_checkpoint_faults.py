@@ -349,7 +349,7 @@ FAILING = {20: "shard.flush", 40: "report.gather", 60: "shard.open"}
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_nothing_is_published(tmp_path, mode):
-    """Traps 1 and 3."""
+    """One rank raised; whatever the others have written, there is neither `latest` nor a commit."""
     steps = range(10, 80, 10)
     points_of = FAILING.items()
     with faults.armed(";".join(f"fail:{p},rank=1,step={s},error=EIO" for s, p in points_of)):

@@ -1,6 +1,6 @@
 """SIGKILL in the middle of saves: of one rank, of all, of a writer process, at random moments.
 
-Promise 3: a checkpoint is either committed or not there. Promise 1: the run ends as if undisturbed.
+A checkpoint is either committed or not there, and the run ends as if nobody had disturbed it.
 Each kill is followed by a resume, which must find the newest committed step with every value right.
 """
 

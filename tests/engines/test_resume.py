@@ -1,4 +1,4 @@
-"""Promises 1 and 4 on real ranks: bit-equal at the same world size, any engine to any other.
+"""A resumed run on real ranks is bit-equal at the same world size, any engine to any other.
 
 Two ranks are here in 16 bits, and in fp32 in `test_kill_during_save.py`.
 """

@@ -1,7 +1,7 @@
 """Whatever system call of a save, a commit or a purge goes wrong: there is a whole checkpoint.
 
 One process sweeps, saves and prunes by hand; in each of hundreds of runs another call of it is the
-one before which it dies, half way through which it dies, or which fails (trap 12).
+one before which it dies, half way through which it dies, or which fails.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def run(monkeypatch):
     found = Run.__new__(Run)
     found._told_late = False
     found._clock = JobClock(now + 3600.0, MARGIN_S)
-    found._listener = SimpleNamespace(term_at=now - 2.0)
-    found._watcher = SimpleNamespace(grace_end=lambda patience_s: now + 298.0 if patience_s else 0)
+    found._signals = SimpleNamespace(term_at=now - 2.0)
+    found._requests = SimpleNamespace(grace_end=lambda patience_s: now + 298.0 if patience_s else 0)
     monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "30")
     return found
 
@@ -135,7 +135,7 @@ def test_a_graceful_stop_has_the_grace_time_and_not_killwait(run):
 
 
 def test_without_a_grace_time_killwait_counts(run):
-    run._watcher = None
+    run._requests = None
 
     assert run._left_s(StopCause.TERM) == pytest.approx(25.0, abs=1.0)
 
@@ -159,15 +159,15 @@ def test_a_job_that_is_too_short_is_told_so_once_and_tries(run, capsys):
 def test_a_warning_is_kept_until_all_ranks_have_heard_it(run, agreed, heard, asked):
     """Most ticks of short steps exchange nothing."""
     warnings = []
-    run._listener = SimpleNamespace(interrupted=False, term=False, warned=True)
-    run._watcher = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
+    run._signals = SimpleNamespace(interrupted=False, term=False, warned=True)
+    run._requests = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
     run._agreement = SimpleNamespace(tick=lambda wish: StopRequest(agreed if wish.stop else 99))
     run._telemetry = SimpleNamespace(wishes_to_tell=lambda: False)
     run.world, run._saves = SimpleNamespace(rank=0), None
 
     run._exchange()
 
-    assert (run._listener.warned, len(warnings)) == (heard, asked)
+    assert (run._signals.warned, len(warnings)) == (heard, asked)
 
 
 def _share(kind):

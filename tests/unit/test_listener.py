@@ -15,8 +15,8 @@ def show(_=None):
     print({signal.SIGTERM, signal.SIGUSR2} <= mask, flush=True)
 
 if __name__ == "__main__":
-    listener = RankSignals()
-    listener.start()
+    rank_signals = RankSignals()
+    rank_signals.start()
     for method in ("spawn", "fork"):
         context = multiprocessing.get_context(method)
         lock = context.Lock()
@@ -27,8 +27,8 @@ if __name__ == "__main__":
     for signum in (signal.SIGUSR2, signal.SIGTERM):
         for pid in (tracker, os.getpid()):
             os.kill(pid, signum)
-    listener.heard.wait()
-    while not (listener.term and listener.warned):
+    rank_signals.heard.wait()
+    while not (rank_signals.term and rank_signals.warned):
         pass
     print(resource_tracker._resource_tracker._check_alive(), flush=True)
 """

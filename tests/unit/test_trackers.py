@@ -111,20 +111,20 @@ def test_a_save_waits_for_the_curves_and_little_where_the_disk_was_slow_the_last
     assert limits == [BEFORE_SAVE_S, BEFORE_SAVE_S, ONCE_SLOW_S, BEFORE_SAVE_S]
 
 
-# ---- a lane: one tracker behind a queue
+# ---- one tracker behind a queue
 
 
 def test_a_tracker_gets_every_step_in_order_and_is_closed():
     book = Notebook()
-    lane = TrackerThread("book", lambda: book, every_s=LONG_S)
+    thread = TrackerThread("book", lambda: book, every_s=LONG_S)
     for step in range(1, 6):
-        lane.put(step, {"loss": 1.0}, 0.0)
+        thread.put(step, {"loss": 1.0}, 0.0)
 
-    assert lane.flush(LONG_S)
+    assert thread.flush(LONG_S)
     assert [step for step, _ in book.steps] == [1, 2, 3, 4, 5]
     assert book.flushed == 1
-    lane.begin_close()
-    assert lane.wait_closed(LONG_S)
+    thread.begin_close()
+    assert thread.wait_closed(LONG_S)
     assert book.closed.is_set()
 
 
@@ -137,13 +137,13 @@ def test_a_tracker_that_raises_is_told_once_and_left_out(where, capfd):
 
     if where != "start":
         setattr(book, where, raising)
-    lane = TrackerThread("book", raising if where == "start" else lambda: book)
-    lane.put(1, {"loss": 1.0}, 0.0)
-    lane.begin_close()
+    thread = TrackerThread("book", raising if where == "start" else lambda: book)
+    thread.put(1, {"loss": 1.0}, 0.0)
+    thread.begin_close()
 
-    assert lane.wait_closed(LONG_S)
-    lane.put(2, {"loss": 1.0}, 0.0)
-    assert lane.flush(LONG_S)
+    assert thread.wait_closed(LONG_S)
+    thread.put(2, {"loss": 1.0}, 0.0)
+    assert thread.flush(LONG_S)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1
     assert "tracker book: RuntimeError: no network; the run goes on without it" in told[0]
@@ -151,15 +151,15 @@ def test_a_tracker_that_raises_is_told_once_and_left_out(where, capfd):
 
 def test_a_tracker_that_hangs_keeps_nobody_and_its_losses_are_counted(capfd):
     book = Stuck()
-    lane = TrackerThread("book", lambda: book, most=3, every_s=0.001)
-    lane.put(1, {"loss": 1.0}, 0.0)
+    thread = TrackerThread("book", lambda: book, most=3, every_s=0.001)
+    thread.put(1, {"loss": 1.0}, 0.0)
     assert book.reached.wait(LONG_S)
 
     for step in range(2, 8):  # three wait, three find no place
-        lane.put(step, {"loss": 1.0}, 0.0)
-    assert not lane.flush(0.01)
-    lane.begin_close()
-    assert not lane.wait_closed(0.01)
+        thread.put(step, {"loss": 1.0}, 0.0)
+    assert not thread.flush(0.01)
+    thread.begin_close()
+    assert not thread.wait_closed(0.01)
 
     told = capfd.readouterr().err
     assert told.count("it is too slow or hangs") == 1

@@ -1,4 +1,4 @@
-"""Rank 0's watcher hears requests and warnings while the job runs, whatever a look meets."""
+"""Rank 0's side thread hears requests and warnings while the job runs, whatever a look meets."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def _left_text(path):
 
 
 def watching(tmp_path, *, request=None, profile=None, control=None, end_time=2e9):
-    watcher = Rank0Requests(
+    requests = Rank0Requests(
         request=request or tmp_path / "stop-request.json",
         profile_request=profile or tmp_path / "profile-request.json",
         job_id=JOB,
         clock=JobClock(end_time, 10.0),
         control=control,
     )
-    watcher.start()
-    return watcher
+    requests.start()
+    return requests
 
 
 def until(condition):
@@ -101,24 +101,24 @@ def asked(job_id=JOB):
 def test_a_request_to_stop_is_heard_after_a_look_that_failed(tmp_path, bad):
     disk = Disk(tmp_path / "stop-request.json", bad, bad, asked())
 
-    watcher = watching(tmp_path, request=disk)
+    requests = watching(tmp_path, request=disk)
 
-    until(lambda: watcher.stop)
-    assert (watcher.stop, disk.looks) == (STOP_USER, 3)
+    until(lambda: requests.stop)
+    assert (requests.stop, disk.looks) == (STOP_USER, 3)
 
 
 @pytest.mark.parametrize("bad", [errno.ESTALE, errno.EIO, errno.EACCES, "[]", '{"job_id": 1}'])
 def test_a_preemption_is_heard_beside_files_that_cannot_be_read(tmp_path, bad):
     stop, profile = Disk(tmp_path / "s", bad), Disk(tmp_path / "p", bad)
     control = Scheduler(RUNNING)
-    watcher = watching(tmp_path, request=stop, profile=profile, control=control)
+    requests = watching(tmp_path, request=stop, profile=profile, control=control)
     until(lambda: profile.looks > 2)
     control.answer = PREEMPTED
 
-    watcher.warn()
+    requests.warn()
 
-    until(lambda: watcher.stop)
-    assert watcher.stop == STOP_WARNED
+    until(lambda: requests.stop)
+    assert requests.stop == STOP_WARNED
 
 
 def test_trouble_with_one_request_does_not_hide_the_other(tmp_path):
@@ -126,10 +126,10 @@ def test_trouble_with_one_request_does_not_hide_the_other(tmp_path):
     request.write(tmp_path / "profile-request.json")
     broken = Disk(tmp_path / "stop-request.json", errno.EIO)
 
-    watcher = watching(tmp_path, request=broken)
+    requests = watching(tmp_path, request=broken)
 
-    until(lambda: watcher.profile)
-    assert watcher.take_profile() == request
+    until(lambda: requests.profile)
+    assert requests.take_profile() == request
     assert not (tmp_path / "profile-request.json").exists(), "that it is answered"
 
 
@@ -158,19 +158,19 @@ def test_trouble_is_told_once_for_each_file(tmp_path, capfd):
 )
 def test_what_a_warning_means(tmp_path, answer, end_time, expected):
     control = Scheduler(RUNNING)
-    watcher = watching(tmp_path, control=control, end_time=end_time)
+    requests = watching(tmp_path, control=control, end_time=end_time)
     profile = tmp_path / "profile-request.json"
     ProfileRequest(JOB, "up", 1, None, memory=False, t=time.time()).write(profile)
-    until(lambda: watcher.profile)  # it has asked what it may have missed
+    until(lambda: requests.profile)  # it has asked what it may have missed
     control.answer = answer
 
-    watcher.warn()
+    requests.warn()
 
     if expected == STOP_USER:  # near the time limit the clock says when: only a request stops
-        until(lambda: not watcher._warned.is_set())
+        until(lambda: not requests._warned.is_set())
         (tmp_path / "stop-request.json").write_text(asked())
-    until(lambda: watcher.stop)
-    assert watcher.stop == expected
+    until(lambda: requests.stop)
+    assert requests.stop == expected
 
 
 @pytest.mark.parametrize(
@@ -186,27 +186,27 @@ def test_what_a_warning_means(tmp_path, answer, end_time, expected):
 def test_a_preemption_that_came_before_the_watch_is_not_missed(tmp_path, answer, expected):
     (tmp_path / "stop-request.json").write_text(asked())
 
-    watcher = watching(tmp_path, control=Scheduler(answer))
+    requests = watching(tmp_path, control=Scheduler(answer))
 
-    until(lambda: watcher.stop)
-    assert watcher.stop == expected
+    until(lambda: requests.stop)
+    assert requests.stop == expected
 
 
 def test_another_jobs_request_stops_nobody(tmp_path):
     disk = Disk(tmp_path / "stop-request.json", asked("18"), asked("18"), asked())
 
-    watcher = watching(tmp_path, request=disk)
+    requests = watching(tmp_path, request=disk)
 
-    until(lambda: watcher.stop)
+    until(lambda: requests.stop)
     assert disk.looks == 3
 
 
 def test_the_schedulers_end_of_the_job_is_the_clocks(tmp_path):
-    watcher = watching(tmp_path, control=Scheduler(JobFacts("RUNNING", end_time=1234.0)))
+    requests = watching(tmp_path, control=Scheduler(JobFacts("RUNNING", end_time=1234.0)))
     (tmp_path / "stop-request.json").write_text(asked())
 
-    until(lambda: watcher.stop)
-    assert watcher._clock.end_time == 1234.0
+    until(lambda: requests.stop)
+    assert requests._clock.end_time == 1234.0
 
 
 def test_a_profile_request_is_taken_once(tmp_path):
@@ -214,14 +214,14 @@ def test_a_profile_request_is_taken_once(tmp_path):
     text = json.dumps(vars(ProfileRequest(JOB, "token", 3, (0, 1), memory=True, t=time.time())))
     disk = Disk(path, text)  # which cannot be removed either
 
-    watcher = watching(tmp_path, profile=disk)
+    requests = watching(tmp_path, profile=disk)
 
-    until(lambda: watcher.profile)
-    taken = watcher.take_profile()
+    until(lambda: requests.profile)
+    taken = requests.take_profile()
     looks = disk.looks
     until(lambda: disk.looks > looks + 2)
-    assert (taken.token, taken.ranks, watcher.profile) == ("token", (0, 1), 0)
-    assert watcher.take_profile() is None
+    assert (taken.token, taken.ranks, requests.profile) == ("token", (0, 1), 0)
+    assert requests.take_profile() is None
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_a_profile_request_is_taken_once(tmp_path):
     ],
 )
 def test_the_end_of_a_grace_time_is_the_schedulers_to_say(tmp_path, answer, expected):
-    watcher = watching(tmp_path, control=Scheduler(answer))
+    requests = watching(tmp_path, control=Scheduler(answer))
 
-    assert watcher.grace_end(PATIENCE_S) == expected
+    assert requests.grace_end(PATIENCE_S) == expected
 
 
 def test_a_silent_scheduler_holds_up_no_save(tmp_path):
@@ -249,7 +249,7 @@ def test_a_silent_scheduler_holds_up_no_save(tmp_path):
             asked_for_ever.wait(PATIENCE_S)
             return PREEMPTED
 
-    watcher = watching(tmp_path, control=Silent())
+    requests = watching(tmp_path, control=Silent())
 
-    assert watcher.grace_end(0.01) is None
+    assert requests.grace_end(0.01) is None
     asked_for_ever.set()

@@ -50,7 +50,7 @@ def wait_for_a_save(run: Run) -> None:
 
 
 def hold_the_gil() -> None:
-    """No Python thread of this rank runs any more: neither a handler nor our listener."""
+    """No Python thread of this rank runs any more: neither a handler nor our thread for signals."""
     ctypes.PyDLL(None).sleep(600)
 
 
