@@ -1,4 +1,8 @@
-"""Who am I among the ranks, and how do we speak to each other?"""
+"""This rank's place among the ranks, and the collectives by which they agree.
+
+Flags and plans go through a gloo group of their own, so that they never change the order of the
+program's own collectives. tests/engines/test_world.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Options and arguments that several commands share, so that they are spelled and read alike.
 
-`--since`: how far back one looks, as people write it.
+Among them `--since`, how far back one looks, as people write it (`parse_since`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from hpctrain.settings.schema import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-if TYPE_CHECKING:
     _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
 
 
 def runs_option(function: _Function) -> _Function:
@@ -107,10 +109,6 @@ def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> di
     from hpctrain.settings.check_engine import parse_mesh
 
     return None if value is None else parse_mesh(value)
-
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
 
 
 def since_option(function: _Function) -> _Function:

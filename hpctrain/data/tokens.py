@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _READ_BYTES = 1 << 22
+_FIELDS = {"dtype": str, "length": int, "vocabulary": int, "digest": str, "source": dict}
 
 
 class TokenFile:
@@ -181,9 +182,6 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     if wrong or described["dtype"] not in ITEM_BYTES:
         raise _torn(path, f"{sidecar(path).name} has a bad value for {wrong or 'dtype'}")
     return described
-
-
-_FIELDS = {"dtype": str, "length": int, "vocabulary": int, "digest": str, "source": dict}
 
 
 def _torn(path: Path, why: str) -> UsageError:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIM = "model.", "optim."
+_KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of which torch and `_collect_by_name` say the same."""
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
@@ -47,11 +50,6 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
             _KNOWN.add(model)
         return state
     return _collect_by_name(model, optimizer)
-
-
-_KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of which torch and `_collect_by_name` say the same."""
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def _collect_by_torch(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:

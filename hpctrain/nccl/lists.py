@@ -1,4 +1,7 @@
-"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them."""
+"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them.
+
+tests/unit/test_site_rules.py holds the promises.
+"""
 
 from __future__ import annotations
 

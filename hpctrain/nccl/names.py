@@ -1,11 +1,12 @@
-"""Rules for names: misspelt and dead ones, NVIDIA's debugging class, and what no preset sets.
+"""The variables that NCCL, its plugins, libfabric and torch read, and the rule for their names.
 
-Names of variables that NCCL, RCCL, their plugins, libfabric and torch read. Data only.
+`check_name` warns of misspelt and dead names, of NVIDIA's debugging class, and of what no preset
+sets. A name that is missing in these tables is not wrong for certain: it is warned of, with the
+nearest one that is known.
 
 Read from source: NVIDIA/nccl 2.30.7 (5067397), ROCm/rccl 2.21.5 (0cbce2a) and a few later names,
 aws/aws-ofi-nccl (2daf7d3), Mellanox/nccl-rdma-sharp-plugins, ofiwg/libfabric (af8ddbe), torch 2.13.
-A name that is missing here is not wrong for certain: rules_names.py warns of it and names the
-nearest. test_site_rules.py holds that each name of the guide's tables is here.
+tests/unit/test_site_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rules for environment values share: what they find, what they are told, how they tell.
+"""What the rules for environment values share: a problem, what is known of the site, the wording.
 
 A message says the value, what its reader would make of it and why that is wrong, what to write.
 """

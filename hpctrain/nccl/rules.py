@@ -1,8 +1,8 @@
-"""Rules for environment values: what their reader makes of them, before a job finds out.
+"""All rules for environment values: what their reader makes of them, before a job finds out.
 
-They parse values as NCCL, RCCL, libfabric, Gloo and torch do; the sources named in nccl_names.py
-say how. Pure: what is known of the site comes in as a Context. tests/unit/test_site_rules.py holds
-a good and a wrong value for each rule.
+They parse values as NCCL, RCCL, libfabric, Gloo and torch do; `names.py` has the releases whose
+source was read. Pure: what is known of the site comes in as a `Context`.
+tests/unit/test_site_rules.py has a good and a wrong value for each rule.
 """
 
 from __future__ import annotations

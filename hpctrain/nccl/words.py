@@ -1,4 +1,7 @@
-"""Rules for words, levels, files and names of networks."""
+"""Rules for words, levels, files and names of networks.
+
+tests/unit/test_site_rules.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,20 @@
-"""Why is the job being stopped, and what must follow?
+"""What a job's end means and what follows: why it is stopped, whether the run starts once more.
 
-A job that exits 0 inside its grace time is COMPLETED and never comes back, or comes back by itself
-(SLURM since 24.05); a cancelled job that asks for a requeue rises from the dead. Only the scheduler
-knows which it is, so it is asked.
+`decide` is the table of ends. A job that exits 0 inside its grace time is COMPLETED and never comes
+back, or comes back by itself (SLURM since 24.05); a cancelled job that asks for a requeue rises
+from the dead. Only the scheduler knows which it is, so its facts come in as an argument.
 
-May the run start once more? One budget per cause, and a stop where nothing moves.
+`allow` is the budget: one for each cause, since a single counter would let preemptions use up the
+budget meant for crashes, and a stop where nothing moves. SLURM gives no guard against crash loops:
+a job that requeues itself was started 11 times in a row and nothing held it.
 
-SLURM gives no guard against crash loops (a job that requeues itself ran 11 times unheld,
-`launch.md` section 2A), and one counter for all causes lets preemptions use up the budget meant
-for crashes.
-
-A program raised: is that its user's error, or may the next start go well? Pure.
-
+`is_users` tells whether what a program raised is its user's error or may go well at the next start.
 An error of the user's comes at every start, and the nodes are not to be held for it. A program that
 was seen to run has shown that it can; what it raises after hours (a disk's or a GPU's error, a lost
-worker) is a crash. A script that knows nothing of hpctrain tells of no steps: then time tells.
-docs/preemption.md has the rule; tests/unit/test_user_error.py holds it.
+worker) is a crash. A script that knows nothing of hpctrain reports no steps: then time decides.
+docs/preemption.md has the rule.
+
+Pure. The promises are held by tests/unit/test_decide.py, test_budget.py and test_user_error.py.
 """
 
 from __future__ import annotations
@@ -46,6 +45,19 @@ _BY_OUTCOME: dict[Outcome, EndReason] = {
 }
 
 ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
+EXIT_STOPPED = 93
+_LIMITS = {
+    EndReason.PREEMPTED: "preemptions",
+    EndReason.REQUEUED: "preemptions",
+    EndReason.TIMED_OUT: "time_limits",
+    EndReason.NODE_FAILED: "nodes",
+    EndReason.CRASHED: "crashes",
+    EndReason.STORAGE_FAILED: "storage",
+    EndReason.USER_ERROR: "crashes",
+    EndReason.UNKNOWN: "crashes",
+}
+LONG_S = 300.0
+"""A program that raises later than this after its start has come to its work."""
 
 
 def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
@@ -114,20 +126,6 @@ def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:
     if cause in {StopCause.TERM, StopCause.INTERRUPT}:
         return EndReason.PREEMPTED
     return _BY_OUTCOME.get(outcome, EndReason.CRASHED)
-
-
-EXIT_STOPPED = 93
-
-_LIMITS = {
-    EndReason.PREEMPTED: "preemptions",
-    EndReason.REQUEUED: "preemptions",
-    EndReason.TIMED_OUT: "time_limits",
-    EndReason.NODE_FAILED: "nodes",
-    EndReason.CRASHED: "crashes",
-    EndReason.STORAGE_FAILED: "storage",
-    EndReason.USER_ERROR: "crashes",
-    EndReason.UNKNOWN: "crashes",
-}
 
 
 @dataclass(frozen=True)
@@ -201,10 +199,6 @@ def since_resume(events: Sequence[Event]) -> Sequence[Event]:
         if event.kind == "submitted":
             start = position
     return events[start:]
-
-
-LONG_S = 300.0
-"""A program that raises later than this after its start has come to its work."""
 
 
 @dataclass

@@ -1,18 +1,14 @@
-"""DeepSpeed's configuration: from our settings, with the user's own file merged under them. Pure.
+"""DeepSpeed's configuration: from our settings, with the user's own file merged under them.
 
-What a user's file may say is `ds_check.py`'s, at submit; here what must hold overrules it. That
-DeepSpeed takes what comes out is tested with its own parser in tests/unit/test_ds_config.py.
+`engine_config` makes it; what must hold overrules the user's file. `check_user_config` looks at
+that file at submit, and refuses what DeepSpeed would not read, or what hpctrain cannot hold to,
+with the key and the setting that it meets; nothing in the file is left out in silence. That takes
+the tables of all keys as deepspeed 0.19.8 reads them: it ignores a top-level key that it does not
+know, so that `zero_optimisation` trains without ZeRO and says nothing, and in sections it finds the
+mistake when the job has started.
 
-Is a user's ds_config.json one that DeepSpeed reads and hpctrain can hold to? Asked at submit.
-
-Pure. What is wrong is refused with the key and the setting that it meets; nothing in the file is
-left out in silence. tests/unit/test_ds_config.py holds the promises.
-
-The keys of a DeepSpeed configuration, as deepspeed 0.19.8 reads them. Tables only.
-
-DeepSpeed ignores a top-level key that it does not know, so that `zero_optimisation` trains without
-ZeRO and says nothing; in sections it finds the mistake when the job has started.
-tests/unit/test_ds_config.py compares these tables to what the installed DeepSpeed reads.
+Pure. tests/unit/test_ds_config.py holds the promises, compares the tables to what the installed
+DeepSpeed reads, and has its own parser take what comes out.
 """
 
 from __future__ import annotations
@@ -280,6 +276,11 @@ SUB_GROUP_ELEMENTS = 100_000_000
 GB. DeepSpeed's own 1e9 takes 16 GB of each rank."""
 
 _SHOWN = 60
+BATCH, MICRO, PASSES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 
 
 def stage_of(kind: str) -> int:
@@ -465,13 +466,6 @@ def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> None:
             _merge(mine, value)
         else:
             config[key] = value
-
-
-BATCH, MICRO, PASSES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 
 def check_user_config(

@@ -1,4 +1,4 @@
-"""How long between two saves? From what a save costs and how often runs die, within bounds.
+"""The time between two saves: from what a save costs and how often runs die, within bounds.
 
 Pure. Saving too often wastes time on saves, too seldom wastes what a failure throws away; Young and
 Daly say where the two meet. The bounds are promises and beat the formula: what a hard kill may

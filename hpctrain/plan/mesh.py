@@ -1,16 +1,12 @@
-"""Which mesh so many ranks make, within what the user allows. Pure.
+"""The mesh that so many ranks make, within what the user allows and what the model can be cut into.
 
-tests/unit/test_mesh.py holds the promises.
+`plan_mesh` and `Planner` choose it for a number of ranks. `meshes` asks before a submit whether
+every number of nodes that a run may start on has one. `ModelShape` has the numbers that the axes
+have to divide, and `passes_of` says what a mesh asks of the way a step is cut, before there is an
+engine to say so.
 
-Does every number of nodes that a run may start on have a mesh? Asked before it is submitted.
-
-Pure. tests/unit/test_mesh.py holds the promises.
-
-What a mesh must know of a model: the numbers that its axes have to divide. Pure, without torch.
-
-tests/unit/test_mesh.py compares `shape_of` with the recipe's model.
-
-What a mesh asks of the way a step is cut, before there is an engine to say so. Pure.
+Pure, without torch. tests/unit/test_mesh.py holds the promises, and compares `shape_of` with the
+recipe's model.
 """
 
 from __future__ import annotations
@@ -30,6 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
+
+NEAREST_WITHIN = 4096
+"""Other numbers of nodes that are tried, to name the nearest ones that have a mesh."""
+FITTING_SHOWN = 6
+"""Ranges of nodes that a refusal names; a list of all would not fit its line."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,6 @@ def divisors(number: int) -> list[int]:
     """All that divide it, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-NEAREST_WITHIN = 4096
-"""Other numbers of nodes that are tried, to name the nearest ones that have a mesh."""
 
 
 def plan_mesh(
@@ -323,10 +320,6 @@ class Planner:
         origin = self.origins.get(f"engine.{axis}", "default")
         where = "" if origin == "default" else f" ({origin})"
         return f"engine.{axis} {getattr(self.engine, axis)}{where}"
-
-
-FITTING_SHOWN = 6
-"""Ranges of nodes that a refusal names; a list of all would not fit its line."""
 
 
 def meshes(

@@ -1,4 +1,4 @@
-"""Does an engine train as one process does? Two records of the same steps, and a verdict. Pure.
+"""The comparison of an engine with one process: two records of the same steps, and a result. Pure.
 
 Losses alone say little: a parameter that is never updated changes them in the sixth digit. So the
 first step's gradients are compared by name as well. tests/engines/test_parity.py breaks engines and

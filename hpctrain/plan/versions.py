@@ -1,4 +1,4 @@
-"""Which releases of torch and DeepSpeed an engine works with. Pure.
+"""The releases of torch and DeepSpeed that an engine works with. Pure.
 
 The lower bounds were found by running the engines on older releases (docs/torch-versions.md). Asked
 at submit, of what is installed beside the interpreter, and again on the nodes, of what was

@@ -1,4 +1,4 @@
-"""Which files a profile consists of, and the request for one: what ranks and login node share.
+"""The files of a profile, and the request for one: what ranks and login node share.
 
     profile/attempt-0002/rank-00007.steps-100-103.pt.trace.json.gz    Chrome trace
                          rank-00007.steps-100-103.memory.json         memory in numbers
@@ -6,6 +6,7 @@
                          rank-00007.steps-100-103.problem.txt         why there is no trace
 
 A name that ends in `.pt.trace.json.gz` is what TensorBoard's profile plugin looks for.
+tests/unit/test_profile_cli.py and tests/engines/test_profile_run.py hold the promises.
 """
 
 from __future__ import annotations

@@ -18,12 +18,10 @@ takes the place of computing:
     memory         nothing is known of it
     host           none of these
 
-tests/unit/test_profile_trace.py and tests/engines/test_profile_run.py hold the promises.
-
-Intervals of time: unions, cuts, and the division of a stretch among kinds by precedence. Pure.
-
-An interval is (begin, end) in microseconds. A list of them that these functions return is sorted
-and without overlaps. tests/unit/test_profile_shares.py holds the promises.
+The functions for intervals (`union`, `minus`, `both`, `divide`) come first. An interval is (begin,
+end) in microseconds; a list of them that these functions return is sorted and without overlaps.
+tests/unit/test_profile_shares.py, test_profile_trace.py and tests/engines/test_profile_run.py hold
+the promises.
 """
 
 from __future__ import annotations
@@ -45,6 +43,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Interval = tuple[float, float]
+# NCCL's kernels, gloo's operations, what c10d dispatches, and waiting for either.
+_COMMUNICATION = re.compile(
+    r"nccl|^gloo:|^c10d::|^_?c10d_functional::|^record_param_comms|^mpi:|^ucc:", re.IGNORECASE
+)
+# Kineto's categories; older versions wrote them with a capital.
+_COPIES = frozenset({"gpu_memcpy", "gpu_memset", "memcpy", "memset"})
+_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "runtime"})
+_ALLOCATES = re.compile(r"(cuda|hip)(Host)?(Malloc|Free)|cuMem(Alloc|Free|Create|Map|Unmap)")
+_DATA = (f"{OURS}data", "enumerate(DataLoader)")
+_SAVE = (f"{OURS}save",)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -140,18 +148,6 @@ class RankShares:
 
 class TraceUnreadable(HpctrainError):
     """A trace that is cut, or is none."""
-
-
-# NCCL's kernels, gloo's operations, what c10d dispatches, and waiting for either.
-_COMMUNICATION = re.compile(
-    r"nccl|^gloo:|^c10d::|^_?c10d_functional::|^record_param_comms|^mpi:|^ucc:", re.IGNORECASE
-)
-# Kineto's categories; older versions wrote them with a capital.
-_COPIES = frozenset({"gpu_memcpy", "gpu_memset", "memcpy", "memset"})
-_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "runtime"})
-_ALLOCATES = re.compile(r"(cuda|hip)(Host)?(Malloc|Free)|cuMem(Alloc|Free|Create|Map|Unmap)")
-_DATA = (f"{OURS}data", "enumerate(DataLoader)")
-_SAVE = (f"{OURS}save",)
 
 
 def read_trace(path: Path, rank: int) -> RankShares:

@@ -1,4 +1,4 @@
-"""What a profile says: what training is bound by, and who is waited for. Pure.
+"""What a profile says: what training is bound by, and which rank is waited for.
 
 A rank is bound by a kind that takes at least `MOST` of its time outside saves, or at least `MUCH`
 and `CLEAR` times as much as any other; else there is no clear bound.
@@ -6,9 +6,9 @@ and `CLEAR` times as much as any other; else there is no clear bound.
 A rank is waited for where it communicates least by a margin of `WAITS`: the others stand in a
 collective until it comes. Then the run is bound by what that rank is bound by, and its own
 communication is left out of the question. Else the run's shares are the ranks' mean.
-tests/unit/test_profile_verdict.py holds the promises.
 
-A profile's files read and judged; what cannot be read is told beside the rest.
+`judge` is pure. `examine` reads a profile's files and judges them; what cannot be read is listed
+beside the rest. tests/unit/test_profile_verdict.py holds the promises.
 """
 
 from __future__ import annotations

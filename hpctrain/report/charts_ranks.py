@@ -1,12 +1,10 @@
-"""Charts of ranks and of saves: times, memory, waits, what checkpoints cost. Pure.
+"""Charts of ranks, of saves, and of the attempts as bars over time. Pure.
 
-tests/unit/test_report.py holds the promises.
-
-The attempts as bars over time: what each moment was spent on. Pure.
-
-Waits for data and saves inside a stretch of steps are known as sums only, so a stretch is one bar
-that says how it was shared. Where attempts are many, neighbours share a line, and what is shorter
-than a pixel goes to what fills most of its pixel. tests/unit/test_report.py holds the promises.
+Times, memory and waits of ranks, what checkpoints cost, and what each moment of an attempt was
+spent on (`timeline`). Waits for data and saves inside a stretch of steps are known as sums only, so
+a stretch is one bar that says how it was shared. Where attempts are many, neighbours share a line,
+and what is shorter than a pixel goes to what fills most of its pixel. tests/unit/test_report.py
+holds the promises.
 """
 
 from __future__ import annotations
@@ -30,6 +28,10 @@ if TYPE_CHECKING:
     from hpctrain.report.gather import ReportData
 
 GIB = 2**30
+NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does as the run goes on"
+MOST_LINES = 60
+PIXELS = 900
+TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
 
 
 def heat(data: ReportData) -> Chart:
@@ -72,9 +74,6 @@ def heat(data: ReportData) -> Chart:
         " Neighbouring ranks share a row, the slowest counts." if len(drawn.rows[0]) > 1 else ""
     )
     return Chart(key, title, f"{words}{shared}", {"data": [trace], "layout": shape})
-
-
-NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does as the run goes on"
 
 
 def memory_chart(data: ReportData) -> Chart:
@@ -245,11 +244,6 @@ def _saves_words(data: ReportData) -> str:
     words += f", {size(weight)} each" if weight else ""
     missed = sum(data.history.missed.values())
     return f"{words}.{f' {missed} more failed or were left out.' if missed else ''}"
-
-
-MOST_LINES = 60
-PIXELS = 900
-TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
 
 
 @dataclass

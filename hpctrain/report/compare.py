@@ -1,4 +1,7 @@
-"""Several runs side by side: their numbers, and charts that lay them over each other. Pure."""
+"""Several runs side by side: their numbers, and charts that lay them over each other. Pure.
+
+tests/unit/test_report.py holds the promises.
+"""
 
 from __future__ import annotations
 

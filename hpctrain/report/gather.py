@@ -1,12 +1,9 @@
-"""Reads all that a report needs from a run's directory. The only module of the room that reads.
+"""All that a report needs from a run's directory. The only module of the room that reads.
 
 What is missing or torn is left out and named in `problems`; nothing that a run directory can hold
-makes it raise.
-
-A ledger as curves need it: step marks, saves and resumes. Pure.
-
-What a mark lacks is None: older ledgers and other programs tell less. Nothing here raises for an
-event that is strange. tests/unit/test_report.py holds the promises.
+makes it raise. `history` is the ledger as curves need it, and pure: step marks, saves and resumes.
+What a step mark lacks is None: older ledgers and other programs tell less.
+tests/unit/test_report.py holds the promises.
 """
 
 from __future__ import annotations
@@ -31,6 +28,9 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import RunStatus
+
+MOST_BYTES = 1 << 30
+"""Of one attempt's samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,6 @@ def _save(event: Event) -> Save | None:
         size_bytes=whole(data.get("bytes")),
         mode=mode,
     )
-
-
-MOST_BYTES = 1 << 30
-"""Of one attempt's samples."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
-"""What values must be by themselves and together, before anything is written or submitted.
+"""What the values of settings must be by themselves and together, before anything is written.
 
-Pure. Types and choices are `merge.py`'s; what only the cluster knows (its partitions) is SLURM's;
-what depends on the number of ranks is `plan/mesh.py`'s.
-tests/unit/test_settings_check.py holds the promises.
+`check` looks at all of them. `check_hooks` is for [notify] and [track] (who hears of a run's end,
+where its scalars go), `check_profile` for [profile] (which steps of which ranks are looked at, and
+what cannot be), and `profile_flags` reads `--profile`. Types and choices are refused earlier, by
+`layers.py`; what only the cluster knows (its partitions) is SLURM's; what depends on the number of
+ranks is `plan/mesh.py`'s; whether a tracker can be imported is looked at where the run is submitted
+(`missing_tracker`).
 
-What [notify] and [track] take: who hears of a run's end, and where its scalars go. Pure.
-
-Whether a tracker can be imported is looked at where the run is submitted (`missing_tracker`).
-tests/unit/test_trackers.py and tests/unit/test_notify.py hold the promises.
-
-[profile] and its flags: which steps of which ranks are looked at, and what cannot be. Pure.
-
-tests/unit/test_profile_settings.py holds the promises.
+Pure otherwise. The promises are held by tests/unit/test_settings_check.py, test_trackers.py,
+test_notify.py and test_profile_settings.py.
 """
 
 from __future__ import annotations
@@ -34,6 +31,105 @@ NEWS = ("done", "failed", "stopped", "attempt")
 BUILT_IN = {"wandb": "hpctrain.runtime.trackers:start"}
 """Trackers that hpctrain knows by name: the package's name to our factory."""
 _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+MOST_STEPS = 100
+"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
+EXAMPLE = "--profile steps=100:103,ranks=0,7"
+_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
+_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
+_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
+# Lowest value of each number; what 0 means stands in the schema.
+_AT_LEAST: dict[str, float] = {
+    "slurm.gpus_per_node": 0,
+    "slurm.ranks_per_node": 0,
+    "slurm.cpus_per_rank": 0,
+    "slurm.signal_lead_s": 0,
+    "run.stop_margin_s": 0,
+    "run.restarts_in_job": 0,
+    "run.log_every_s": 0,
+    "preflight.timeout_s": 1.0,
+    "preflight.bad_node_hours": 0.0,
+    "preflight.bandwidth_hours": 0.0,
+    "notify.timeout_s": 1.0,
+    "profile.nsys_rank": -1,
+    "budget.preemptions": 0,
+    "budget.time_limits": 0,
+    "budget.nodes": 0,
+    "budget.crashes": 0,
+    "budget.storage": 0,
+    "budget.no_progress": 0,
+    "checkpoint.interval_steps": 0,
+    "checkpoint.interval_s": 0,
+    "checkpoint.max_loss_s": 0,
+    "checkpoint.timeout_s": 0,
+    "checkpoint.patience_s": 0,
+    "checkpoint.save_patience_s": 0,
+    "checkpoint.write_mib": 1,
+    "checkpoint.write_threads": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_every": 0,
+    "checkpoint.keep_best": 0,
+    "engine.pp_stages_per_rank": 1,
+    "engine.clip_norm": 0,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.micro_batch": 0,
+    "train.seq_len": 1,
+    "train.data_limit_mb": 0,
+    "train.layers": 1,
+    "train.dim": 1,
+    "train.heads": 1,
+    "train.lr": 0,
+    "train.warmup": 0,
+    "train.weight_decay": 0,
+    "train.dropout": 0,
+    "train.experts": 0,
+    "train.experts_per_token": 1,
+    "train.seed": 0,
+    "train.val_every": 0,
+    "train.val_batches": 0,
+    "train.step_delay_s": 0,
+}
+# Of these, 0 itself would mean a save at every moment, or one that has failed when it begins.
+_ABOVE_0 = ("checkpoint.max_loss_s", "checkpoint.timeout_s")
+# Past these, one save takes the memory or the threads of a whole node; or the ranks that wait for
+# one that waits for its file system end by their collective's time-out.
+_AT_MOST: dict[str, float] = {
+    "checkpoint.patience_s": 300,
+    "checkpoint.write_mib": 1024,
+    "checkpoint.write_threads": 64,
+}
+# Each ends up as one word of the batch script's header: a blank or a line break would end it early.
+_WORDS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "exclude",
+    "mem",
+    "network",
+)  # fmt: skip
+# sbatch options that hpctrain sets itself, with the setting that is meant for them.
+_OURS = {
+    "--nodes": "slurm.nodes",
+    "--ntasks": "slurm.ranks_per_node",
+    "--ntasks-per-node": "slurm.ranks_per_node",
+    "--time": "slurm.time",
+    "--signal": "slurm.signal_lead_s",
+    "--partition": "slurm.partition",
+    "--account": "slurm.account",
+    "--qos": "slurm.qos",
+    "--job-name": "--name",
+    "--requeue": "the [budget] settings",
+    "--no-requeue": "the [budget] settings",
+    "--output": "the run directory's jobs/",
+    "--error": "the run directory's jobs/",
+    "--open-mode": "nothing: it is always append",
+    "--array": "one run per submit",
+    "--wrap": "a script behind --",
+}
 
 
 def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -87,14 +183,6 @@ def missing_tracker(loggers: Sequence[str]) -> str:
 
 def _told(path: str, origins: Mapping[str, str]) -> str:
     return f"{origins.get(path, 'default')}: {path}"
-
-
-MOST_STEPS = 100
-"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
-EXAMPLE = "--profile steps=100:103,ranks=0,7"
-
-_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
-_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 
 
 def step_range(text: str, *, where: str = "profile.steps") -> tuple[int, int] | None:
@@ -213,107 +301,6 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
             "files grow by about 1 GB an hour and more"
         )
     return notes
-
-
-_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
-_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
-
-# Lowest value of each number; what 0 means stands in the schema.
-_AT_LEAST: dict[str, float] = {
-    "slurm.gpus_per_node": 0,
-    "slurm.ranks_per_node": 0,
-    "slurm.cpus_per_rank": 0,
-    "slurm.signal_lead_s": 0,
-    "run.stop_margin_s": 0,
-    "run.restarts_in_job": 0,
-    "run.log_every_s": 0,
-    "preflight.timeout_s": 1.0,
-    "preflight.bad_node_hours": 0.0,
-    "preflight.bandwidth_hours": 0.0,
-    "notify.timeout_s": 1.0,
-    "profile.nsys_rank": -1,
-    "budget.preemptions": 0,
-    "budget.time_limits": 0,
-    "budget.nodes": 0,
-    "budget.crashes": 0,
-    "budget.storage": 0,
-    "budget.no_progress": 0,
-    "checkpoint.interval_steps": 0,
-    "checkpoint.interval_s": 0,
-    "checkpoint.max_loss_s": 0,
-    "checkpoint.timeout_s": 0,
-    "checkpoint.patience_s": 0,
-    "checkpoint.save_patience_s": 0,
-    "checkpoint.write_mib": 1,
-    "checkpoint.write_threads": 1,
-    "checkpoint.keep_last": 2,
-    "checkpoint.keep_every": 0,
-    "checkpoint.keep_best": 0,
-    "engine.pp_stages_per_rank": 1,
-    "engine.clip_norm": 0,
-    "train.steps": 1,
-    "train.global_batch": 1,
-    "train.micro_batch": 0,
-    "train.seq_len": 1,
-    "train.data_limit_mb": 0,
-    "train.layers": 1,
-    "train.dim": 1,
-    "train.heads": 1,
-    "train.lr": 0,
-    "train.warmup": 0,
-    "train.weight_decay": 0,
-    "train.dropout": 0,
-    "train.experts": 0,
-    "train.experts_per_token": 1,
-    "train.seed": 0,
-    "train.val_every": 0,
-    "train.val_batches": 0,
-    "train.step_delay_s": 0,
-}
-
-# Of these, 0 itself would mean a save at every moment, or one that has failed when it begins.
-_ABOVE_0 = ("checkpoint.max_loss_s", "checkpoint.timeout_s")
-
-# Past these, one save takes the memory or the threads of a whole node; or the ranks that wait for
-# one that waits for its file system end by their collective's time-out.
-_AT_MOST: dict[str, float] = {
-    "checkpoint.patience_s": 300,
-    "checkpoint.write_mib": 1024,
-    "checkpoint.write_threads": 64,
-}
-
-# Each ends up as one word of the batch script's header: a blank or a line break would end it early.
-_WORDS = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "reservation",
-    "exclude",
-    "mem",
-    "network",
-)  # fmt: skip
-
-# sbatch options that hpctrain sets itself, with the setting that is meant for them.
-_OURS = {
-    "--nodes": "slurm.nodes",
-    "--ntasks": "slurm.ranks_per_node",
-    "--ntasks-per-node": "slurm.ranks_per_node",
-    "--time": "slurm.time",
-    "--signal": "slurm.signal_lead_s",
-    "--partition": "slurm.partition",
-    "--account": "slurm.account",
-    "--qos": "slurm.qos",
-    "--job-name": "--name",
-    "--requeue": "the [budget] settings",
-    "--no-requeue": "the [budget] settings",
-    "--output": "the run directory's jobs/",
-    "--error": "the run directory's jobs/",
-    "--open-mode": "nothing: it is always append",
-    "--array": "one run per submit",
-    "--wrap": "a script behind --",
-}
 
 
 def node_range(text: str, *, where: str = "slurm.nodes") -> tuple[int, int]:

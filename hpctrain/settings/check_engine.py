@@ -1,9 +1,7 @@
-"""What the [engine] settings must be together, before a world size is known. Pure.
+"""What the [engine] settings must be together, and their shorthands `--engine` and `--mesh`.
 
-What depends on the number of ranks or on the model is `plan/mesh.py`'s. tests/unit/test_mesh.py
-holds the promises.
-
-`--engine` and `--mesh`: shorthands for the [engine] settings that are used most. Pure.
+Before a world size is known: what depends on the number of ranks or on the model is
+`plan/mesh.py`'s. Pure. tests/unit/test_mesh.py holds the promises.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ BOUNDED = ("tp", "pp", "ep", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+EXAMPLE = "--mesh tp=4,pp=2"
 
 
 def axis_range(text: str, *, where: str) -> tuple[int, int]:
@@ -201,9 +200,6 @@ class _Told:
 
     def _origin(self, key: str) -> str:
         return self._origins.get(f"engine.{key}", "default")
-
-
-EXAMPLE = "--mesh tp=4,pp=2"
 
 
 def parse_mesh(text: str) -> dict[str, str]:

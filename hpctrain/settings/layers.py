@@ -1,12 +1,11 @@
 """Settings from layers: defaults < site < hpctrain.toml < flags, each value with its origin.
 
-Pure: layers come in as data, and unknown or ill-typed values are refused with the place they came
-from. What values mean together is `check.py`'s. tests/unit/test_settings_merge.py has the promises.
+Layers come in as data, and unknown or ill-typed values are refused with the place they came from.
+What values mean together is `check.py`'s. The environment that the site and the user give to the
+ranks is read here too (`from_table`, `from_flag`); the submitting shell's own never comes in:
+tokens live there, and what this module returns is written into spec.json.
 
-The environment that the site and the user give to the ranks. Pure.
-
-The submitting shell's own environment never comes in here: tokens live there, and what this module
-returns is written into spec.json.
+Pure. tests/unit/test_settings_merge.py holds the promises.
 """
 
 from __future__ import annotations
@@ -36,6 +35,22 @@ _TYPES = {
     "bool": "true or false",
     "list[str]": "a list of texts",
 }
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Each rank gets its own; a value from outside would be overwritten, or break the rendezvous.
+_OURS = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -273,25 +288,6 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     return get_close_matches(name, list(known), n=1, cutoff=0.6)
-
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-# Each rank gets its own; a value from outside would be overwritten, or break the rendezvous.
-_OURS = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    }
-)
 
 
 def from_table(table: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, str]:

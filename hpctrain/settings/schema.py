@@ -1,7 +1,8 @@
 """Every setting that there is, with its meaning, unit and default.
 
-Adding a field here is all it takes: merging, refusing of unknown keys, `--set`, and the reference page are
-derived from these classes. Standard library only, and no reading of files (see `merge.py`).
+Adding a field here is all it takes: merging, refusing of unknown keys, `--set`, and the reference
+page are derived from these classes. Standard library only, and no reading of files: `layers.py` has
+that. tests/unit/test_settings_merge.py and test_settings_check.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Which site this is, told by what the site itself has set up here.
+"""The site that this machine belongs to, told by what the site itself has set up here.
 
-The decision is pure: what is looked at comes in as `Surroundings`. Patterns must match whole texts:
-a name that merely begins alike has sent other tools' users to the wrong cluster (`nid...`).
+The decision (`detect`, `choose`) is pure: what is looked at comes in as `Surroundings`. Patterns
+must match whole texts: a name that merely begins alike has sent other tools' users to the wrong
+cluster (`nid...`).
+
+`ClusterFacts` is what a live SLURM says of itself, the source of a preset's draft. A value that
+SLURM does not tell, or tells differently for different nodes, is None or "".
+
 tests/unit/test_site_detect.py holds the promises.
-
-What a live SLURM tells of itself: the source of a preset's draft. Plain data.
-
-A value that SLURM does not tell, or tells differently for different nodes, is None or "".
 """
 
 from __future__ import annotations

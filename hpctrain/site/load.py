@@ -1,4 +1,7 @@
-"""Find a site's files in their layers and read them: tests/unit/test_site_load.py has promises."""
+"""A site's files, found in their layers and read.
+
+tests/unit/test_site_load.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Which paths a preset can have, and what to say of one that it cannot. Pure.
+"""The paths that a preset can have, with a word on what is none, and conditions on versions.
 
-Versions and conditions on them: `>=2.21,<2.24`. Pure.
+A condition is `>=2.21,<2.24`. Pure. tests/unit/test_site_schema.py and test_site_environment.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from hpctrain.site.preset import KeyPath
 
 _ENV_GROUPS = "[env.common], [env.single_node] or [env.multi_node]"
+_CONDITION = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")
+_NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 def unknown(path: KeyPath, cls: type | None) -> str:
@@ -129,18 +140,6 @@ def _below(cls: type, at: str) -> list[str]:
 
 def _setting_names(section: str) -> list[str]:
     return [one.name for one in fields(sections()[section])]
-
-
-_CONDITION = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")
-_NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
 
 def parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:

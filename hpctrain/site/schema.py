@@ -1,12 +1,12 @@
 """Every key that a site preset may have, with its meaning, unit and accepted values.
 
-Adding a field here is all it takes: reading, refusing of unknown keys, the JSON Schema and the
-reference page are derived from these classes (see `keys.py`). A key that is missing is unknown, and
-unknown is `None`, "" or empty: nothing is guessed. Standard library only, and no reading of files.
+Adding a field to one of these classes is all it takes: reading, refusing of unknown keys, the JSON
+Schema and the reference page are derived from them. A key that is missing is unknown, and unknown
+is `None`, "" or empty: nothing is guessed. `keys_of` gives a class as data, `make` an instance from
+plain values, and `checked` refuses a value that is not what its key takes, in a message without the
+value's place.
 
-The preset's classes as data: what each key takes, and instances from plain values. Pure.
-
-Whether a value is what its key takes. Pure; messages are without their place.
+Pure, standard library only. tests/unit/test_site_schema.py holds the promises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +52,38 @@ IN_WORDS = {
     MEMLOCK: "unlimited, or a number of KiB",
 }
 """What each pattern asks for, for messages. Patterns hold for the whole text."""
+
+PARTITIONS = "partitions"
+SETTINGS = "settings"
+SOURCES = "sources"
+
+_T = TypeVar("_T")
+_FORMS: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    int | None: "integer",
+    float: "number",
+    float | None: "number",
+    bool: "boolean",
+    bool | None: "boolean",
+    list[str]: "texts",
+    dict[str, str]: "text table",
+    dict[str, float]: "number table",
+}
+"""What a field's type asks of a value. Other types are classes of this module, or dicts of one."""
+_KNOWN: dict[type, dict[str, Key]] = {}
+TAKES = {
+    "text": "text in quotes",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "texts": "a list of texts",
+    "text table": "a table of NAME = text",
+    "number table": "a table of NAME = number",
+    "table": "a table",
+    "tables": "tables under names of their own",
+}
+"""What each form of `Key` takes, for messages."""
 
 
 def fact(
@@ -377,25 +409,6 @@ TABLES: dict[str, type] = {
     "lock": Lock,
 }
 """Every table that stands once. Besides there are [partitions.X] and [settings.<section>]."""
-PARTITIONS = "partitions"
-SETTINGS = "settings"
-SOURCES = "sources"
-
-
-_T = TypeVar("_T")
-
-_FORMS = {
-    "str": "text",
-    "int": "integer",
-    "int | None": "integer",
-    "float": "number",
-    "float | None": "number",
-    "bool": "boolean",
-    "bool | None": "boolean",
-    "list[str]": "texts",
-    "dict[str, str]": "text table",
-    "dict[str, float]": "number table",
-}
 
 
 @dataclass(frozen=True)
@@ -416,30 +429,32 @@ class Key:
     regex: bool = False
 
 
-_KNOWN: dict[type, dict[str, Key]] = {}
-
-
 def keys_of(cls: type[Any]) -> dict[str, Key]:
     """The keys of one of the schema's classes, by name, in their order."""
     if cls not in _KNOWN:
-        _KNOWN[cls] = {one.name: _key(one) for one in fields(cls)}
+        hints = get_type_hints(cls)
+        _KNOWN[cls] = {
+            attribute.name: _key(attribute, hints[attribute.name]) for attribute in fields(cls)
+        }
     return _KNOWN[cls]
 
 
-def _key(one: Field[Any]) -> Key:
-    annotation = str(one.type)
-    if annotation in _FORMS:
-        default = one.default if one.default is not MISSING else _made(one)
-        return Key(one.name, _FORMS[annotation], None, default=default, **one.metadata)
-    inner = annotation.removeprefix("dict[str, ").removesuffix("]")
-    form = "table" if inner == annotation else "tables"
-    cls = globals()[inner]
-    return Key(one.name, form, cls, doc=title_of(cls), default=None)
+def _key(attribute: Field[Any], hint: Any) -> Key:
+    """A field of a class as a key; `hint` is its type."""
+    name, form = attribute.name, _FORMS.get(hint)
+    if form is not None:
+        has_default = attribute.default is not MISSING
+        default = attribute.default if has_default else _made(attribute)
+        return Key(name, form, None, default=default, **attribute.metadata)
+    if get_origin(hint) is dict:
+        _, inner = get_args(hint)
+        return Key(name, "tables", inner, doc=title_of(inner), default=None)
+    return Key(name, "table", hint, doc=title_of(hint), default=None)
 
 
-def _made(one: Field[Any]) -> Any:
-    assert one.default_factory is not MISSING  # noqa: S101 - `fact` gives one or the other
-    return one.default_factory()
+def _made(attribute: Field[Any]) -> Any:
+    assert attribute.default_factory is not MISSING  # noqa: S101 - `fact` gives one or the other
+    return attribute.default_factory()
 
 
 def title_of(cls: type[Any]) -> str:
@@ -460,20 +475,6 @@ def make(cls: type[_T], values: Mapping[str, Any]) -> _T:
         else:
             arguments[name] = {one: make(inner, table) for one, table in value.items()}
     return cls(**arguments)
-
-
-TAKES = {
-    "text": "text in quotes",
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "texts": "a list of texts",
-    "text table": "a table of NAME = text",
-    "number table": "a table of NAME = number",
-    "table": "a table",
-    "tables": "tables under names of their own",
-}
-"""What each form of `keys.Key` takes, for messages."""
 
 
 def checked(key: Key, value: Any, told: str) -> Any:

@@ -1,12 +1,10 @@
-"""One site file taken apart into checked values, each with its line. Reads no files.
+"""From site files to one preset: each file's checked values, put together over bases and layers.
 
-What several files give together is `build.py`'s. tests/unit/test_site_schema.py has the promises.
+`take_apart` checks one file that was read, and each of its values keeps its line. `build` makes the
+preset of several of them: bases, layers, `_add`, sources. [lock] names values that a user changes
+only with --allow-locked: `check_locked` holds changes against it. Reads no files.
 
-Sheets of several files to one preset: bases, layers, `_add`, sources, locks. Pure.
-
-tests/unit/test_site_load.py holds the promises.
-
-[lock]: values of a preset that a user changes only with --allow-locked. Pure.
+tests/unit/test_site_schema.py, test_site_load.py and test_site_lock.py hold the promises.
 """
 
 from __future__ import annotations
@@ -34,6 +32,16 @@ SOURCE = "source"
 _TOLD = 5
 _ENV = "env"
 _PARTITION = r"[^\s,]+"
+DERIVED = {
+    "NCCL_SOCKET_IFNAME": ("network", "socket_ifnames"),
+    "GLOO_SOCKET_IFNAME": ("network", "socket_ifnames"),
+    "NCCL_IB_HCA": ("network", "hcas"),
+}
+"""Variables that come from a fact: to set one by hand is to change that fact."""
+_LOCK = ("lock", "keys")
+OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
+"""Not taken from what a preset extends: who it is, who answers for it, how it is known."""
+_TOP = [*keys_of(schema.About), *schema.TABLES]
 
 
 @dataclass(frozen=True)
@@ -309,14 +317,6 @@ class _Reader:
         self.faults.append((self._line(path), text))
 
 
-DERIVED = {
-    "NCCL_SOCKET_IFNAME": ("network", "socket_ifnames"),
-    "GLOO_SOCKET_IFNAME": ("network", "socket_ifnames"),
-    "NCCL_IB_HCA": ("network", "hcas"),
-}
-"""Variables that come from a fact: to set one by hand is to change that fact."""
-
-
 def holds(lock: str, path: KeyPath) -> bool:
     """Whether a path of [lock] covers a value: its own path, or that of a table it stands in."""
     text = dotted(path)
@@ -359,11 +359,6 @@ def _covers(site: Site, lock: str, path: str) -> bool:
         return True
     same = (at for at in site.leaves if at[0] == _ENV and at[-1] == name)
     return any(holds(lock, at) for at in same) or (name in DERIVED and holds(lock, DERIVED[name]))
-
-
-_LOCK = ("lock", "keys")
-OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
-"""Not taken from what a preset extends: who it is, who answers for it, how it is known."""
 
 
 def build(name: str, sheets: Sequence[SiteFileValues]) -> Site:
@@ -517,7 +512,6 @@ def _site(
     )
 
 
-_TOP = [*keys_of(schema.About), *schema.TABLES]
 _TOP.insert(_TOP.index("slurm") + 1, schema.PARTITIONS)
 
 

@@ -1,12 +1,10 @@
-"""A preset held against what NCCL, SLURM and the preset itself say: what `sites validate` tells.
+"""A preset held against what NCCL, SLURM and the preset itself say: what `sites validate` prints.
 
-Types, choices and unknown keys are refused earlier, when the file is read. Pure: the day comes in
-as an argument. tests/unit/test_site_validate.py holds the promises.
+Types, choices and unknown keys are refused earlier, when the file is read. `environment` judges
+[env] and [network]: a variable may be right by itself and wrong beside one of another group, on one
+node only, or under one version only, so each environment that a job can get is judged as a whole.
 
-[env] and [network] held against the rules: every group, and every group with what joins it.
-
-A variable may be right by itself and wrong beside one of another group, on one node only, or under
-one version only. So each environment that a job can get is judged as a whole.
+Pure: the day comes in as an argument. tests/unit/test_site_validate.py holds the promises.
 """
 
 from __future__ import annotations
@@ -37,6 +35,8 @@ _FROM_NETWORK = {
 """Variables that hpctrain makes from a list of [network]."""
 
 _AT_LEAST = re.compile(r">=?\s*(\d+(?:\.\d+)*)")
+REVIEW_DAYS = 365
+_SOURCED = ("env", "partitions")
 
 
 @dataclass
@@ -173,10 +173,6 @@ def _alone(site: Site) -> Iterator[PresetFinding]:
             'other: write FI_CXI_RDZV_PROTO = "alt_read" into env.common, or name it in '
             "modules.provides_env",
         )
-
-
-REVIEW_DAYS = 365
-_SOURCED = ("env", "partitions")
 
 
 def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:

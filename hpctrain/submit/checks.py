@@ -1,14 +1,12 @@
-"""Whether what [track] and [notify] name is there, as far as a login node can tell.
+"""What a login node can check of a job: the files, programs, accounts and releases that it names.
 
-A user's ds_config.json, read and checked when a run is prepared, so that the run is whole.
+`check_hooks_here`: what [track] and [notify] name. `take_ds_config`: a user's ds_config.json, read
+and checked when a run is prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
+`of_slurm`: what SLURM knows of the user and of its partitions. `check_versions`: torch and
+DeepSpeed as the ranks will import them, by their names among the interpreter's packages, without an
+import.
 
-What a submit can know of nsys beforehand.
-
-What SLURM knows of the user and of its partitions, asked only where it matters.
-
-Torch and DeepSpeed as the ranks will import them, told on the login node without an import.
-
-Only their names in the interpreter's packages are read. tests/unit/test_versions.py holds the
+tests/unit/test_trackers.py, test_notify.py, test_ds_config.py and test_versions.py hold the
 promises.
 """
 
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 
     from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
+
+_INFO = (".dist-info", ".egg-info")
 
 
 def check_hooks_here(
@@ -189,9 +189,6 @@ def of_slurm() -> Accounting:
         return facts.cpus_per_gpu(partition)
 
     return Accounting(accounts, qos, cpus_per_gpu)
-
-
-_INFO = (".dist-info", ".egg-info")
 
 
 def check_versions(settings: Settings, site: Site | None = None, *, python: str = "") -> list[str]:

@@ -1,9 +1,9 @@
-"""Can this disk hold runs? What a run's promises stand on, tried where it is to lie.
+"""Whether a disk can hold runs: what a run's promises stand on, tried where it is to lie.
 
 Two writers are kept apart by flock(2), a checkpoint is there whole or not at all by rename(2), a
 power loss takes nothing by fsync(2), and facts of several nodes stand one behind the other by
 O_APPEND. Tried from one node in some milliseconds; whether locks hold between nodes is what
-`hpctrain preflight` tries.
+`hpctrain preflight` tries. tests/unit/test_submit_disk.py holds the promises.
 """
 
 from __future__ import annotations

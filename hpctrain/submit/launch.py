@@ -1,14 +1,14 @@
-"""Hand a prepared run to its cluster: never two writers, never an orphan job.
+"""A prepared run handed to its cluster: never two writers, never an orphan job.
 
-The intent is written down before the scheduler is asked, with a token by which the job can be
-found again. If `sbatch` times out after it was accepted, or this process dies in between, the next
+The intent is written down before the scheduler is asked, with a token by which the job can be found
+again. If `sbatch` times out after it was accepted, or this process dies in between, the next
 command finds the job by its token and adopts it instead of starting a second one.
 
-Nodes that a preflight has found bad: no job gets them until their time is up.
+Nodes that a preflight has found bad are kept out: no job gets them until their time is up
+(`kept_out`). `expected_environment` is what the ranks would get, as far as the login node knows.
 
-tests/unit/test_bad_nodes_submit.py and tests/slurm/test_fitness.py hold the promise.
-
-The environment that a run's ranks would get, as far as the login node can tell it.
+tests/unit/test_bad_nodes_submit.py, tests/slurm/test_two_writers.py and tests/slurm/test_fitness.py
+hold the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""T0: what the login node can tell before a job is asked for. Under two seconds, nothing written.
+"""Preflight from the login node: what can be told before a job, and the job that looks at nodes.
 
-Most of it is `prepare`'s and raises there; this adds what is not an error but a warning, and asks
-SLURM. tests/unit/test_preflight_login.py holds the promises.
+`check_login` asks before a job does: under two seconds, nothing written. Most of it is `prepare`'s
+and raises there; this adds what is not an error but a warning, and asks SLURM.
 
-T1 and T2: one job that looks at its nodes, on SLURM or as processes of this machine.
+`make`, `start` and `wait` are for one job that looks at its nodes, on SLURM or as processes of this
+machine. The folder that the nodes write into lies beside the runs, so that it is the file system of
+the runs that is tried. It is removed when all is well.
 
-The folder that the nodes write into lies beside the runs, so that it is the file system of the runs
-that is tried. It is removed when all is well.
+tests/unit/test_preflight_login.py and tests/slurm/test_preflight.py hold the promises.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
 
-if TYPE_CHECKING:
+    Say = Callable[[str], None]
     TestOnly = Callable[[Sequence[str]], str]
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -54,6 +55,13 @@ ROOM_WARN_GIB, ROOM_FAIL_GIB = 20.0, 1.0
 SHARED_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb", "9p",
              "pvfs", "orangefs", "glusterfs", "fuse", "afs", "cvmfs", "daos", "vast")  # fmt: skip
 LOCAL_FS = ("ext", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs", "f2fs", "vfat")
+FOLDER = ".preflight"
+BODY = "preflight.sh"
+POLL_S = 0.1
+ASK_EVERY_S = 2.0
+LAST_WORDS_S = 3.0
+"""A job that is over may have written its report a moment ago: NFS shows it late."""
+SUBMIT_TIMEOUT_S = 60.0
 
 
 def check_login(
@@ -161,18 +169,6 @@ def check_accepted(script: Path, ask: TestOnly) -> list[Result]:
 def refused(error: HpctrainError) -> Result:
     """What `prepare` found, as a result."""
     return Result("settings", FAIL, str(error))
-
-
-if TYPE_CHECKING:
-    Say = Callable[[str], None]
-
-FOLDER = ".preflight"
-BODY = "preflight.sh"
-POLL_S = 0.1
-ASK_EVERY_S = 2.0
-LAST_WORDS_S = 3.0
-"""A job that is over may have written its report a moment ago: NFS shows it late."""
-SUBMIT_TIMEOUT_S = 60.0
 
 
 class Started(Protocol):

@@ -1,4 +1,4 @@
-"""Try a preset out: render the scripts that a submit would make, and ask sbatch about them.
+"""A preset tried out: the scripts that a submit would make, and what sbatch says of them.
 
 Nothing is submitted and nothing stays on disk. tests/unit/test_site_trial.py holds the promises.
 """

@@ -1,10 +1,9 @@
 """What a site's preset says of a job: what it lacks is filled in, what cannot run is refused.
 
-Pure, but for a few questions to SLURM that a caller may hand in. Each value that is filled in
-has an origin that begins with `CHOSEN`, so that a resume chooses anew.
-tests/unit/test_site_submit.py holds the promises.
-
-What the user changes of a site's preset, so that its locks can be held against it. Pure.
+Each value that is filled in has an origin that begins with `CHOSEN`, so that a resume chooses anew.
+`changed` and `take_locks` list what the user changes of the preset and hold its locks against that.
+Pure, but for a few questions to SLURM that a caller may hand in. tests/unit/test_site_submit.py and
+test_site_lock.py hold the promises.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 CHOSEN = "chosen from "
 """Beginning of the origin of a value that nobody has given."""
 LOWERED = "default, lowered to "
+_CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
 def shell_layer(site: Site, environ: Mapping[str, str]) -> Layer:
@@ -217,9 +217,6 @@ def cpu_notes(
         cpus = count(default * slurm.gpus_per_node, "CPU")
         given = f"with DefCpuPerGPU={default} SLURM gives {cpus} of a node for its {ranks}"
     return [f"no CPUs are asked for: {given}; set slurm.cpus_per_rank, or slurm.exclusive = yes"]
-
-
-_CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
 def _required(site: Site | None) -> tuple[str, ...]:

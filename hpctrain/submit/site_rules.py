@@ -1,15 +1,10 @@
-"""Which site counts: --site, HPCTRAIN_SITE, hpctrain.toml, what is detected here, or none.
+"""The choice of a site and of a partition for a job, and what preemption costs there.
 
-tests/unit/test_site_submit.py holds the promises.
-
-Which partition takes a job, from the limits in a site's preset. Pure.
-
-A limit that the preset does not have is unknown, and refuses nothing: SLURM will.
-tests/unit/test_site_submit.py holds the promises.
-
-What preemption costs a run on this site, in words for the user. Pure.
-
-The facts behind it are in docs/preemption.md. tests/unit/test_site_submit.py holds the promises.
+`find_site` goes through --site, HPCTRAIN_SITE, hpctrain.toml and what is detected here.
+`choose_partition` goes by the limits in the preset; one that the preset does not have is unknown,
+and refuses nothing: SLURM will. `preemption_notes` puts what preemption costs into words for the
+user; the facts behind it are in docs/preemption.md. tests/unit/test_site_submit.py holds the
+promises.
 """
 
 from __future__ import annotations
@@ -38,6 +33,8 @@ if TYPE_CHECKING:
 
 SITE_VARIABLE = "HPCTRAIN_SITE"
 LOCAL_SITE = "local"
+AGENT_S = 3
+"""Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
 
 
 @dataclass(frozen=True)
@@ -220,10 +217,6 @@ def is_preemptable(partition: Partition) -> bool:
 def _rank(partition: Partition, need: Need) -> tuple[bool, int]:
     spare = (partition.gpus_per_node or 0) - need.gpus_per_node
     return is_preemptable(partition), max(spare, 0)
-
-
-AGENT_S = 3
-"""Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
 
 
 def preemption_notes(

@@ -31,6 +31,8 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }  # fmt: skip
 """Torch's dtypes in safetensors' words."""
+_PLACES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
+"""Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,6 @@ def _sharded(name: str, tensor: Any) -> Held:
     piece, replica, replicas = _PLACES[key]
     local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
     return Held(piece, local.detach(), replica, replicas)
-
-
-_PLACES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
-"""Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
 
 
 def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:

@@ -1,15 +1,14 @@
 """A decoder-only language model, small enough to read in one sitting.
 
 Pre-norm residual blocks of causal attention with rotary positions and a gated MLP, as in Llama
-(arXiv 2302.13971); where there are experts, each token goes through some of many such MLPs. There
-are no buffers and no biases, and nothing depends on the rank or the world size.
+(arXiv 2302.13971). There are no buffers and no biases, and nothing depends on the rank or the world
+size.
 
-A mixture of experts: many MLPs, of which each token goes through a few (arXiv 1701.06538).
-
+Where there are experts, each token goes through a few of many such MLPs (`MoE`, arXiv 1701.06538).
 No token is ever dropped and no expert has a limit, so what comes out does not depend on how a batch
 is cut over microbatches or ranks. For the same reason there is no loss that balances the experts:
 the usual one multiplies means over the tokens of a pass, and would be another function at another
-number of ranks.
+number of ranks. tests/engines/test_model.py and test_experts.py hold the promises.
 """
 
 from __future__ import annotations
@@ -22,6 +21,10 @@ import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+
+ROTARY_BASE = 10_000.0
+INIT_STD = 0.02
+ADDS_TO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down")
 
 
 class Experts(nn.Module):
@@ -92,11 +95,6 @@ class MoE(nn.Module):
         ranked, experts = scores.sort(dim=-1, descending=True, stable=True)
         best = ranked[:, : self.per_token]
         return best / best.sum(dim=-1, keepdim=True), experts[:, : self.per_token]
-
-
-ROTARY_BASE = 10_000.0
-INIT_STD = 0.02
-ADDS_TO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down")
 
 
 @dataclass(frozen=True)

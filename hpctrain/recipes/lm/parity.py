@@ -1,7 +1,7 @@
 """The recipe's first steps under an engine and in one process, on the same global batches.
 
 Both run in processes of their own on this machine and leave nothing behind. What is compared, and
-what the verdict is, is `plan/parity.py`'s.
+what the result is, is `plan/parity.py`'s. tests/engines/test_parity.py holds the promises.
 """
 
 from __future__ import annotations

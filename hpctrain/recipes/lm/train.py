@@ -1,9 +1,9 @@
 """The training program that we ship, written like any user's own.
 
 It uses nothing that theirs could not. Every rank runs `main`. All that survives an interruption is
-in the engine, in `data`, and in the step.
-
-The learning rate, as a function of the step alone: nothing of it needs saving. No torch.
+in the engine, in `data`, and in the step: the learning rate (`lr_at`) is a function of the step
+alone, and needs no saving. tests/unit/test_schedule.py and tests/engines/test_resume.py hold the
+promises.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from hpctrain.runtime.run import Run
     from hpctrain.settings.schema import TrainSettings
 
+BETAS = (0.9, 0.95)
+"""Of AdamW."""
+NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
+"""Where the token file goes when there is no run directory."""
+
 
 def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.1) -> float:
     """The rate of the update that follows `step` updates: a rise to `peak`, then half a cosine.
@@ -48,12 +53,6 @@ def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.1
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-BETAS = (0.9, 0.95)
-"""Of AdamW."""
-NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
-"""Where the token file goes when there is no run directory."""
 
 
 def main() -> None:
