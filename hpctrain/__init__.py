@@ -1,6 +1,9 @@
 """hpctrain keeps a PyTorch training program training on a SLURM cluster until it is done.
 
-`import hpctrain` is cheap: the training side, with torch, is imported on first use.
+What is in `__all__` is for users, with `faults` for tests, `dcp` for `torch.distributed.checkpoint`
+and `errors`; everything below `hpctrain.` is internal and may change with any version.
+
+`import hpctrain` is cheap: what stands behind a name, with torch, is imported on its first use.
 """
 
 from __future__ import annotations
@@ -8,15 +11,103 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hpctrain.runtime.run import Run, init
+from hpctrain.base import VERSION
 
-__all__ = ["Run", "__version__", "init"]
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from hpctrain import errors
+    from hpctrain.checkpoint.tensors import dcp
+    from hpctrain.data.batches import (
+        GlobalBatches,
+        MicrobatchRules,
+        MicrobatchSamples,
+        StepBatch,
+        cut_step,
+    )
+    from hpctrain.data.order import SampleOrder
+    from hpctrain.data.tokens import TokenFile, write_tokens
+    from hpctrain.engines.engine import Engine, Microbatch
+    from hpctrain.engines.parallelize import ModelPlan
+    from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+    from hpctrain.plan.mesh import ModelShape
+    from hpctrain.runtime.run import Run, Stopped, init
+    from hpctrain.runtime.trackers import TrackedRun, Tracker
+    from hpctrain.settings.schema import Settings
+    from hpctrain.testing import faults
+    from hpctrain.world import World, broadcast
+
+__version__ = VERSION
+
+_HOMES = {
+    "CheckpointError": "hpctrain.errors",
+    "Engine": "hpctrain.engines.engine",
+    "GlobalBatches": "hpctrain.data.batches",
+    "HpctrainError": "hpctrain.errors",
+    "Microbatch": "hpctrain.engines.engine",
+    "MicrobatchRules": "hpctrain.data.batches",
+    "MicrobatchSamples": "hpctrain.data.batches",
+    "ModelPlan": "hpctrain.engines.parallelize",
+    "ModelShape": "hpctrain.plan.mesh",
+    "Run": "hpctrain.runtime.run",
+    "SampleOrder": "hpctrain.data.order",
+    "Settings": "hpctrain.settings.schema",
+    "StepBatch": "hpctrain.data.batches",
+    "Stopped": "hpctrain.runtime.run",
+    "TokenFile": "hpctrain.data.tokens",
+    "TrackedRun": "hpctrain.runtime.trackers",
+    "Tracker": "hpctrain.runtime.trackers",
+    "UsageError": "hpctrain.errors",
+    "World": "hpctrain.world",
+    "broadcast": "hpctrain.world",
+    "cut_step": "hpctrain.data.batches",
+    "dcp": "hpctrain.checkpoint.tensors.dcp",
+    "errors": "hpctrain.errors",
+    "faults": "hpctrain.testing.faults",
+    "init": "hpctrain.runtime.run",
+    "write_tokens": "hpctrain.data.tokens",
+}
+"""Module of each name; a name that its module ends with is that module itself."""
+
+__all__ = [
+    "CheckpointError",
+    "Engine",
+    "GlobalBatches",
+    "HpctrainError",
+    "Microbatch",
+    "MicrobatchRules",
+    "MicrobatchSamples",
+    "ModelPlan",
+    "ModelShape",
+    "Run",
+    "SampleOrder",
+    "Settings",
+    "StepBatch",
+    "Stopped",
+    "TokenFile",
+    "TrackedRun",
+    "Tracker",
+    "UsageError",
+    "World",
+    "__version__",
+    "broadcast",
+    "cut_step",
+    "dcp",
+    "errors",
+    "faults",
+    "init",
+    "write_tokens",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the training side when it is first asked for."""
-    if name in {"init", "Run"}:
-        return getattr(import_module("hpctrain.runtime.run"), name)
-    raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+    """Import what stands behind a public name when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+    module = import_module(_HOMES[name])
+    value = module if _HOMES[name].endswith(f".{name}") else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
-from hpctrain import __version__
+from hpctrain.base import VERSION
 from hpctrain.errors import EXIT_CODES, HpctrainError
 from hpctrain.terminal import border
 
@@ -106,7 +106,7 @@ class LazyGroup(click.Group):
     help=HELP,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(__version__, prog_name="hpctrain")
+@click.version_option(VERSION, prog_name="hpctrain")
 def cli() -> None:
     """Do nothing by itself: each command does."""
 

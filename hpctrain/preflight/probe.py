@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain import __version__
+from hpctrain.base import VERSION
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 
@@ -282,7 +282,7 @@ def read_versions(at: FactSources) -> dict[str, str]:
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "interpreter": sys.executable,
-        "hpctrain": __version__,
+        "hpctrain": VERSION,
         "torch": torch,
         "cuda": torch.partition("+")[2],
         "nccl": nccl,

@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from hpctrain import __version__
+from hpctrain.base import VERSION
 from hpctrain.history.run_state import RunState
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
@@ -104,7 +104,7 @@ def _document(title: str, body: Sequence[str], drawn: Sequence[Chart]) -> str:
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        f'<meta name="generator" content="hpctrain {__version__}">',
+        f'<meta name="generator" content="hpctrain {VERSION}">',
         '<link rel="icon" href="data:,">',
         f"<title>{escape(title)}</title>",
         f"<style>\n{style}</style>",
@@ -246,5 +246,5 @@ def _failures(data: ReportData) -> str:
 def _foot(runs: Sequence[ReportData]) -> str:
     roots = ", ".join(data.status.root for data in runs)
     made = when(runs[0].status.now) if runs else ""
-    text = f"Made by hpctrain {__version__} on {made} from {roots}."
+    text = f"Made by hpctrain {VERSION} on {made} from {roots}."
     return f"<footer><p>{escape(text)}</p></footer>"

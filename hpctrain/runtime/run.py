@@ -101,6 +101,7 @@ class Run:
         world: This rank's place among the ranks.
         settings: The run's settings.
         step: Updates applied so far.
+        dir: Where the run's files lie; None outside hpctrain.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ def test_help_lists_every_command_and_exit_code_without_importing_a_command():
     assert done.stdout.splitlines()[-1] == str(
         [
             "hpctrain",
+            "hpctrain.base",
             "hpctrain.cli",
             "hpctrain.cli.main",
             "hpctrain.errors",

@@ -13,7 +13,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain import __version__
+from hpctrain.base import VERSION
 from hpctrain.checkpoint.exchange import contents as source_contents
 from hpctrain.checkpoint.exchange.export import compare
 from hpctrain.checkpoint.format import shard
@@ -160,7 +160,7 @@ def _manifest(run: RunDir, run_id: str, step: int, contents: Contents) -> Manife
         name=run.name,
         step=step,
         versions={
-            "hpctrain": __version__,
+            "hpctrain": VERSION,
             "python": platform.python_version(),
             "imported_from": contents.kind,
             "source": str(contents.source),

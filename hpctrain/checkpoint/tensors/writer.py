@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import xxhash
 
-import hpctrain
 from hpctrain.checkpoint.format.shard import ShardReport
 from hpctrain.checkpoint.tensors.writer_process import (
     FRAME,
@@ -282,7 +281,7 @@ class _Process:
             # The kernel kills it when the thread that started it ends.
             raise RuntimeError("a writer process is started by the main thread only")
         self._socket, theirs = socket.socketpair()
-        package = str(Path(hpctrain.__file__).parent)
+        package = str(Path(__file__).parents[2])
         libraries = [str(Path(module.__path__[0]).parent) for module in (np, xxhash)]
         words = [package, str(theirs.fileno()), str(os.getpid()), str(nice), *libraries]
         try:

@@ -17,20 +17,22 @@ from typing import TYPE_CHECKING
 import torch
 
 import hpctrain
-from hpctrain.data.batches import GlobalBatches, cut_step
-from hpctrain.data.order import SampleOrder
-from hpctrain.data.tokens import TokenFile
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import ModelPlan
+from hpctrain import (
+    GlobalBatches,
+    Microbatch,
+    ModelPlan,
+    SampleOrder,
+    TokenFile,
+    broadcast,
+    cut_step,
+)
 from hpctrain.plan.mesh import shape_of
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
-from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
-    from hpctrain.data.batches import StepBatch
-    from hpctrain.engines.engine import Engine, Loss
-    from hpctrain.runtime.run import Run
+    from hpctrain import Engine, Run, StepBatch
+    from hpctrain.engines.engine import Loss
     from hpctrain.settings.schema import TrainSettings
 
 BETAS = (0.9, 0.95)

@@ -1,0 +1,207 @@
+"""What users may import from `hpctrain`: names and signatures do not change unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain import errors
+
+TOP = Path(__file__).parents[2]
+SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examples").glob("*.py")]
+"""Where users see what to import."""
+MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
+MODULES["faults"] = "hpctrain.testing.faults"
+MADE_BY_US = {"Engine", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
+"""Users are given these; how they are made is no promise."""
+OURS = {f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")}
+"""What the run calls on an engine, and no program."""
+PUBLIC = """\
+CheckpointError(HpctrainError)
+Engine
+Engine.kind
+Engine.mesh
+Engine.model
+Engine.optimizer
+Engine.passes
+Engine.precision
+Engine.loss_scale
+Engine.begun
+Engine.seed
+Engine.data_rank
+Engine.data_ranks
+Engine.is_first_reader
+Engine.forward_backward(self, microbatches: 'Sequence[Microbatch]', loss: 'Loss') -> 'float'
+Engine.evaluate(self, microbatches: 'Sequence[Microbatch]', loss: 'Loss') -> 'float'
+Engine.evaluating(self) -> 'Iterator[None]'
+Engine.step(self) -> 'float'
+Engine.microbatch(self, *, last: 'bool') -> 'Iterator[None]'
+Engine.backward(self, loss: 'torch.Tensor') -> 'None'
+GlobalBatches(order: 'SampleOrder', global_batch: 'int', rank: 'int', world_size: 'int', micro_batch: 'int', *, consumed: 'int' = 0, passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'None'
+GlobalBatches.next_step(self) -> 'StepBatch'
+GlobalBatches.state_dict(self) -> 'dict[str, int]'
+GlobalBatches.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
+HpctrainError(Exception)
+Microbatch(inputs: 'torch.Tensor', targets: 'Any', leaf: 'int | None' = None) -> None
+MicrobatchRules(equal: 'bool' = False, at_least: 'int' = 1, multiple_of: 'int' = 1, leaves: 'bool' = False) -> None
+MicrobatchRules.count(self, needed: 'int') -> 'int'
+MicrobatchSamples
+MicrobatchSamples.indices: list[int]
+MicrobatchSamples.weights: list[float]
+MicrobatchSamples.leaf: int | None
+ModelPlan(tensor_parallel: 'Mapping[str, Any] | None' = None, stage_order: 'Sequence[str] | None' = None, shape: 'ModelShape | None' = None) -> None
+ModelShape(layers: 'int', dim: 'int', heads: 'int', hidden: 'int', seq_len: 'int', experts: 'int' = 0) -> None
+Run
+Run.world
+Run.settings
+Run.step
+Run.dir
+Run.parallelize(self, model: 'nn.Module', optimizer: 'Optimizer', *, plan: 'ModelPlan | None' = None) -> 'Engine'
+Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
+Run.steps(self, total: 'int') -> 'Iterator[int]'
+Run.should_stop(self) -> 'bool'
+Run.timed(self, what: 'str') -> 'AbstractContextManager[None]'
+Run.log(self, **values: 'float') -> 'None'
+Run.save(self) -> 'None'
+SampleOrder(size: 'int', seed: 'int') -> 'None'
+SampleOrder.index(self, position: 'int') -> 'int'
+SampleOrder.indices(self, first: 'int', last: 'int') -> 'list[int]'
+StepBatch
+StepBatch.first: int
+StepBatch.last: int
+StepBatch.pieces: list[MicrobatchSamples]
+StepBatch.consumed
+Stopped(SystemExit)
+TokenFile(path: 'Path') -> 'None'
+TokenFile.len_sequences(self, seq_len: 'int') -> 'int'
+TokenFile.sequence(self, i: 'int', seq_len: 'int') -> 'npt.NDArray[np.int64]'
+TokenFile.batch(self, indices: 'Sequence[int]', seq_len: 'int') -> 'npt.NDArray[np.int64]'
+TokenFile.verify(self) -> 'None'
+TrackedRun
+TrackedRun.run_id: str
+TrackedRun.name: str
+TrackedRun.dir: Path
+TrackedRun.attempt: int
+TrackedRun.resumed_step: int
+TrackedRun.project: str
+TrackedRun.config: dict[str, Any]
+Tracker
+Tracker.log(self, step: 'int', values: 'Mapping[str, float]', t: 'float') -> 'None'
+Tracker.flush(self) -> 'None'
+Tracker.close(self) -> 'None'
+UsageError(HpctrainError)
+World
+World.rank: int
+World.local_rank: int
+World.world_size: int
+World.device: torch.device
+World.control: dist.ProcessGroup | None
+World.ranks_per_node: int
+World.is_distributed
+broadcast(world: 'World', value: 'Any') -> 'Any'
+cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
+init(settings: 'Settings | None' = None) -> 'Run'
+write_tokens(path: 'Path', chunks: 'Iterable[bytes]', *, dtype: 'str', vocabulary: 'int', source: 'Mapping[str, Any]') -> 'TokenFile'
+"""
+
+
+def described(name, thing):
+    """One line for what is called, one for each public member of a class."""
+    if not inspect.isclass(thing):
+        return [f"{name}{inspect.signature(thing)}"]
+    if issubclass(thing, BaseException):
+        return [f"{name}({thing.__base__.__name__})"]
+    protocol = getattr(thing, "_is_protocol", False)
+    fixed = name in MADE_BY_US or protocol
+    lines = [name if fixed else f"{name}{inspect.signature(thing)}"]
+    if fixed and dataclasses.is_dataclass(thing):
+        lines += [f"{name}.{field.name}: {field.type}" for field in dataclasses.fields(thing)]
+    told = (inspect.getdoc(thing) or "").partition("Attributes:\n")[2]
+    if not dataclasses.is_dataclass(thing):
+        lines += [f"{name}.{field}" for field in re.findall(r"^    (\w+): ", told, re.MULTILINE)]
+    for member, value in vars(thing).items():
+        if member.startswith("_") or f"{name}.{member}" in OURS:
+            continue
+        if inspect.isfunction(value):
+            lines.append(f"{name}.{member}{inspect.signature(value)}")
+        elif hasattr(value, "__get__") and not inspect.ismemberdescriptor(value):
+            lines.append(f"{name}.{member}")
+    return lines
+
+
+def test_names_and_signatures_are_those_that_users_were_promised():
+    names = [name for name in hpctrain.__all__ if name not in {*MODULES, "__version__", "Settings"}]
+
+    lines = [line for name in sorted(names) for line in described(name, getattr(hpctrain, name))]
+
+    assert "\n".join(lines) + "\n" == PUBLIC
+
+
+def test_modules_that_users_import_are_reached_through_the_package():
+    for name, home in MODULES.items():
+        assert getattr(hpctrain, name) is importlib.import_module(home)
+
+
+def test_all_that_is_exported_is_there_and_offered_by_dir():
+    assert sorted(hpctrain.__all__) == list(hpctrain.__all__)
+    assert set(hpctrain.__all__) <= set(dir(hpctrain))
+    assert all(getattr(hpctrain, name) is not None for name in hpctrain.__all__)
+
+
+def test_names_for_editors_and_names_at_run_time_are_the_same():
+    """The first come from imports for type checking, the second from a table."""
+    text = Path(hpctrain.__file__).read_text()
+    block = text.split("if TYPE_CHECKING:\n")[1].split("\n\n")[0]
+    seen = {}
+    for home, names in re.findall(r"from (\S+) import (\([^)]*\)|.*)", block):
+        for name in re.findall(r"\w+", names):
+            seen[name] = home
+
+    assert {f"{home}.{name}" if name in MODULES else home for name, home in seen.items()} == set(
+        hpctrain._HOMES.values()
+    )
+    assert seen.keys() == hpctrain._HOMES.keys()
+    assert set(hpctrain.__all__) == {*hpctrain._HOMES, "__version__"}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hpctrain' has no attribute 'Engines'"):
+        _ = hpctrain.Engines
+
+
+def test_the_import_is_cheap():
+    code = (
+        "import sys, hpctrain\n"
+        "print(*[name for name in ('torch', 'numpy', 'click', 'hpctrain.runtime')"
+        " if name in sys.modules])\n"
+        "hpctrain.SampleOrder, hpctrain.GlobalBatches, hpctrain.errors\n"
+        "print('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "\nFalse\n"
+
+
+def test_errors_are_all_of_one_tree():
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+
+    assert len(classes) > 15
+    assert all(issubclass(kind, hpctrain.HpctrainError) for kind in classes)
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_what_users_are_shown_imports_from_the_package_alone(path):
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+    assert re.findall(r"^\s*(?:from|import) hpctrain\..*", text, re.MULTILINE) == []
