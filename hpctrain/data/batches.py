@@ -207,13 +207,13 @@ def _leaves(
 ) -> list[tuple[range, int | None]]:
     """One rank's passes: positions and number among those of all ranks, None where none is left."""
     leaves = count_leaves(len(positions), micro_batch)
-    found: list[tuple[range, int | None]] = []
+    passes_of_rank: list[tuple[range, int | None]] = []
     for leaf in range(rank, count * world_size, world_size):
         if leaf < leaves:
-            found.append((positions[leaf * micro_batch : (leaf + 1) * micro_batch], leaf))
+            passes_of_rank.append((positions[leaf * micro_batch : (leaf + 1) * micro_batch], leaf))
         else:
-            found.append((positions[:0], None))
-    return found
+            passes_of_rank.append((positions[:0], None))
+    return passes_of_rank
 
 
 class GlobalBatches:

@@ -50,13 +50,13 @@ def expert_parallelize(model: nn.Module, meshes: DeviceMeshes) -> None:
         UsageError: there are no experts, their number is not a multiple of the ranks, or a module
             that is marked as experts is not as this module says.
     """
-    found = find_experts(model)
-    if not found:
+    experts = find_experts(model)
+    if not experts:
         raise UsageError(
             f"engine.ep {meshes.ep.size()} needs a model with experts, and this one has no module "
             f"marked with {MARK} = True; set engine.ep to 1, or see docs/engines.md"
         )
-    for name, module in found.items():
+    for name, module in experts.items():
         _check(name, module, meshes.ep.size())
         _keep_own(module, meshes.ep)
         group = meshes.ep.get_group()

@@ -269,10 +269,10 @@ class _Round:
 def _form(microbatches: Sequence[Microbatch]) -> Form:
     forms = {(each.inputs.shape, each.inputs.dtype) for each in microbatches}
     if len(forms) != 1:
-        told = sorted(f"{list(shape)} {dtype}" for shape, dtype in forms)
+        listed = sorted(f"{list(shape)} {dtype}" for shape, dtype in forms)
         raise UsageError(
             "a pipeline's microbatches have one shape and dtype, and this step's have "
-            f"{' and '.join(told) or 'none at all'}; "
+            f"{' and '.join(listed) or 'none at all'}; "
             "cut steps as engine.passes asks, which fills up with samples of weight 0"
         )
     shape, dtype = forms.pop()

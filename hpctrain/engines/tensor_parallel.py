@@ -207,7 +207,7 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
     Raises:
         UsageError: one of them has other modules inside, whose inputs cannot be told.
     """
-    found: dict[str, ParallelStyle] = {}
+    styles_of_rest: dict[str, ParallelStyle] = {}
     for name, module in owners(model):
         if name in styles:
             continue
@@ -218,8 +218,8 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
                 f"{type(module).__name__} with modules inside and cannot be placed; put it into a "
                 f"module of its own, or {ASK}"
             )
-        found[name] = Replicated()
-    return found
+        styles_of_rest[name] = Replicated()
+    return styles_of_rest
 
 
 def refuse_plain(model: nn.Module) -> None:
@@ -245,7 +245,7 @@ def expand(
     Raises:
         UsageError: a name is not there.
     """
-    found: dict[str, ParallelStyle] = {}
+    expanded: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         parts = pattern.split(".")
         matches = [
@@ -260,8 +260,8 @@ def expand(
                 f"plan.tensor_parallel names {pattern!r}, and the model has no such module; "
                 f"known are {', '.join(name for name, _ in owners(model))}"
             )
-        found |= dict.fromkeys(matches, style)
-    return found
+        expanded |= dict.fromkeys(matches, style)
+    return expanded
 
 
 def check_heads(model: nn.Module, tp: int) -> None:

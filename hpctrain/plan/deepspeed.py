@@ -461,9 +461,9 @@ def _musts(engine: EngineSettings, precision: str, data_ranks: int) -> dict[str,
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> None:
     """Lay values over a configuration, section by section, in place."""
     for key, value in over.items():
-        mine = config.get(key)
-        if isinstance(mine, dict) and isinstance(value, dict):
-            _merge(mine, value)
+        section = config.get(key)
+        if isinstance(section, dict) and isinstance(value, dict):
+            _merge(section, value)
         else:
             config[key] = value
 

@@ -126,7 +126,7 @@ def costs(events: Sequence[Event]) -> Costs | None:
     the way out are left out: training is over by then, and waits for all of the write.
     """
     leaving: set[int | None] = set()
-    found: list[tuple[float, float]] = []
+    durations: list[tuple[float, float]] = []
     for event in live(events):
         if event.kind == "stop_requested":
             leaving.add(event.attempt)
@@ -136,8 +136,8 @@ def costs(events: Sequence[Event]) -> Costs | None:
         stall_s = as_number(event.data.get("stall_s"))
         stall_s = write_s if stall_s is None else stall_s  # written by a version without async
         if stall_s is not None and math.isfinite(stall_s):
-            found.append((stall_s, stall_s if write_s is None else max(stall_s, write_s)))
-    newest = found[-SAVES_COUNTED:]
+            durations.append((stall_s, stall_s if write_s is None else max(stall_s, write_s)))
+    newest = durations[-SAVES_COUNTED:]
     if not newest:
         return None
     stalls, writes = zip(*newest, strict=True)
@@ -154,14 +154,14 @@ def longest_save_s(events: Sequence[Event], world_size: int) -> float | None:
         world_size: Ranks that are to save now. Fewer than then share in more each.
     """
     sizes: dict[int | None, float] = {}
-    found: list[float] = []
+    durations: list[float] = []
     for event in live(events):
         if event.kind == "attempt_started":
             sizes[event.attempt] = as_number(event.data.get("world_size")) or 0.0
         seconds = as_number(event.data.get("seconds")) if event.kind == "saved" else None
         if seconds is not None and math.isfinite(seconds) and seconds >= 0:
-            found.append(seconds * max(1.0, sizes.get(event.attempt, 0.0) / world_size))
-    return max(found[-SAVES_COUNTED:], default=None)
+            durations.append(seconds * max(1.0, sizes.get(event.attempt, 0.0) / world_size))
+    return max(durations[-SAVES_COUNTED:], default=None)
 
 
 def mtbf_s(record: Failures, nodes: int) -> float:

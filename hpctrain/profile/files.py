@@ -121,7 +121,7 @@ class FoundProfile:
 
 def find(profile: Path) -> list[FoundProfile]:
     """The profiles below a run's `profile/`, oldest attempt and step first."""
-    found: list[FoundProfile] = []
+    by_window: list[FoundProfile] = []
     folders = sorted(profile.iterdir()) if profile.is_dir() else []
     for folder in folders:
         attempt = _ATTEMPT.fullmatch(folder.name)
@@ -134,8 +134,8 @@ def find(profile: Path) -> list[FoundProfile]:
                 continue
             ranks = windows.setdefault(StepWindow(int(match[2]), int(match[3])), {})
             ranks.setdefault(int(match[1]), {})[match[4]] = path
-        found += [
+        by_window += [
             FoundProfile(int(attempt[1]), window, folder, dict(sorted(windows[window].items())))
             for window in sorted(windows)
         ]
-    return found
+    return by_window

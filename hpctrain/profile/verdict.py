@@ -188,9 +188,9 @@ def examine(found: FoundProfile) -> Profile:
                 ranks.append(read_trace(files[TRACE], rank))
             except TraceUnreadable as error:
                 problems[rank] = str(error)
-        one = read_memory(files[MEMORY]) if MEMORY in files else None
-        if one is not None:
-            memories[rank] = one
+        memory_of_rank = read_memory(files[MEMORY]) if MEMORY in files else None
+        if memory_of_rank is not None:
+            memories[rank] = memory_of_rank
     return Profile(found, ranks, judge(ranks) if ranks else None, memories, problems)
 
 

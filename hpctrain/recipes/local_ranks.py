@@ -126,12 +126,15 @@ def _first_error(failed: int, exitcode: int, out: Path) -> HpctrainError:
         exitcode: How it ended; negative for a signal.
         out: The ranks' files.
     """
-    told: list[RankFailure] = [pickle.loads(path.read_bytes()) for path in out.glob("*.failure")]  # noqa: S301 - our own ranks wrote it
-    for failure in told:
+    failures: list[RankFailure] = [
+        pickle.loads(path.read_bytes())  # noqa: S301 - our own ranks wrote it
+        for path in out.glob("*.failure")
+    ]
+    for failure in failures:
         if failure.error is not None:
             return failure.error
     if (out / f"{failed}.failure").exists():
-        first = min(told, key=lambda failure: failure.at)
+        first = min(failures, key=lambda failure: failure.at)
         return HpctrainError(f"rank {first.rank} failed: {first.summary}")
     lines = (out / f"{failed}.log").read_text(errors="replace").splitlines() or ["nothing"]
     how = f"exit code {exitcode}" if exitcode > 0 else signal.Signals(-exitcode).name

@@ -201,8 +201,8 @@ def loss(data: ReportData) -> Chart:
     """Each step once, with marks where an attempt went on."""
     key, title = "loss", "Loss"
     kept = data.history.kept
-    known = [mark for mark in kept if mark.loss is not None]
-    if not known:
+    with_loss = [mark for mark in kept if mark.loss is not None]
+    if not with_loss:
         return Chart(key, title, f"No loss to show: {_why_no_marks(data, 'loss')}.")
     traces = [line(curves.by_step(kept, lambda mark: mark.loss), "loss", SERIES[0])]
     resumes = _resume_marks(data)
@@ -221,8 +221,8 @@ def loss(data: ReportData) -> Chart:
     again = f" {count(went_on, 'resume')} marked; steps that were done again count once."
     odd = sum(1 for mark in kept if mark.loss is None)
     words = (
-        f"Loss {known[-1].loss:.4g} at step {known[-1].last:,}, "
-        f"lowest {min(mark.loss or 0 for mark in known):.4g}."
+        f"Loss {with_loss[-1].loss:.4g} at step {with_loss[-1].last:,}, "
+        f"lowest {min(mark.loss or 0 for mark in with_loss):.4g}."
         + (again if went_on else "")
         + (f" {count(odd, 'mark')} without a number for it." if odd else "")
     )
@@ -283,8 +283,8 @@ def step_times(data: ReportData) -> Chart:
     if middle is None:
         return Chart(key, title, f"No step time to show: {_why_no_marks(data, 'seconds')}.")
     points = curves.by_time(marks, curves.step_p50)
-    told = any(mark.p50_s is not None for mark in marks)
-    name = "median" if told else "mean"
+    has_percentiles = any(mark.p50_s is not None for mark in marks)
+    name = "median" if has_percentiles else "mean"
     traces = [line(points, name, SERIES[0], dates=True, unit="s")]
     high = curves.median([mark.p95_s for mark in marks])
     words = f"A step takes {step_seconds(middle)} ({name})."

@@ -123,19 +123,19 @@ def memory_chart(data: ReportData) -> Chart:
 def waits_chart(data: ReportData) -> Chart:
     """Where each rank's time went."""
     key, title = "waits", "Where ranks waited"
-    found = curves.waits(data.ranks)
-    if found is None:
+    waits = curves.waits(data.ranks)
+    if waits is None:
         return Chart(key, title, f"No waits to show: {NO_RANKS}.")
-    groups = curves.groups(len(found.wall_s), curves.MOST_BARS)
+    groups = curves.groups(len(waits.wall_s), curves.MOST_BARS)
     names = [
         str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups
     ]
-    own = found.own_s
+    own = waits.own_s
     rest = [
         max(0.0, wall - data_s - (own[rank] if own is not None else 0.0))
-        for rank, (wall, data_s) in enumerate(zip(found.wall_s, found.data_s, strict=True))
+        for rank, (wall, data_s) in enumerate(zip(waits.wall_s, waits.data_s, strict=True))
     ]
-    rows = [("waiting for data", found.data_s, COLOURS[TimeClass.DATA])]
+    rows = [("waiting for data", waits.data_s, COLOURS[TimeClass.DATA])]
     if own is not None:
         rows.insert(0, ("own work", own, COLOURS[TimeClass.STEP]))
         rows.append(("with and for other ranks", rest, "#8896ab"))
@@ -146,7 +146,7 @@ def waits_chart(data: ReportData) -> Chart:
             "type": "bar",
             "name": name,
             "x": names,
-            "y": [_share(values, found.wall_s, group) for group in groups],
+            "y": [_share(values, waits.wall_s, group) for group in groups],
             "marker": {"color": colour},
             "hovertemplate": "rank %{x}<br>%{y:.1f} %<extra>" + name + "</extra>",
         }
@@ -159,7 +159,7 @@ def waits_chart(data: ReportData) -> Chart:
         yaxis=axis("% of its time", range=[0, 100]),
     )
     drawn = {"data": traces, "layout": shape}
-    return Chart(key, title, _waits_words(found), drawn, has_legend=True)
+    return Chart(key, title, _waits_words(waits), drawn, has_legend=True)
 
 
 def _share(values: Sequence[float], wall_s: Sequence[float], group: range) -> float:
@@ -277,10 +277,10 @@ class Timeline:
 
 def timeline(slices: Sequence[TimeSlice]) -> Timeline:
     """Lines of bars, the first attempt first; the queue before an attempt stands in its line."""
-    told = [one for one in slices if one.end > one.start]
-    numbers = sorted({one.attempt for one in told if one.attempt is not None})
+    lasting = [one for one in slices if one.end > one.start]
+    numbers = sorted({one.attempt for one in lasting if one.attempt is not None})
     if not numbers:
-        numbers = [0] if told else []
+        numbers = [0] if lasting else []
     lines = [(numbers[g.start], numbers[g.stop - 1]) for g in groups(len(numbers), MOST_LINES)]
     where = {
         number: line
@@ -288,13 +288,12 @@ def timeline(slices: Sequence[TimeSlice]) -> Timeline:
         for number in numbers[group.start : group.stop]
     }
     by_line: dict[int, list[Bar]] = defaultdict(list)
-    for one, number in zip(told, _owners(told, numbers), strict=True):
+    for one, number in zip(lasting, _owners(lasting, numbers), strict=True):
         line = where[number]
         kind = TimeClass.STEP if one.kind in TRAINING else one.kind
         _add(by_line[line], Bar(line, one.start, one.end, kind, (number, number)), one.kind)
-    pixel = (max((b.end for b in told), default=0) - min((b.start for b in told), default=0)) / (
-        PIXELS
-    )
+    begin = min((b.start for b in lasting), default=0)
+    pixel = (max((b.end for b in lasting), default=0) - begin) / PIXELS
     crowded = len(numbers) > MOST_LINES
     drawn = [_coarse(bars, pixel) if crowded else bars for bars in by_line.values()]
     return Timeline([bar for bars in drawn for bar in bars], lines)

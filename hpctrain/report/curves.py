@@ -190,7 +190,7 @@ def waits(samples: Sequence[RankSample]) -> Waits | None:
     if not crew:
         return None
     size = len(crew[-1].wall_s)
-    known = all(one.own_s is not None for one in crew)
+    all_known = all(one.own_s is not None for one in crew)
     none = (0.0,) * size
     slowest: Counter[int] = Counter()
     shares: list[list[float]] = []
@@ -202,7 +202,7 @@ def waits(samples: Sequence[RankSample]) -> Waits | None:
     return Waits(
         wall_s=_sums([one.wall_s for one in crew]),
         data_s=_sums([one.data_s or none for one in crew]),
-        own_s=_sums([one.own_s or none for one in crew]) if known else None,
+        own_s=_sums([one.own_s or none for one in crew]) if all_known else None,
         slowest=slowest,
         samples=len(crew),
         behind=[statistics.median(column) for column in zip(*shares, strict=True)],

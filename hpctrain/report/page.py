@@ -185,13 +185,13 @@ def _chart(chart: Chart) -> str:
 
 
 def _advice(data: ReportData) -> str:
-    found = advice(data)
-    if not found:
+    advices = advice(data)
+    if not advices:
         return '<p class="none">Nothing to advise: no number calls for it.</p>'
     items = "".join(
         f"<li><p><strong>{escape(one.title)}</strong></p>"
         f"<p>{escape(one.evidence)}.</p><p>→ {_with_code(one.do)}.</p></li>"
-        for one in found
+        for one in advices
     )
     return f'<ol class="advice">{items}</ol>'
 

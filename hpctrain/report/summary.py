@@ -63,7 +63,7 @@ def facts(data: ReportData) -> list[Fact]:
     status, spent = data.status, data.status.goodput
     far = status.progress
     total = "" if far.total is None else f"of {far.total:,}"
-    found = [
+    rows = [
         Fact("state", status.state.value, _since(data)),
         Fact("step", NOTHING if far.step is None else f"{far.step:,}", total),
         Fact("useful of allocated", percent(spent.useful_of_allocated), _why_no_rate(spent)),
@@ -73,7 +73,7 @@ def facts(data: ReportData) -> list[Fact]:
         Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
         Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
     ]
-    return [*found, *_speed(data)]
+    return [*rows, *_speed(data)]
 
 
 def _why_no_rate(spent: Goodput) -> str:
@@ -169,23 +169,23 @@ def _end(data: ReportData, attempt: AttemptView) -> str:
 
 def failure_groups(data: ReportData) -> list[FailureGroup]:
     """What attempts failed of, the newest kind first; the same failure counts once."""
-    found: dict[str, FailureGroup] = {}
+    groups: dict[str, FailureGroup] = {}
     for one in reversed(data.status.attempts):
         failure = one.failure
         if failure is None:
             continue
-        known = found.get(failure.summary)
-        if known is not None:
-            numbers = (one.number, *known.attempts)
-            found[failure.summary] = FailureGroup(
-                known.summary, numbers, known.where, known.cause, known.traceback
+        group = groups.get(failure.summary)
+        if group is not None:
+            numbers = (one.number, *group.attempts)
+            groups[failure.summary] = FailureGroup(
+                group.summary, numbers, group.where, group.cause, group.traceback
             )
             continue
         rank = "" if failure.rank is None else f"rank {failure.rank}"
         on = f"{rank} on {failure.node}" if failure.node else rank
         text = textwrap.dedent(failure.traceback).strip("\n")
-        found[failure.summary] = FailureGroup(failure.summary, (one.number,), on, ended(one), text)
-    return list(found.values())
+        groups[failure.summary] = FailureGroup(failure.summary, (one.number,), on, ended(one), text)
+    return list(groups.values())
 
 
 def failure_line(group: FailureGroup) -> str:

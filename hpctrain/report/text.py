@@ -128,11 +128,11 @@ def _failures(data: ReportData, width: int) -> str:
 
 
 def _advice(data: ReportData, width: int) -> str:
-    found = advice(data)
-    if not found:
+    advices = advice(data)
+    if not advices:
         return "advice: nothing to advise"
     lines = ["advice"]
-    for number, one in enumerate(found, start=1):
+    for number, one in enumerate(advices, start=1):
         lines.append(wrap(f"{number}. {one.title}: {one.evidence}", width))
         lines.append(wrap(f"-> {one.do}", width, "   "))
     return "\n".join(lines)

@@ -141,8 +141,8 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
     _check_notify(settings, origins)
     for name in settings.track.loggers:
         if name not in BUILT_IN and _OWN.fullmatch(name) is None:
-            known = [*BUILT_IN, "tensorboard"]
-            near = difflib.get_close_matches(name, known, n=1)
+            trackers = [*BUILT_IN, "tensorboard"]
+            near = difflib.get_close_matches(name, trackers, n=1)
             if near == ["tensorboard"]:
                 hint = "TensorBoard's files are always written, it needs no entry"
             else:
@@ -253,7 +253,7 @@ def parse_profile(text: str) -> dict[str, object]:
 def profile_flags(
     profile: Mapping[str, object] | None, nsys: int | None
 ) -> dict[str, tuple[str, object]]:
-    """`--profile` and `--nsys` as `merge.flag_layer` takes them; None where one was not given."""
+    """`--profile` and `--nsys` as `layers.flag_layer` takes them; None where one was not given."""
     flags: dict[str, tuple[str, object]] = {"profile.nsys_rank": ("--nsys", nsys)}
     flags |= {f"profile.{key}": ("--profile", value) for key, value in (profile or {}).items()}
     return flags

@@ -50,23 +50,23 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
     Raises:
         UsageError: one is no range, or it is used with an engine that has no such axis.
     """
-    told = _Told(origins or {})
-    found: dict[str, range] = {}
+    where = _Told(origins or {})
+    ranges: dict[str, range] = {}
     for axis in BOUNDED:
         text: str = getattr(engine, axis)
-        least, most = axis_range(text, where=told.of(axis))
+        least, most = axis_range(text, where=where.of(axis))
         if least > 1 and engine.kind != "fsdp2":
             raise UsageError(
-                f"{told.of(axis)} is {text}, which needs engine.kind fsdp2; it is {engine.kind}"
-                f"{told.origin('kind')}: choose --engine fsdp2, or engine.{axis} 1"
+                f"{where.of(axis)} is {text}, which needs engine.kind fsdp2; it is {engine.kind}"
+                f"{where.origin('kind')}: choose --engine fsdp2, or engine.{axis} 1"
             )
-        found[axis] = range(least, most + 1)
-    if found["ep"].start > 1 and found["tp"].start > 1:
+        ranges[axis] = range(least, most + 1)
+    if ranges["ep"].start > 1 and ranges["tp"].start > 1:
         raise UsageError(
-            f"{told.of('ep')} is {engine.ep} and engine.tp is {engine.tp}{told.origin('tp')}: "
+            f"{where.of('ep')} is {engine.ep} and engine.tp is {engine.tp}{where.origin('tp')}: "
             "experts cannot be spread and cut at once; set one of the two to 1"
         )
-    return found
+    return ranges
 
 
 def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
@@ -208,7 +208,7 @@ def parse_mesh(text: str) -> dict[str, str]:
     Raises:
         UsageError: not of that form, no such axis, one that is named twice, or no number of ranks.
     """
-    found: dict[str, str] = {}
+    axes: dict[str, str] = {}
     for part in text.split(","):
         axis, equals, value = (piece.strip() for piece in part.partition("="))
         where = f"--mesh {text}"
@@ -223,17 +223,17 @@ def parse_mesh(text: str) -> dict[str, str]:
             raise UsageError(f'{where}: "{axis}" is no axis; {hint}')
         if not equals:
             raise UsageError(f"{where}: not of the form AXIS=N[,AXIS=N...], e.g. {EXAMPLE}")
-        if axis in found:
+        if axis in axes:
             raise UsageError(f"{where}: {axis} is given twice; keep one")
         axis_range(value, where=f"{where}: {axis}")
-        found[axis] = value
-    return found
+        axes[axis] = value
+    return axes
 
 
 def engine_flags(
     engine: str | None, mesh: Mapping[str, str] | None
 ) -> dict[str, tuple[str, object]]:
-    """Both flags as `merge.flag_layer` takes them.
+    """Both flags as `layers.flag_layer` takes them.
 
     Args:
         engine: What stood behind `--engine`; None where it was not given.

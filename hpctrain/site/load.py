@@ -62,7 +62,7 @@ def site_names(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def site_files(environ: Mapping[str, str] | None = None) -> dict[str, list[tuple[str, Path]]]:
     """Layer and path of every site file by the site's name, the lowest layer first."""
-    found: dict[str, list[tuple[str, Path]]] = {}
+    by_name: dict[str, list[tuple[str, Path]]] = {}
     for layer, folder in layers(os.environ if environ is None else environ):
         try:
             paths = sorted(folder.iterdir())
@@ -71,8 +71,8 @@ def site_files(environ: Mapping[str, str] | None = None) -> dict[str, list[tuple
         except OSError as error:
             raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
         for path in (one for one in paths if one.suffix == ".toml"):
-            found.setdefault(path.stem, []).append((layer, path))
-    return found
+            by_name.setdefault(path.stem, []).append((layer, path))
+    return by_name
 
 
 def identities(environ: Mapping[str, str], *, project: Path | None = None) -> list[Site]:
@@ -90,12 +90,12 @@ def identities(environ: Mapping[str, str], *, project: Path | None = None) -> li
         if any(_mentions_detect(path) for _, path in files)
     ]
     own = project_name(project)
-    found: list[Site] = []
+    sites: list[Site] = []
     for name in [*names, *([own] if own and own not in names else [])]:
         top = _project_sheet(project, name)
         sheets = [*finder.sheets(name), *([top] if top else [])]
-        found.append(build(name, [_identity(sheet) for sheet in sheets]))
-    return found
+        sites.append(build(name, [_identity(sheet) for sheet in sheets]))
+    return sites
 
 
 def _mentions_detect(path: Path) -> bool:
@@ -157,11 +157,11 @@ class _PresetFinder:
         """The layers' sheets of that name, lowest first."""
         if Path(name).name != name or not name:
             return []
-        found: list[SiteFileValues] = []
+        values: list[SiteFileValues] = []
         for layer, folder in self.folders:
             sheet = _read(folder / f"{name}.toml", layer, name)
-            found += [sheet] if sheet else []
-        return found
+            values += [sheet] if sheet else []
+        return values
 
     def given(self, path: Path) -> list[SiteFileValues]:
         """The sheet of a file that was named by its path; its folder is a layer of bases."""

@@ -123,8 +123,8 @@ class _Reader:
                 self._tables(schema.Partition, value, path, source)
             elif name == schema.SETTINGS:
                 self._settings(value, path, source)
-            elif name in (known := keys_of(schema.About)):
-                self._value(known[name], value, path, source)
+            elif name in (keys := keys_of(schema.About)):
+                self._value(keys[name], value, path, source)
             else:
                 self._fault(path, unknown(path, schema.About))
         written = self.sheet.leaves.get(("schema",))

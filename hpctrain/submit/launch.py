@@ -106,15 +106,15 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
             "`resume` goes on"
         )
     try:
-        found = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
+        job = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
     except AccountingSilent:  # however it ended, it writes no more
         return None
-    if found is None or not found.alive or not_own(run, events, token, found):
+    if job is None or not job.alive or not_own(run, events, token, job):
         return None
     if job_id is not None:
-        return found
-    ledger.record(run, "submit_adopted", token=token, job_id=found.job_id)
-    return found
+        return job
+    ledger.record(run, "submit_adopted", token=token, job_id=job.job_id)
+    return job
 
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:

@@ -91,9 +91,9 @@ def check_preset(site: Site | None) -> list[Result]:
         return [Result("preset", WARN, "no site is known", [], hint)]
     from hpctrain.site.validate import validate
 
-    found = validate(site)
+    findings = validate(site)
     levels = {"error": FAIL, "warning": WARN}
-    results = [Result("preset", levels[f.level], str(f)) for f in found if f.level in levels]
+    results = [Result("preset", levels[f.level], str(f)) for f in findings if f.level in levels]
     return results or [Result("preset", OK, f"site {site.name}")]
 
 

@@ -370,7 +370,7 @@ def _dropped(request: SubmitRequest, site: Site | None, cluster: str) -> list[st
 
 
 def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
-    """The flags as `merge.flag_layer` takes them."""
+    """The flags as `layers.flag_layer` takes them."""
     snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
     return {
         "slurm.nodes": ("--nodes", request.nodes),

@@ -43,14 +43,14 @@ def shell_layer(site: Site, environ: Mapping[str, str]) -> Layer:
 
     These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`.
     """
-    found = kept_settings(environ, site.slurm.sbatch_env)
+    from_shell = kept_settings(environ, site.slurm.sbatch_env)
     by_env = next((name for name in site.slurm.account_env if environ.get(name)), None)
     if by_env is not None:
-        found["slurm.account"] = by_env
-    values = {path.partition(".")[2]: environ[name] for path, name in found.items()}
+        from_shell["slurm.account"] = by_env
+    values = {path.partition(".")[2]: environ[name] for path, name in from_shell.items()}
 
     def where(_section: str, key: str) -> str:
-        return f"{found[f'slurm.{key}']} of your shell" if key else "your shell"
+        return f"{from_shell[f'slurm.{key}']} of your shell" if key else "your shell"
 
     return Layer("your shell", {"slurm": values} if values else {}, where)
 
@@ -297,18 +297,18 @@ def changed(
         env: What hpctrain.toml and flags set for the ranks.
         env_origins: Variable to its place.
     """
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for path, origin in origins.items():
         section, _, key = path.partition(".")
         theirs = site.settings.get(section, {}).get(key)
         now = getattr(getattr(settings, section), key)
         by_user = not origin.startswith((DEFAULT, CHOSEN, f"site {site.name}"))
         if by_user and now != theirs:
-            found[f"settings.{path}"] = origin
+            changes[f"settings.{path}"] = origin
     for name, value in env.items():
         if _differs(site, name, value):
-            found[f"env.{name}"] = env_origins[name]
-    return found
+            changes[f"env.{name}"] = env_origins[name]
+    return changes
 
 
 def changed_by_shell(

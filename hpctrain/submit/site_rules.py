@@ -160,20 +160,20 @@ def time_limit(partition: Partition, need: Need) -> tuple[int, str] | None:
 
 def misfits(partition: Partition, need: Need, *, time: bool = True) -> list[str]:
     """Why the partition does not take the job, in words; empty where nothing speaks against it."""
-    found = []
+    reasons = []
     if partition.max_nodes is not None and need.most > partition.max_nodes:
-        found.append(f"at most {partition.max_nodes} nodes")
+        reasons.append(f"at most {partition.max_nodes} nodes")
     if partition.min_nodes is not None and need.least < partition.min_nodes:
-        found.append(f"at least {partition.min_nodes} nodes")
+        reasons.append(f"at least {partition.min_nodes} nodes")
     if partition.gpus_per_node is not None and need.gpus_per_node > partition.gpus_per_node:
-        found.append(f"{partition.gpus_per_node or 'no'} GPUs per node")
+        reasons.append(f"{partition.gpus_per_node or 'no'} GPUs per node")
     if partition.cpus_per_node is not None and need.cpus_per_node > partition.cpus_per_node:
-        found.append(f"{partition.cpus_per_node} usable CPUs per node")
+        reasons.append(f"{partition.cpus_per_node} usable CPUs per node")
     limit = time_limit(partition, need) if time else None
     if limit is not None and need.walltime_s > limit[0]:
         by = "" if limit[1] == "max_time" else f" ({limit[1]})"
-        found.append(f"at most {duration(limit[0])}{by}")
-    return found
+        reasons.append(f"at most {duration(limit[0])}{by}")
+    return reasons
 
 
 def choose_partition(

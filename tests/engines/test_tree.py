@@ -154,7 +154,7 @@ def test_a_norm_of_one_number_is_its_size(value):
 
 
 def test_a_parameter_s_update_does_not_depend_on_where_its_shard_is_cut():
-    """What `exact.py` takes for granted of AdamW, at sizes that leave vectors half full."""
+    """What `engines/exact` takes for granted of AdamW, at sizes that leave vectors half full."""
     size, generator = 515, torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator)
     gradients = torch.randn(4, size, generator=generator)

@@ -114,24 +114,26 @@ def compare(
         TornCheckpoint: bytes that had to be read are damaged.
     """
     before, after = _side(*one), _side(*other)
-    found = Difference()
-    found.removed = [name for name in before.tensors if name not in after.tensors]
-    found.added = [name for name in after.tensors if name not in before.tensors]
+    difference = Difference()
+    difference.removed = [name for name in before.tensors if name not in after.tensors]
+    difference.added = [name for name in after.tensors if name not in before.tensors]
 
     def count(nbytes: int) -> None:
-        found.bytes_read += nbytes
+        difference.bytes_read += nbytes
 
     for name, tensor in before.tensors.items():
         if name in after.tensors:
             change = _changed(before, after, name, values=values, on_bytes=count)
             if change is None:
-                found.equal += 1
+                difference.equal += 1
             else:
-                found.changed.append(change)
+                difference.changed.append(change)
         on_bytes(tensor.nbytes + (after.tensors[name].nbytes if name in after.tensors else 0))
     for key in STATE:
-        found.state += _differing(key, getattr(before.manifest, key), getattr(after.manifest, key))
-    return found
+        difference.state += _differing(
+            key, getattr(before.manifest, key), getattr(after.manifest, key)
+        )
+    return difference
 
 
 def _side(path: Path, manifest: Manifest) -> _Side:
@@ -143,31 +145,33 @@ def _side(path: Path, manifest: Manifest) -> _Side:
 def _changed(
     before: _Side, after: _Side, name: str, *, values: bool, on_bytes: OnBytes
 ) -> Changed | None:
-    one, other = before.tensors[name], after.tensors[name]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return Changed(name, one.text, other.text)
-    told = _by_digests(before, after, name)
-    if told is True:
+    left_tensor, right_tensor = before.tensors[name], after.tensors[name]
+    if (left_tensor.dtype, left_tensor.shape) != (right_tensor.dtype, right_tensor.shape):
+        return Changed(name, left_tensor.text, right_tensor.text)
+    is_same = _by_digests(before, after, name)
+    if is_same is True:
         return None
-    if told is False and not values:
-        return Changed(name, one.text, other.text)
-    left, right = one.read(), other.read()
-    on_bytes(one.nbytes + other.nbytes)
+    if is_same is False and not values:
+        return Changed(name, left_tensor.text, right_tensor.text)
+    left, right = left_tensor.read(), right_tensor.read()
+    on_bytes(left_tensor.nbytes + right_tensor.nbytes)
     if same(left, right):
         return None
-    elements, largest = _distance(left, right, one.dtype, max(1, math.prod(one.shape)))
-    return Changed(name, one.text, other.text, elements, largest)
+    elements, largest = _distance(
+        left, right, left_tensor.dtype, max(1, math.prod(left_tensor.shape))
+    )
+    return Changed(name, left_tensor.text, right_tensor.text, elements, largest)
 
 
 def _by_digests(before: _Side, after: _Side, name: str) -> bool | None:
     """Whether a tensor is the same, as the blocks' digests have it; None if they cannot say."""
     if before.table.block_bytes != after.table.block_bytes:
         return None
-    one = _chunks(before.table, before.numbers[name])
-    other = _chunks(after.table, after.numbers[name])
-    if one.keys() != other.keys():
+    left = _chunks(before.table, before.numbers[name])
+    right = _chunks(after.table, after.numbers[name])
+    if left.keys() != right.keys():
         return None
-    return all(np.array_equal(digests, other[box]) for box, digests in one.items())
+    return all(np.array_equal(digests, right[box]) for box, digests in left.items())
 
 
 def _chunks(table: ChunkTable, number: int) -> dict[tuple[Any, ...], NDArray[np.uint64]]:

@@ -219,7 +219,7 @@ def _boxes(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], _Stored]]:
     """Where each part goes and lies: all of the tensor, each element once."""
     where = dict(directory.stored.get(name, []))
-    found = {}
+    by_begin = {}
     for chunk in entry.chunks:
         begin, extent = tuple(chunk.offsets), tuple(chunk.sizes)
         if len(begin) != len(shape) or not all(
@@ -235,8 +235,8 @@ def _boxes(
         if numel(extent) and begin not in where:
             raise CheckpointError(f"{directory.path}: nobody wrote the part of {name} at {begin}")
         if numel(extent):
-            found[begin] = (begin, extent, where[begin])
-    boxes = list(found.values())
+            by_begin[begin] = (begin, extent, where[begin])
+    boxes = list(by_begin.values())
     if sum(numel(extent) for _, extent, _ in boxes) != numel(shape) or _meet(boxes):
         raise CheckpointError(f"{directory.path}: the parts of {name} do not make up {shape}")
     return boxes

@@ -119,7 +119,7 @@ def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     Raises:
         CheckpointError: some rank's is missing, or tensors are split over ranks as well.
     """
-    found: dict[int, Path] = {}
+    by_rank: dict[int, Path] = {}
     for path in directory.iterdir():
         match = pattern.fullmatch(path.name)
         if not match:
@@ -129,14 +129,14 @@ def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
                 f"{path} is of tensor parallel rank {int(match[2])}; only data parallel"
                 " ZeRO is read"
             )
-        if found.setdefault(int(match[1] or 0), path) != path:
+        if by_rank.setdefault(int(match[1] or 0), path) != path:
             raise CheckpointError(f"{directory} has two files of rank {int(match[1] or 0)}")
-    if sorted(found) != list(range(len(found))) or not found:
+    if sorted(by_rank) != list(range(len(by_rank))) or not by_rank:
         kind = pattern.pattern.rpartition("_")[0].rpartition("_")[2]
         raise CheckpointError(
-            f"{directory} lacks {kind} states of some rank; there are those of {sorted(found)}"
+            f"{directory} lacks {kind} states of some rank; there are those of {sorted(by_rank)}"
         )
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _contents(directory: Path, states: list[Any], shards: list[Any]) -> Contents:
@@ -255,13 +255,13 @@ def _whole_1(
 
 def _cut(low: int, high: int, part: int) -> list[tuple[int, int, int]]:
     """A range of the row by ranks: (rank, from, to)."""
-    found = []
+    ranges = []
     while low < high:
         rank = low // part
         end = min(high, (rank + 1) * part)
-        found.append((rank, low, end))
+        ranges.append((rank, low, end))
         low = end
-    return found
+    return ranges
 
 
 def _whole_3(rows: _Rows, shapes: list[dict[str, tuple[int, ...]]]) -> list[NestedValue]:
@@ -273,8 +273,8 @@ def _whole_3(rows: _Rows, shapes: list[dict[str, tuple[int, ...]]]) -> list[Nest
         part = -(-count // ranks)
         spans = []
         for rank in range(ranks):
-            mine = max(0, min(part, count - rank * part))
-            for number, low, high in _groups_of(rows, position, position + mine):
+            held = max(0, min(part, count - rank * part))
+            for number, low, high in _groups_of(rows, position, position + held):
                 spans.append((number, rank, low, high))
         leaves += _parameter(rows, name, shape, spans)
         position += part
@@ -288,11 +288,11 @@ def _whole_3(rows: _Rows, shapes: list[dict[str, tuple[int, ...]]]) -> list[Nest
 
 def _groups_of(rows: _Rows, low: int, high: int) -> list[tuple[int, int, int]]:
     """A range of one rank's elements by groups: (group, from, to)."""
-    found = []
+    ranges = []
     for number, (start, end) in enumerate(zip(rows.starts, rows.starts[1:], strict=False)):
         if max(low, start) < min(high, end):
-            found.append((number, max(low, start) - start, min(high, end) - start))
-    return found
+            ranges.append((number, max(low, start) - start, min(high, end) - start))
+    return ranges
 
 
 def _parameter(
@@ -321,8 +321,8 @@ def _joined(
     spans: Sequence[tuple[int, int, int, int]],
 ) -> Tensor:
     def content() -> Bytes:
-        found = [raw(part[low:high]) for part, (_, _, low, high) in zip(parts, spans, strict=True)]
-        return np.concatenate([np.zeros(0, np.uint8), *found])
+        ranges = [raw(part[low:high]) for part, (_, _, low, high) in zip(parts, spans, strict=True)]
+        return np.concatenate([np.zeros(0, np.uint8), *ranges])
 
     dtypes = {DTYPE_NAMES[str(part.dtype).removeprefix("torch.")] for part in parts} or {"F32"}
     if len(dtypes) != 1:
@@ -357,18 +357,18 @@ def _others(
     Every name of the model is found, or the whole is refused: a weight that was left out would
     start from random numbers.
     """
-    known = {str(leaf.path[1]): leaf.tensor for leaf in leaves if leaf.path[0] == "model"}
-    found = []
+    weights = {str(leaf.path[1]): leaf.tensor for leaf in leaves if leaf.path[0] == "model"}
+    others = []
     shared = state.get("shared_params") or {}
     for name, tensor in state["module"].items():
-        if name in known:
+        if name in weights:
             continue
-        same = known.get(str(shared.get(name)))
+        same = weights.get(str(shared.get(name)))
         if same is not None:
-            one = Tensor(name, same.dtype, same.shape, same.read)
+            whole = Tensor(name, same.dtype, same.shape, same.read)
         elif name in state["buffer_names"] or tensor.numel():
-            one = as_tensor(name, tensor, directory)
+            whole = as_tensor(name, tensor, directory)
         else:
             raise CheckpointError(f"{directory} names {name} and no rank's file holds it")
-        found.append(NestedValue(("model", name), one))
-    return found
+        others.append(NestedValue(("model", name), whole))
+    return others

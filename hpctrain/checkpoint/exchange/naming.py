@@ -292,16 +292,16 @@ class _StateFinder:
 
 def _groups(leaves: Sequence[NestedValue]) -> Any:
     """An optimizer's groups, as a list or, as torch DCP has it, value by value."""
-    found: dict[int, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
     for leaf in leaves:
         match leaf.path:
             case ("param_groups",):
                 return leaf.load()
             case ("param_groups", number, "params" | "param_names" as key):
-                found.setdefault(int(number), {})[key] = leaf.load()
+                groups.setdefault(int(number), {})[key] = leaf.load()
             case _:
                 continue
-    return [found[number] for number in sorted(found)]
+    return [groups[number] for number in sorted(groups)]
 
 
 def _are_lists(groups: Any) -> bool:
@@ -314,15 +314,15 @@ def _are_lists(groups: Any) -> bool:
 
 def _unwrapped(leaves: Sequence[NestedValue]) -> list[NestedValue]:
     """Without one outer key: torch's tutorial saves ``{"app": {"model": ..., "optim": ...}}``."""
-    found = list(leaves)
+    inner = list(leaves)
     while (
-        found
-        and len({leaf.path[0] for leaf in found}) == 1
-        and any(len(leaf.path) > 2 and leaf.path[1] in WEIGHTS for leaf in found)  # noqa: PLR2004
-        and found[0].path[0] not in WEIGHTS
+        inner
+        and len({leaf.path[0] for leaf in inner}) == 1
+        and any(len(leaf.path) > 2 and leaf.path[1] in WEIGHTS for leaf in inner)  # noqa: PLR2004
+        and inner[0].path[0] not in WEIGHTS
     ):
-        found = [replace(leaf, path=leaf.path[1:]) for leaf in found if len(leaf.path) > 1]
-    return found
+        inner = [replace(leaf, path=leaf.path[1:]) for leaf in inner if len(leaf.path) > 1]
+    return inner
 
 
 def _without_model(name: str) -> str:

@@ -252,7 +252,7 @@ def read(source: Path) -> Contents:
         CheckpointError: they are cut, do not belong together, or are none.
     """
     contents = Contents("safetensors", source, [])
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in _files(source):
         header = read_header(path)
         if "DCP_SHARDING_INFO" in header.metadata:
@@ -264,10 +264,10 @@ def read(source: Path) -> Contents:
         if STATE_KEY in header.metadata:
             _take_state(contents, header.metadata[STATE_KEY])
         for tensor in header.tensors:
-            if found.setdefault(tensor.name, tensor) is not tensor:
+            if tensors.setdefault(tensor.name, tensor) is not tensor:
                 raise CheckpointError(f"{path} holds {tensor.name}, as another file does")
-    _require_indexed(source, set(found))
-    contents.leaves = [NestedValue((name,), tensor) for name, tensor in found.items()]
+    _require_indexed(source, set(tensors))
+    contents.leaves = [NestedValue((name,), tensor) for name, tensor in tensors.items()]
     return contents
 
 
@@ -288,10 +288,10 @@ def _files(source: Path) -> list[Path]:
     index = _index(source)
     if index is not None:
         return _listed(index)
-    found = sorted(source.glob("*.safetensors"))
-    if not found:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
         raise CheckpointError(f"{source} has no *.safetensors in it")
-    return found
+    return files
 
 
 def _index(source: Path) -> Path | None:

@@ -114,7 +114,7 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
 
 
 def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:
-    found: dict[str, Tensor | None] = {}
+    tensors: dict[str, Tensor | None] = {}
     for leaf in leaves_of(tree, "the export"):
         top, *rest = leaf.path
         if leaf.tensor is None:
@@ -122,8 +122,8 @@ def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:
         prefix = {"model": contents.MODEL if whole else "", "optimizer": contents.OPTIM}.get(
             str(top), ""
         )
-        found[prefix + ".".join(map(str, rest))] = leaf.tensor
-    return found
+        tensors[prefix + ".".join(map(str, rest))] = leaf.tensor
+    return tensors
 
 
 class _Slot:

@@ -148,7 +148,7 @@ def rename_away(path: Path, step: int, name: Callable[[int, int], str]) -> Path:
     Args:
         path: The directory.
         step: Its step.
-        name: `names.set_aside_name` or `names.deleting_name`.
+        name: `manifest.set_aside_name` or `manifest.deleting_name`.
     """
     number = 1
     while os.path.lexists(target := path.with_name(name(step, number))):

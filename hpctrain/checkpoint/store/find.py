@@ -319,16 +319,16 @@ def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> N
         NoCheckpoint: with what became of the checkpoints, and how to begin anew.
     """
     # A committed name is a save as well, whatever the ledger has lost.
-    known = [row["step"] for row in passed_over if parse_step(row["name"]) is not None]
-    told = newest_known(ledger.read(run))
-    known += [] if told is None else [told]
-    if not known:
+    saved_steps = [row["step"] for row in passed_over if parse_step(row["name"]) is not None]
+    newest = newest_known(ledger.read(run))
+    saved_steps += [] if newest is None else [newest]
+    if not saved_steps:
         return
     shown = [f"{row['name']}: {row['reason']}" for row in passed_over[:SHOWN]]
     more = [f"and {len(passed_over) - SHOWN} more"] if len(passed_over) > SHOWN else []
     why = "; ".join(shown + more) or f"none lies in {run.checkpoints}"
     raise NoCheckpoint(
-        f"{run.name} has saved up to step {max(known)}, and none of its checkpoints can be loaded: "
-        f"{why}. It does not begin anew unasked: bring one back, or `hpctrain resume {run.name} "
+        f"{run.name} has saved up to step {max(saved_steps)}, and none of its checkpoints can be "
+        f"loaded: {why}. It does not begin anew unasked: bring one back, or `hpctrain resume {run.name} "
         "--from 0`"
     )

@@ -306,10 +306,10 @@ def why_kept(
         rules: What is to be kept.
         protect: Steps that stay whatever else holds, such as the one being loaded.
     """
-    known = {row.step: row for row in rows}
-    valid = sorted((step for step, row in known.items() if row.valid), reverse=True)
+    by_step = {row.step: row for row in rows}
+    valid = sorted((step for step, row in by_step.items() if row.valid), reverse=True)
     newest = valid[: rules.keep_last]
-    best = best_of(known.values(), rules)
+    best = best_of(by_step.values(), rules)
     enough = len(newest) == rules.keep_last
     return {
         step: tuple(
@@ -326,7 +326,7 @@ def why_kept(
             )
             if holds
         )
-        for step, row in known.items()
+        for step, row in by_step.items()
     }
 
 
@@ -362,7 +362,7 @@ def prune(
     """Delete what need not be kept, and return its steps.
 
     Rank 0 calls it after a commit, when every rank has long loaded; then nothing is in use. For a
-    person, what a live attempt may be using is protected: see `usage.in_use`.
+    person, what a live attempt may be using is protected: see `in_use`.
 
     Args:
         run: Whose checkpoints.
@@ -373,7 +373,7 @@ def prune(
         best_is: Which of its values.
         protect: See `why_kept`.
         attempt: Who does it; None for a person at the login node.
-        idle: See `usage.in_use`.
+        idle: See `in_use`.
         known: What this process has found valid before, and need not look at again; what it finds
             now is put into it. Looking costs as many calls as there are ranks.
 
@@ -424,7 +424,7 @@ def remove(
         run: Whose checkpoints.
         steps: Which; torn ones too.
         force: Also pinned ones and the last valid one.
-        idle: See `usage.in_use`.
+        idle: See `in_use`.
 
     Raises:
         NotFound: one is not there.
@@ -479,7 +479,7 @@ def refuse(
 
 
 def used_steps(run: RunDir, idle: LedgerState | None = None) -> set[int]:
-    """The steps that a live attempt may be using; see `usage.in_use`."""
+    """The steps that a live attempt may be using; see `in_use`."""
     usage = in_use(ledger.read(run), idle)
     return {step for step in find.steps(run) if usage is not None and usage.holds(step)}
 

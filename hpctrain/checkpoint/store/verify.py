@@ -68,10 +68,10 @@ def verify(
         problems, table = [], None
         refused.append(str(error))
     if deep and table is not None and found.manifest is not None:
-        known = [entry.name for entry in found.manifest.files]
+        names = [entry.name for entry in found.manifest.files]
         numbers = [
             number
-            for number, name in enumerate(known)
+            for number, name in enumerate(names)
             if (files is None or name in files) and not _names(problems, name)
         ]
         scrub = _Scrub(found.path, found.manifest, table, on_bytes, {}, {})
@@ -98,9 +98,9 @@ def _small(
     manifest = found.manifest
     if manifest is None:
         return [found.problem or "manifest is missing"], None
-    known = [entry.name for entry in manifest.files]
-    wanted = set(known) if files is None else set(files)
-    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(known))]
+    names = [entry.name for entry in manifest.files]
+    wanted = set(names) if files is None else set(files)
+    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(names))]
     sizes = find.size_problems(
         found.path, [entry for entry in manifest.files if entry.name in wanted]
     )

@@ -117,8 +117,8 @@ class Writer(StorageWriter):
             WriteResult(item.index, piece.nbytes, None)
             for item, piece in zip(plan.items, pieces, strict=True)
         ]
-        mine = (part_of(pieces, report), opaque)
-        results.append(WriteResult(MetadataIndex(f"rank {self._rank}"), 0, mine))
+        part_and_opaque = (part_of(pieces, report), opaque)
+        results.append(WriteResult(MetadataIndex(f"rank {self._rank}"), 0, part_and_opaque))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -178,13 +178,13 @@ class Reader(StorageReader):
         source = self._open()
         extra = source.manifest.extra
         opaque = set(extra.get(BYTES, []))
-        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for number, entry in enumerate(source.manifest.tensors):
             if entry.name in opaque:
-                known[entry.name] = BytesStorageMetadata()
+                entries[entry.name] = BytesStorageMetadata()
                 continue
             begin, extent = source.table.boxes(source.table.rows_of(number))
-            known[entry.name] = TensorStorageMetadata(
+            entries[entry.name] = TensorStorageMetadata(
                 TensorProperties(TORCH_DTYPES[entry.dtype]),
                 torch.Size(entry.shape),
                 [
@@ -193,7 +193,7 @@ class Reader(StorageReader):
                 ],
             )
         paths = {name: tuple(path) for name, path in extra.get(PATHS, {}).items()}
-        return Metadata(known, planner_data=paths or {name: (name,) for name in known})
+        return Metadata(entries, planner_data=paths or {name: (name,) for name in entries})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any

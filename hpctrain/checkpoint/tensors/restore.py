@@ -137,23 +137,23 @@ def restore(
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
         newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
-        found = choice.found
-        if found is None or found.manifest is None:
+        candidate = choice.found
+        if candidate is None or candidate.manifest is None:
             skipped = _unique(skipped + newer)
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
             return Restored(skipped=skipped)
         started = time.monotonic()
         reading = _Reading(place.settings.read_once, arena, patience)
-        bytes_read, damage = _try(found, world, wanted, reading)
+        bytes_read, damage = _try(candidate, world, wanted, reading)
         if not damage:
             if asked is not None:
                 on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
             seconds = time.monotonic() - started
             skipped = _unique(skipped + newer)
             return Restored(
-                step=found.step,
-                path=found.path,
-                manifest=found.manifest,
+                step=candidate.step,
+                path=candidate.path,
+                manifest=candidate.manifest,
                 skipped=skipped,
                 bytes_read=bytes_read,
                 seconds=seconds,
@@ -163,9 +163,9 @@ def restore(
                 f"step {asked}, which `resume --from` asked for, is damaged: {damage}; "
                 "resume from another step"
             )
-        damaged = {"step": found.step, "name": found.path.name, "reason": damage}
+        damaged = {"step": candidate.step, "name": candidate.path.name, "reason": damage}
         skipped = [*skipped, damaged]
-        on_rank_0(world, functools.partial(_give_up, run, attempt, found, damaged))
+        on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
 
 
 def _try(
@@ -229,8 +229,8 @@ def _require_all_weights(source: CheckpointSource, state: State) -> None:
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
     """
-    known = state.shared.keys() | state.known
-    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in known]
+    asked_for = state.shared.keys() | state.known
+    left = [name for name in source.names if name.startswith(WEIGHTS) and name not in asked_for]
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointError(f"{left[0]}{more} is in the checkpoint and not in the model")

@@ -107,11 +107,11 @@ class ExactCopies(Exact):
         """The slices and the elements of the gradients that they mean."""
         for slice_ in bucket:
             gradient = self._parameters[slice_.tensor].grad
-            found = None
+            part = None
             if gradient is not None:
                 elements = slice_.elements
-                found = gradient.reshape(-1)[elements.start : elements.stop]
-            yield slice_, found
+                part = gradient.reshape(-1)[elements.start : elements.stop]
+            yield slice_, part
 
     def _exchange(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's share of every rank's bucket."""
@@ -141,15 +141,15 @@ class BucketSlice:
 
 def buckets(sizes: Sequence[int], most: int) -> list[list[BucketSlice]]:
     """Tensors of so many elements, one after the other, cut into buckets of `most` elements."""
-    found: list[list[BucketSlice]] = []
+    filled: list[list[BucketSlice]] = []
     room = 0
     for number, size in enumerate(sizes):
         first = 0
         while first < size:
             if not room:
-                found.append([])
+                filled.append([])
                 room = most
             taken = min(room, size - first)
-            found[-1].append(BucketSlice(number, range(first, first + taken), most - room))
+            filled[-1].append(BucketSlice(number, range(first, first + taken), most - room))
             first, room = first + taken, room - taken
-    return found
+    return filled

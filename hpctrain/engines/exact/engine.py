@@ -156,10 +156,10 @@ class Exact(Native):
         """
         ranks, rank = self.data_ranks, self.data_rank
         leaves = [microbatch.leaf for microbatch in microbatches]
-        mine = [leaf for leaf in leaves if leaf is not None]
-        in_order = mine == [round_ * ranks + rank for round_ in range(len(mine))]
-        in_order &= leaves[: len(mine)] == mine
-        row = [len(leaves), len(mine), max(mine, default=-1) + 1, int(in_order)]
+        own_leaves = [leaf for leaf in leaves if leaf is not None]
+        in_order = own_leaves == [round_ * ranks + rank for round_ in range(len(own_leaves))]
+        in_order &= leaves[: len(own_leaves)] == own_leaves
+        row = [len(leaves), len(own_leaves), max(own_leaves, default=-1) + 1, int(in_order)]
         rows = self._gather(row)
         count = max(row[2] for row in rows)
         fits = len({row[0] for row in rows}) == 1 and all(row[3] for row in rows)
@@ -173,9 +173,9 @@ class Exact(Native):
     def _gather(self, row: list[int]) -> list[list[int]]:
         if not self.world.is_distributed:
             return [row]
-        mine = torch.tensor(row, device=self.world.device)
-        rows = [torch.empty_like(mine) for _ in range(self.data_ranks)]
-        dist.all_gather(rows, mine, group=self._group)
+        own_row = torch.tensor(row, device=self.world.device)
+        rows = [torch.empty_like(own_row) for _ in range(self.data_ranks)]
+        dist.all_gather(rows, own_row, group=self._group)
         return [theirs.tolist() for theirs in rows]
 
     def _rounds(self, microbatches: Sequence[Microbatch], count: int) -> Iterator[Round]:

@@ -88,9 +88,9 @@ class ExactShards(Exact):
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """See `Native`."""
-        mine = [local(gradient) for gradient in gradients if self._counts(gradient)]
+        own_parts = [local(gradient) for gradient in gradients if self._counts(gradient)]
         spread = self.world.world_size > 1
-        return exact_norm(mine, self._size, self.world, spread=spread)
+        return exact_norm(own_parts, self._size, self.world, spread=spread)
 
     def _all_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]

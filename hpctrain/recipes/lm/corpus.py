@@ -94,17 +94,17 @@ def find_files(
         limit_bytes: The list ends with the file that reaches this many bytes; 0 for no limit.
         skip_folders: Names of folders that are left out at any depth.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in _walk(folder, skip_folders)}
+    files = {path.relative_to(folder).as_posix(): path for path in _walk(folder, skip_folders)}
     chosen: list[Path] = []
     size = 0
-    for relative in sorted(found):
+    for relative in sorted(files):
         if limit_bytes and size >= limit_bytes:
             break
         name = relative.rpartition("/")[2]
         wanted = any(fnmatchcase(name, glob) or fnmatchcase(relative, glob) for glob in globs)
-        if wanted and _is_text(found[relative]):
-            chosen.append(found[relative])
-            size += found[relative].stat().st_size
+        if wanted and _is_text(files[relative]):
+            chosen.append(files[relative])
+            size += files[relative].stat().st_size
     return chosen
 
 

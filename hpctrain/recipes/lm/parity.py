@@ -93,10 +93,10 @@ def check_parity(
         corpus.build(train.data, train.data_glob, train.data_limit_mb, place / "tokens.bin")
         alone = one_process(settings, ranks)
         (one,) = run_ranks(train_steps, 1, alone, place, steps, start_method=start)
-        found: list[Steps] = run_ranks(
+        steps_of_ranks: list[Steps] = run_ranks(
             train_steps, ranks, settings, place, steps, start_method=start
         )
-    engine = found[0]
+    engine = steps_of_ranks[0]
     limit = TOLERANCE[engine.precision] if tolerance is None else tolerance
     return compare(one.records, engine.records, engine.gradients, limit)
 
@@ -175,22 +175,22 @@ def _gradients(engine: Engine, world: World, path: Path, unclip: float) -> dict[
         if name.endswith(FIRST_MOMENT)
     }
     wanted: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
-    mine = dict.fromkeys(wanted, GradientSums())
+    own_sums = dict.fromkeys(wanted, GradientSums())
     if world.rank == 0:  # an element that no rank holds is as far off as one that is zero
         sizes = {name: _squares(tensor) for name, tensor in wanted.items()}
-        mine = {name: GradientSums(0.0, size, size) for name, size in sizes.items()}
+        own_sums = {name: GradientSums(0.0, size, size) for name, size in sizes.items()}
     for box in held(State(dict(moments), copies=copies), world):
         name = box.piece.name
-        mine[name] += _sums(box, wanted[name], unclip)
+        own_sums[name] += _sums(box, wanted[name], unclip)
     total: dict[str, GradientSums] = dict.fromkeys(wanted, GradientSums())
-    for part in gather(world, mine):
+    for part in gather(world, own_sums):
         total = {name: sums + part[name] for name, sums in total.items()}
     return total
 
 
 def _sums(box: Held, wanted: torch.Tensor, unclip: float) -> GradientSums:
     """What this rank holds of a gradient; what several hold alike counts once."""
-    found = box.local.detach().cpu().double() * unclip
+    values = box.local.detach().cpu().double() * unclip
     piece = box.piece
     if piece.flat:
         there = wanted.reshape(-1).narrow(0, piece.begin[0], piece.extent[0])
@@ -198,8 +198,8 @@ def _sums(box: Held, wanted: torch.Tensor, unclip: float) -> GradientSums:
         there = wanted
         for axis, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
             there = there.narrow(axis, begin, extent)
-    apart = _squares(found - there.double()) - _squares(there)
-    return GradientSums(_squares(found) / box.replicas, 0.0, apart / box.replicas)
+    apart = _squares(values - there.double()) - _squares(there)
+    return GradientSums(_squares(values) / box.replicas, 0.0, apart / box.replicas)
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -151,13 +151,13 @@ def microbatches(
     train: TrainSettings, device: torch.device, tokens: TokenFile, batch: StepBatch
 ) -> list[Microbatch]:
     """A step's passes of this rank: sequences, what follows each token, what each counts."""
-    found = []
+    cut = []
     for piece in batch.pieces:
         sequences = torch.from_numpy(tokens.batch(piece.indices, train.seq_len)).to(device)
         weights = torch.tensor(piece.weights, device=device)
         targets = (sequences[:, 1:], weights)
-        found.append(Microbatch(sequences[:, :-1], targets, piece.leaf))
-    return found
+        cut.append(Microbatch(sequences[:, :-1], targets, piece.leaf))
+    return cut
 
 
 def share_of_loss(positions: int) -> Loss:
