@@ -90,7 +90,7 @@ def take_apart(file: TomlFile, *, name: str, layer: str) -> SiteFileValues:
     reader = _Reader(file, SiteFileValues(name, layer, file.shown))
     reader.root()
     if not reader.faults:
-        return reader.sheet
+        return reader.result
     (line, first), *others = sorted(reader.faults)
     more = [f"line {line}: {text}" for line, text in others[: _TOLD - 1]]
     if len(others) >= _TOLD:
@@ -106,9 +106,9 @@ class _Fault(Exception):
 class _Reader:
     """Walks a file's tables along the schema's classes."""
 
-    def __init__(self, file: TomlFile, sheet: SiteFileValues) -> None:
+    def __init__(self, file: TomlFile, result: SiteFileValues) -> None:
         self.file = file
-        self.sheet = sheet
+        self.result = result
         self.faults: list[tuple[int, str]] = []
         """Line and what is wrong there."""
 
@@ -127,18 +127,18 @@ class _Reader:
                 self._value(keys[name], value, path, source)
             else:
                 self._fault(path, unknown(path, schema.About))
-        written = self.sheet.leaves.get(("schema",))
+        written = self.result.leaves.get(("schema",))
         if written is not None and written.value > schema.SCHEMA:
             self._fault(
                 ("schema",),
                 f"schema is {written.value}, this hpctrain knows up to {schema.SCHEMA}; "
                 "use a newer hpctrain",
             )
-        given = self.sheet.text("name") or self.sheet.name
-        if given != self.sheet.name:
+        given = self.result.text("name") or self.result.name
+        if given != self.result.name:
             self._fault(
                 ("name",),
-                f'name is "{given}" in a file that is called {self.sheet.name}; '
+                f'name is "{given}" in a file that is called {self.result.name}; '
                 "give both the same name",
             )
 
@@ -161,13 +161,13 @@ class _Reader:
     def _check_admins(self, cls: type, path: KeyPath) -> None:
         if cls is not schema.Lock:
             return
-        if self.sheet.layer not in ADMINS:
+        if self.result.layer not in ADMINS:
             self._fault(
                 path,
-                f"[lock] has no effect in the {self.sheet.layer} layer; it belongs into a file of "
+                f"[lock] has no effect in the {self.result.layer} layer; it belongs into a file of "
                 "the admins', e.g. in /etc/hpctrain/sites",
             )
-        for held in (self.sheet.leaves, self.sheet.added):
+        for held in (self.result.leaves, self.result.added):
             leaf = held.get((*path, "keys"))
             for wrong in filter(None, map(wrong_lock, leaf.value if leaf else ())):
                 self._fault((*path, "keys"), wrong)
@@ -193,7 +193,7 @@ class _Reader:
             if not re.fullmatch(_PARTITION, name):
                 self._fault(at, f"{name!r} cannot name a table here; it takes no blanks and commas")
             elif self._is_table(value, at, "table"):
-                self.sheet.tables[at] = self._line(at)
+                self.result.tables[at] = self._line(at)
                 self._table(cls, value, at, source)
 
     def _map(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
@@ -249,11 +249,11 @@ class _Reader:
         self._keep(path, value, given, why, adds=path[-1] != key.name and key.form == "texts")
 
     def _keep(self, path: KeyPath, value: Any, source: str, why: str, *, adds: bool) -> None:
-        leaf = PresetValue(value, self.sheet.layer, self.file.shown, self._line(path), source, why)
+        leaf = PresetValue(value, self.result.layer, self.file.shown, self._line(path), source, why)
         if adds:
-            self.sheet.added[(*path[:-1], path[-1].removesuffix(ADD))] = leaf
+            self.result.added[(*path[:-1], path[-1].removesuffix(ADD))] = leaf
         else:
-            self.sheet.leaves[path] = leaf
+            self.result.leaves[path] = leaf
 
     def _unwrap(self, raw: Any, path: KeyPath, source: str) -> tuple[Any, str, str]:
         """Value, source and why: of a plain value, or of { value = ..., source = ..., why = ... }.
