@@ -43,11 +43,11 @@ def load_site(
         UsageError: a file is wrong; it extends something that is not there, or itself.
     """
     finder = _PresetFinder(os.environ if environ is None else environ)
-    own = finder.given(Path(name)) if name.endswith(".toml") else finder.sheets(name)
+    own = finder.given(Path(name)) if name.endswith(".toml") else finder.files_of(name)
     stem = own[0].name if own else name
     # One that was named is not refused as one that was found.
     named = name.endswith(".toml") and Path(name).absolute() == _project_file(project)
-    top = None if named else _project_sheet(project, stem)
+    top = None if named else _project_values(project, stem)
     if top is not None:
         own.append(top)
     if not own:
@@ -92,9 +92,9 @@ def identities(environ: Mapping[str, str], *, project: Path | None = None) -> li
     own = project_name(project)
     sites: list[Site] = []
     for name in [*names, *([own] if own and own not in names else [])]:
-        top = _project_sheet(project, name)
-        sheets = [*finder.sheets(name), *([top] if top else [])]
-        sites.append(build(name, [_identity(sheet) for sheet in sheets]))
+        top = _project_values(project, name)
+        preset_files = [*finder.files_of(name), *([top] if top else [])]
+        sites.append(build(name, [_identity(site_file) for site_file in preset_files]))
     return sites
 
 
@@ -105,12 +105,12 @@ def _mentions_detect(path: Path) -> bool:
         return True
 
 
-def _identity(sheet: SiteFileValues) -> SiteFileValues:
+def _identity(site_file: SiteFileValues) -> SiteFileValues:
     leaves, added = (
         {path: replace(leaf, source="") for path, leaf in held.items() if path[0] in OF_ITS_OWN}
-        for held in (sheet.leaves, sheet.added)
+        for held in (site_file.leaves, site_file.added)
     )
-    return replace(sheet, leaves=leaves, added=added, tables={})
+    return replace(site_file, leaves=leaves, added=added, tables={})
 
 
 def project_name(project: Path | None) -> str | None:
@@ -121,8 +121,8 @@ def project_name(project: Path | None) -> str | None:
     Raises:
         UsageError: the file is wrong.
     """
-    sheet = _project_sheet(project, None)
-    return None if sheet is None else sheet.text("name") or PROJECT
+    site_file = _project_values(project, None)
+    return None if site_file is None else site_file.text("name") or PROJECT
 
 
 def require_usable(site: Site) -> None:
@@ -147,37 +147,37 @@ def require_usable(site: Site) -> None:
 
 
 class _PresetFinder:
-    """Reads sheets by name from the layers."""
+    """Reads sites' files by name from the layers."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.folders = layers(environ)
 
-    def sheets(self, name: str) -> list[SiteFileValues]:
-        """The layers' sheets of that name, lowest first."""
+    def files_of(self, name: str) -> list[SiteFileValues]:
+        """The layers' files of that name, lowest first."""
         if Path(name).name != name or not name:
             return []
         values: list[SiteFileValues] = []
         for layer, folder in self.folders:
-            sheet = _read(folder / f"{name}.toml", layer, name)
-            values += [sheet] if sheet else []
+            site_file = _read(folder / f"{name}.toml", layer, name)
+            values += [site_file] if site_file else []
         return values
 
     def given(self, path: Path) -> list[SiteFileValues]:
-        """The sheet of a file that was named by its path; its folder is a layer of bases."""
+        """A file that was named by its path; its folder is a layer of bases."""
         path = path.absolute()
         if path.parent not in [folder for _, folder in self.folders]:
             self.folders.append((GIVEN, path.parent))
         if path.name == PROJECT_FILE:
-            sheet = _project_sheet(path.parent, None, named=True)
+            site_file = _project_values(path.parent, None, named=True)
         else:
-            sheet = _read(path, GIVEN, path.stem)
-        if sheet is None:
+            site_file = _read(path, GIVEN, path.stem)
+        if site_file is None:
             raise NotFound(f"{path} is not there; check the path")
-        return [sheet]
+        return [site_file]
 
     def bases(self, own: list[SiteFileValues], chain: list[str]) -> list[SiteFileValues]:
-        """Sheets of what the highest of some sheets of one preset extends, lowest first."""
+        """The files of what the highest of some files of one preset extends, lowest first."""
         leaf = next((s.leaves["extends",] for s in reversed(own) if s.text("extends")), None)
         if leaf is None:
             return []
@@ -186,10 +186,10 @@ class _PresetFinder:
             circle = " -> ".join([*chain, leaf.value])
             hint = "" if len(chain) > 1 else "; a file is laid on lower ones of its name by itself"
             raise UsageError(f"{where}: extends goes in a circle: {circle}{hint}; take one out")
-        sheets = self.sheets(leaf.value)
-        if not sheets:
+        preset_files = self.files_of(leaf.value)
+        if not preset_files:
             raise UsageError(f"{where}: extends: {self.missing(leaf.value)}")
-        return [*self.bases(sheets, [*chain, leaf.value]), *sheets]
+        return [*self.bases(preset_files, [*chain, leaf.value]), *preset_files]
 
     def missing(self, name: str) -> NotFound:
         """The error for a name that no layer has."""
@@ -201,15 +201,15 @@ class _PresetFinder:
 
 
 def _read(path: Path, layer: str, name: str) -> SiteFileValues | None:
-    """One file's sheet; None where there is no such file."""
+    """One file's values; None where there is no such file."""
     try:
         file = read_toml(path)
     except NotFound:
         return None
     if not re.fullmatch(NAME, name):
         raise UsageError(f'{path}: "{name}" cannot be a site\'s name; it takes {IN_WORDS[NAME]}')
-    sheet = take_apart(file, name=name, layer=layer)
-    return replace(sheet, by_root=layer == PACKAGED or _is_roots(path))
+    site_file = take_apart(file, name=name, layer=layer)
+    return replace(site_file, by_root=layer == PACKAGED or _is_roots(path))
 
 
 def _is_roots(path: Path) -> bool:
@@ -222,10 +222,10 @@ def _project_file(project: Path | None) -> Path | None:
     return None if project is None else project.absolute() / PROJECT_FILE
 
 
-def _project_sheet(
+def _project_values(
     project: Path | None, name: str | None, *, named: bool = False
 ) -> SiteFileValues | None:
-    """The project's sheet if it is for that site; None for any.
+    """The project's file if it is for that site; None for any.
 
     Raises:
         ChecksFailed: it was not named by the user, and is another user's.

@@ -361,54 +361,56 @@ def _covers(site: Site, lock: str, path: str) -> bool:
     return any(holds(lock, at) for at in same) or (name in DERIVED and holds(lock, DERIVED[name]))
 
 
-def build(name: str, sheets: Sequence[SiteFileValues]) -> Site:
-    """The preset that the sheets give together.
+def build(name: str, site_files: Sequence[SiteFileValues]) -> Site:
+    """The preset that the files give together.
 
     Args:
         name: The site's name.
-        sheets: Lowest first; those of another name are what it extends.
+        site_files: Lowest first; those of another name are what it extends.
 
     Raises:
-        UsageError: a value names a source that no sheet has.
+        UsageError: a value names a source that no file has.
     """
     leaves: dict[KeyPath, PresetValue] = {}
     tables: dict[KeyPath, None] = {}
     overridden: dict[KeyPath, str] = {}
-    for sheet in sheets:
-        leaves = _with_sources(leaves, sheet)
-        for path, leaf in _own(sheet, name):
-            if path == _LOCK and not sheet.locks:
+    for site_file in site_files:
+        leaves = _with_sources(leaves, site_file)
+        for path, leaf in _own(site_file, name):
+            if path == _LOCK and not site_file.locks:
                 continue
-            _check_source(leaf, path, sheet, leaves)
-            new = _appended(leaves, path, leaf) if path in sheet.added else leaf
-            if not sheet.locks and _is_locked(leaves, path, new):
-                overridden[path] = f"{sheet.layer} ({leaf.place})"
+            _check_source(leaf, path, site_file, leaves)
+            new = _appended(leaves, path, leaf) if path in site_file.added else leaf
+            if not site_file.locks and _is_locked(leaves, path, new):
+                overridden[path] = f"{site_file.layer} ({leaf.place})"
             leaves[path] = new
-        tables |= dict.fromkeys(sheet.tables)
-    files = tuple(SiteFile(sheet.layer, sheet.file, sheet.name) for sheet in sheets)
+        tables |= dict.fromkeys(site_file.tables)
+    files = tuple(
+        SiteFile(site_file.layer, site_file.file, site_file.name) for site_file in site_files
+    )
     leaves = dict(sorted(leaves.items(), key=lambda item: _order(item[0])))
     return _site(name, leaves, tables, overridden=overridden, files=files)
 
 
-def _own(sheet: SiteFileValues, name: str) -> list[tuple[KeyPath, PresetValue]]:
-    """What a sheet gives to the preset of that name: its values, then what it appends."""
-    both = [*sheet.leaves.items(), *sheet.added.items()]
+def _own(site_file: SiteFileValues, name: str) -> list[tuple[KeyPath, PresetValue]]:
+    """What a file gives to the preset of that name: its values, then what it appends."""
+    both = [*site_file.leaves.items(), *site_file.added.items()]
     return [
         (path, leaf)
         for path, leaf in both
-        if path[0] != schema.SOURCES and (sheet.name == name or path[0] not in OF_ITS_OWN)
+        if path[0] != schema.SOURCES and (site_file.name == name or path[0] not in OF_ITS_OWN)
     ]
 
 
 def _with_sources(
-    leaves: dict[KeyPath, PresetValue], sheet: SiteFileValues
+    leaves: dict[KeyPath, PresetValue], site_file: SiteFileValues
 ) -> dict[KeyPath, PresetValue]:
-    """The leaves with a sheet's [sources] among them.
+    """The leaves with a file's [sources] among them.
 
     Files are written apart and each may call its first source "a": where two mean different
     things, the lower one's is renamed, so that no value is ascribed to the wrong page.
     """
-    for path, leaf in sheet.leaves.items():
+    for path, leaf in site_file.leaves.items():
         if path[0] != schema.SOURCES:
             continue
         held = leaves.get(path)
@@ -433,7 +435,7 @@ def _renamed(leaves: dict[KeyPath, PresetValue], key: str) -> dict[KeyPath, Pres
 
 
 def _check_source(
-    leaf: PresetValue, path: KeyPath, sheet: SiteFileValues, leaves: dict[KeyPath, PresetValue]
+    leaf: PresetValue, path: KeyPath, site_file: SiteFileValues, leaves: dict[KeyPath, PresetValue]
 ) -> None:
     if not leaf.source or (schema.SOURCES, leaf.source) in leaves:
         return
@@ -441,7 +443,7 @@ def _check_source(
     near = nearest(leaf.source, known)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
     raise UsageError(
-        f'{sheet.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which [sources] '
+        f'{site_file.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which [sources] '
         f"does not have; {hint}"
     )
 
