@@ -443,8 +443,8 @@ def _check_source(
     near = nearest(leaf.source, known)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
     raise UsageError(
-        f'{site_file.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which [sources] '
-        f"does not have; {hint}"
+        f'{site_file.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which '
+        f"[sources] does not have; {hint}"
     )
 
 
