@@ -1,4 +1,7 @@
-"""`hpctrain cancel`: stop a run for good, at once or after it has saved."""
+"""`hpctrain cancel`: a run stopped for good, at once or after it has saved.
+
+tests/unit/test_cancel_cli.py and tests/slurm/test_cancel.py hold the promises.
+"""
 
 from __future__ import annotations
 

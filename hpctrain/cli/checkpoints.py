@@ -1,4 +1,7 @@
-"""`hpctrain checkpoints`: what a run has saved, and whether its bytes are as written."""
+"""`hpctrain checkpoints`: what a run has saved, and whether its bytes are as written.
+
+tests/unit/test_checkpoint_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

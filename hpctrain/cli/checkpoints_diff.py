@@ -1,4 +1,7 @@
-"""`hpctrain checkpoints diff`: two checkpoints beside each other."""
+"""`hpctrain checkpoints diff`: two checkpoints beside each other.
+
+tests/unit/test_exchange_diff.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hpctrain checkpoints pin`, `prune` and `rm`: what a person keeps, and what a person deletes."""
+"""`hpctrain checkpoints pin`, `prune` and `rm`: what a person keeps, and what a person deletes.
+
+tests/unit/test_checkpoint_keep_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

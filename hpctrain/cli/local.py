@@ -1,4 +1,7 @@
-"""`hpctrain local`: see this machine's embedded cluster, and rehearse what SLURM does."""
+"""`hpctrain local`: this machine's embedded cluster seen, and what SLURM does rehearsed.
+
+tests/unit/test_local_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

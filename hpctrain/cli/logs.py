@@ -1,4 +1,7 @@
-"""`hpctrain logs`: what the ranks printed, across attempts and requeues."""
+"""`hpctrain logs`: what the ranks printed, across attempts and requeues.
+
+tests/unit/test_logs_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

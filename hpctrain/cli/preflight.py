@@ -1,4 +1,7 @@
-"""`hpctrain preflight`: are these nodes fit to train, and if not, which one is it?"""
+"""`hpctrain preflight`: whether these nodes are fit to train, and if not, which one is it.
+
+tests/unit/test_preflight_login.py and tests/slurm/test_preflight.py hold the promises.
+"""
 
 from __future__ import annotations
 

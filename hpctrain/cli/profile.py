@@ -1,4 +1,7 @@
-"""`hpctrain profile`: what steps spend their time on, and a look at a live run."""
+"""`hpctrain profile`: what steps spend their time on, and a look at a live run.
+
+tests/unit/test_profile_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hpctrain profile --now`: ask a live run for a profile, and wait for it."""
+"""`hpctrain profile --now`: a profile asked of a live run, and awaited.
+
+tests/unit/test_profile_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hpctrain sites detect`."""
+"""`hpctrain sites detect`: which preset fits here, and why.
+
+tests/unit/test_sites_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

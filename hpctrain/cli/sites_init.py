@@ -1,4 +1,7 @@
-"""`hpctrain sites init`."""
+"""`hpctrain sites init`: a first preset for this cluster, written to a file.
+
+tests/unit/test_site_draft.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hpctrain sites list`."""
+"""`hpctrain sites list`: the presets that there are, and where each comes from.
+
+tests/unit/test_sites_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names of sites on the command line."""
+"""The argument for a site's name, and its completion.
+
+tests/unit/test_sites_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

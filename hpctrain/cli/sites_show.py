@@ -1,4 +1,7 @@
-"""`hpctrain sites show`."""
+"""`hpctrain sites show`: one preset, its values and where each stands.
+
+tests/unit/test_sites_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

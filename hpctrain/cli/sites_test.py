@@ -1,4 +1,7 @@
-"""`hpctrain sites test`."""
+"""`hpctrain sites test`: a preset tried out with sbatch.
+
+tests/unit/test_site_trial.py holds the promises.
+"""
 
 from __future__ import annotations
 

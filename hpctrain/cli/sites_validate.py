@@ -1,4 +1,7 @@
-"""`hpctrain sites validate`."""
+"""`hpctrain sites validate`: presets held against what NCCL, SLURM and they themselves say.
+
+tests/unit/test_sites_validate_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

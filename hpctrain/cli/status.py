@@ -1,4 +1,7 @@
-"""`hpctrain status`: where runs are, what became of their attempts, what they lost."""
+"""`hpctrain status`: where runs are, what became of their attempts, what they lost.
+
+tests/unit/test_status_cli.py and test_status_questions.py hold the promises.
+"""
 
 from __future__ import annotations
 

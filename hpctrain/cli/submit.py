@@ -1,4 +1,7 @@
-"""`hpctrain submit`: from a command line to a run directory and a job."""
+"""`hpctrain submit`: from a command line to a run directory and a job.
+
+tests/unit/test_cli_submit.py holds the promises.
+"""
 
 from __future__ import annotations
 

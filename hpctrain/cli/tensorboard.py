@@ -1,4 +1,7 @@
-"""`hpctrain tensorboard`: TensorBoard over runs, and how to reach it from a laptop."""
+"""`hpctrain tensorboard`: TensorBoard over runs, and how to reach it from a laptop.
+
+tests/unit/test_tensorboard_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hpctrain train --parity N`: does the engine train as one process does?"""
+"""`hpctrain train --parity N`: whether the engine trains as one process does.
+
+tests/engines/test_parity.py holds the promises.
+"""
 
 from __future__ import annotations
 

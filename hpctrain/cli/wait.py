@@ -1,4 +1,7 @@
-"""`--wait` of `submit` and `resume`: look on until the run has done a step, or never will."""
+"""`--wait` of `submit` and `resume`: a look on until the run has done a step, or never will.
+
+tests/unit/test_wait_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

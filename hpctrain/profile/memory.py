@@ -2,7 +2,8 @@
 
 Reserved less allocated is what the caching allocator holds and no tensor uses. Between two steps
 that is much in a healthy run too, since activations are gone: so the advice looks at what was not
-used even at the peak, and at allocations that had to be retried.
+used even at the peak, and at allocations that had to be retried. tests/unit/test_profile_cli.py and
+tests/engines/test_profile_run.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A profile in words, 80 columns wide. Pure. tests/unit/test_profile_cli.py holds the promises."""
+"""A profile in words, 80 columns wide. Pure.
+
+tests/unit/test_profile_cli.py holds the promises.
+"""
 
 from __future__ import annotations
 

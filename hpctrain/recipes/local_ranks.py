@@ -1,7 +1,8 @@
 """Ranks on this machine for a check: started together, awaited together, and ended together.
 
 What a rank prints goes to a file, so that a command's own output stays readable. There is no agent
-and no run directory here; training proper has both.
+and no run directory here; training proper has both. tests/engines/test_parity.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -185,13 +185,13 @@ def _chart(chart: Chart) -> str:
 
 
 def _advice(data: ReportData) -> str:
-    advices = advice(data)
-    if not advices:
+    all_advice = advice(data)
+    if not all_advice:
         return '<p class="none">Nothing to advise: no number calls for it.</p>'
     items = "".join(
         f"<li><p><strong>{escape(one.title)}</strong></p>"
         f"<p>{escape(one.evidence)}.</p><p>→ {_with_code(one.do)}.</p></li>"
-        for one in advices
+        for one in all_advice
     )
     return f'<ol class="advice">{items}</ol>'
 

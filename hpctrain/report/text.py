@@ -128,11 +128,11 @@ def _failures(data: ReportData, width: int) -> str:
 
 
 def _advice(data: ReportData, width: int) -> str:
-    advices = advice(data)
-    if not advices:
+    all_advice = advice(data)
+    if not all_advice:
         return "advice: nothing to advise"
     lines = ["advice"]
-    for number, one in enumerate(advices, start=1):
+    for number, one in enumerate(all_advice, start=1):
         lines.append(wrap(f"{number}. {one.title}: {one.evidence}", width))
         lines.append(wrap(f"-> {one.do}", width, "   "))
     return "\n".join(lines)
