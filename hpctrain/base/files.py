@@ -1,13 +1,12 @@
-"""Files in folders that others can write: only ordinary ones are opened, and nothing is waited for.
+"""Files in folders that others can write: only ordinary ones are opened, and none is waited for.
 
 A FIFO would keep its reader for ever, a device may do anything. Standard library only.
-tests/unit/test_plain_files.py and tests/unit/test_full_disk.py hold the promises.
-
-Who may write what a run is made of: its folder decides, whatever the umask.
+tests/unit/test_plain_files.py and test_full_disk.py hold the promises.
 
 Many sites set umask 002 and share project folders by group. A run names a program that its owner's
-job executes, so nobody else writes into it unless `run.group_writable` says so; then the run's
-folder can be written by its group, and all that is made in it later follows the folder.
+job executes, so nobody else writes into it, whatever the umask, unless `run.group_writable` says
+so; then the run's folder can be written by its group, and all that is made in it later follows the
+folder. tests/unit/test_modes.py holds the promises.
 """
 
 from __future__ import annotations
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 64 << 20
 """More than any file has that is read in one piece."""
+ROOT = 0
+GROUP = 0o070
+OTHERS_WRITE = 0o002
+NOT_OWNER_WRITE = 0o022
 
 
 def is_plain(path: Path) -> bool:
@@ -148,23 +151,17 @@ def data_extents(descriptor: int, end: int) -> list[tuple[int, int]]:
 
     All of it where the file system knows no holes.
     """
-    found: list[tuple[int, int]] = []
+    extents: list[tuple[int, int]] = []
     at = 0
     while at < end:
         try:
             first = os.lseek(descriptor, at, os.SEEK_DATA)
             at = os.lseek(descriptor, first, os.SEEK_HOLE)
         except OSError as error:
-            return found if error.errno == errno.ENXIO else [*found, (at, end)]
+            return extents if error.errno == errno.ENXIO else [*extents, (at, end)]
         if first < end:
-            found.append((first, min(at, end)))
-    return found
-
-
-ROOT = 0
-GROUP = 0o070
-OTHERS_WRITE = 0o002
-NOT_OWNER_WRITE = 0o022
+            extents.append((first, min(at, end)))
+    return extents
 
 
 def make_runs_folder(path: Path) -> None:
@@ -193,12 +190,12 @@ def can_be_replaced(runs: Path) -> str:
     it, sticky bit or not.
     """
     try:
-        found = runs.stat()
+        status = runs.stat()
     except OSError:
         return ""
-    if found.st_uid not in {os.geteuid(), ROOT}:
-        return f"belongs to user {found.st_uid}, who can; take a folder of your own"
-    if found.st_mode & NOT_OWNER_WRITE and not found.st_mode & stat.S_ISVTX:
+    if status.st_uid not in {os.geteuid(), ROOT}:
+        return f"belongs to user {status.st_uid}, who can; take a folder of your own"
+    if status.st_mode & NOT_OWNER_WRITE and not status.st_mode & stat.S_ISVTX:
         return f"can be written by others; `chmod +t {shlex.quote(str(runs))}` keeps them from it"
     return ""
 

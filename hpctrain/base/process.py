@@ -1,12 +1,10 @@
-"""How a program of ours is started, and what a forked process does first.
+"""Processes of ours: their commands, their first acts, their open files, and the job's ports.
 
-How many files and connections a process may have open, and how many a rank needs.
-
-Each rank has a connection to every other in each of three process groups: the program's, the one
-for our own exchanges, and the one for saves behind training. tests/engines/test_open_files.py
-measures that with real ranks.
-
-Which ports the agents of a job meet on: derived from the job, and checked to be free.
+A forked process dies with its parent and prints to its own log. Each rank has a connection to every
+other in each of three process groups: the program's, the one for our own exchanges, and the one for
+saves behind training; `needed` says how many open files that takes, and
+tests/engines/test_open_files.py measures it with real ranks. The ports on which the agents of a job
+meet are derived from the job, and checked to be free.
 """
 
 from __future__ import annotations
@@ -27,6 +25,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PER_RANK = 3
+BASE = 256
+"""Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
+MOST = 1 << 20
+"""Programs that go through all that may be open would take minutes where there is no limit."""
+PORT_BASE = 20000
+PORT_BLOCKS = 1500
+PORTS = 8
+"""Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
+outgoing connection may take a port at any moment (enroot#243)."""
 
 
 def own_program(module: str, *words: str, python: str = "", unbuffered: bool = False) -> list[str]:
@@ -75,13 +83,6 @@ def print_to(path: Path, mode: int = 0o644) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-PER_RANK = 3
-BASE = 256
-"""Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
-MOST = 1 << 20
-"""Programs that go through all that may be open would take minutes where there is no limit."""
-
-
 def raise_limit() -> int:
     """Raise the soft limit to the hard one, for this process and all that it starts.
 
@@ -109,13 +110,6 @@ def warning(world_size: int, limit: int, node: str) -> str:
         f"{limit} (ulimit -Hn): connections may fail with 'Too many open files'; have the limit "
         "raised (limits.conf, or LimitNOFILE of slurmd), or use fewer ranks"
     )
-
-
-PORT_BASE = 20000
-PORT_BLOCKS = 1500
-PORTS = 8
-"""Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
-outgoing connection may take a port at any moment (enroot#243)."""
 
 
 def first_port(job_id: str, restarts: int, turn: int = 0) -> int:

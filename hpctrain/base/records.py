@@ -1,6 +1,8 @@
-"""Facts that travel between the login node, the batch side and the ranks. Standard library only.
+"""Records that travel between the login node, the batch script and the ranks, and two protocols.
 
-Nothing here knows SLURM, torch or the disk. The tests are those of the rooms that use it.
+The protocols are what a run needs of a scheduler: `Cluster` on the login node, `JobControl` inside
+the job. Standard library only; nothing here knows SLURM, torch or the disk. The tests are those of
+the rooms that use it.
 """
 
 from __future__ import annotations

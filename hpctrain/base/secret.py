@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other by: whoever knows its secret is one of them.
+"""Codes of a shared secret, by which the processes of a run know each other's words. Pure.
 
-Pure: where the secret lies is `run/ownership.py`. A secret is never sent; what is sent carries
-a code (HMAC-SHA256) that nobody can make without it, over what it is about and not the value alone,
-so that a value cannot be taken from one place to another. tests/unit/test_secret.py holds the
+Where the secret lies is `run/ownership.py`. A secret is never sent; what is sent carries a code
+(HMAC-SHA256) that nobody can make without it, over what it is about and not the value alone, so
+that a value cannot be taken from one place to another. tests/unit/test_secret.py holds the
 promises.
 """
 

@@ -1,8 +1,6 @@
-"""Aligned columns, durations, host lists, sizes: how facts look on a screen. Pure.
+"""Text of facts on a screen: columns, durations, host lists, sizes, progress, ranks on nodes. Pure.
 
-How far work is that moves many bytes, in a line: done of total, rate, what is left. Pure.
-
-Which ranks are on which node, and their place on each axis of the mesh. Pure.
+tests/unit/test_status_cli.py, test_progress.py and test_mesh.py hold the promises.
 """
 
 from __future__ import annotations
@@ -25,6 +23,11 @@ _NARROWEST = 8
 LABEL = 12
 """Columns that the label of a line takes, e.g. "checkpoint"."""
 _COLOUR = re.compile(r"(\033\[[0-9;]*m)")
+SPARSE_S = 10.0
+"""Between two lines in a log; shorter work is told by its result alone."""
+NODES_SHOWN = 8
+"""More nodes than these are shown together where one row can tell their places."""
+ROWS_SHOWN = 12
 
 
 @dataclass
@@ -143,15 +146,15 @@ def fold_nodes(nodes: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int], width: int) -> list[str]:
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
+            ranges.append([number, number])
     return [
         f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}"
-        for low, high in found
+        for low, high in ranges
     ]
 
 
@@ -228,10 +231,6 @@ def count(number: int, noun: str) -> str:
     )
 
 
-SPARSE_S = 10.0
-"""Between two lines in a log; shorter work is told by its result alone."""
-
-
 @dataclass
 class Meter:
     """Counts bytes; whoever shows them says what time it is (seconds of any one clock).
@@ -266,11 +265,6 @@ class Meter:
         if not rate:
             return far
         return f"{far}, {size(round(rate))}/s, {duration((self.total - done) / rate)} left"
-
-
-NODES_SHOWN = 8
-"""More nodes than these are shown together where one row can tell their places."""
-ROWS_SHOWN = 12
 
 
 def rank_map(
