@@ -1,10 +1,9 @@
 """The border of all that commands print: nothing that came from a file is obeyed by a terminal.
 
 What a run's files, names, nodes and error messages hold may contain sequences that move the cursor,
-hide lines or fill the clipboard. Whatever is printed goes through here; colours as our own pass,
-all other control characters become question marks. tests/unit/test_escapes.py holds the promises.
-
-What commands print: JSON for programs, aligned text for people.
+hide lines or fill the clipboard. Whatever is printed, JSON for programs or aligned text for people,
+goes through here; colours as our own pass, all other control characters become question marks.
+tests/unit/test_escapes.py holds the promises.
 """
 
 from __future__ import annotations

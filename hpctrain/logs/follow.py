@@ -1,6 +1,7 @@
-"""Follows a run until it is over: its logs as they grow, across attempts.
+"""The follower of a run: prints its logs as they grow, across attempts, until it is over.
 
-It polls: inotify is blind to what other nodes write over NFS.
+It polls: inotify is blind to what other nodes write over NFS. tests/unit/test_logs_cli.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints what is new in a run's logs, each line once, in the order in which it was written.
+"""The printer of what is new in a run's logs: each line once, in the order in which it was written.
 
 Logs have no times of their own: what the agents noted beside them says about when a line was
 written (`run/log_files.py`), and where they noted nothing, its place in the file between the
@@ -69,81 +69,6 @@ class LogSelection:
     def of_several(self) -> bool:
         """Whether lines of several ranks may come, which must be told apart."""
         return self.ranks in {ALL, TROUBLE} or (len(self.ranks) > 1 and _is_set(self.ranks))
-
-
-def _is_set(ranks: frozenset[int] | str) -> bool:
-    return not isinstance(ranks, str)
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One line of a log.
-
-    Attributes:
-        about: When it was written, as far as that can be told.
-        known: Whether that is more than a guess.
-        source: Its log.
-        text: The line without its newline.
-    """
-
-    about: float
-    known: bool
-    source: LogSource
-    text: bytes
-
-
-class _Stream:
-    """One log while it is being shown."""
-
-    def __init__(
-        self, source: LogSource, section: Section, offset: int, choice: LogSelection
-    ) -> None:
-        self._source = source
-        self._log = LogFile(source.path, offset)
-        self._times = LogTimes(source.path) if section.timed else None
-        self._filter = LineFilter[LogLine](choice.lines(), choice.context) if choice.lines else None
-        self._looked: LogMark | None = None
-
-    def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[LogLine]:
-        """The lines since the last call that are to be shown; with `last` also half a line."""
-        known, guess = self._guess(section, now)
-        for text in self._log.lines(at_once):
-            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
-        for text in self._log.rest() if last else ():
-            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
-
-    def _chosen(self, line: LogLine) -> Iterable[LogLine]:
-        return (line,) if self._filter is None else self._filter.feed(line.text, line)
-
-    def _guess(self, section: Section, now: float) -> tuple[bool, Guess]:
-        marks = list(self._times.read()) if self._times else []
-        known = bool(marks)
-        size, changed = _size_and_change(self._source.path)
-        if section.ended is not None:
-            changed = min(changed, section.ended + LATE_S)
-        if self._looked is not None:  # what is new came since; a file server's clock may differ
-            marks.append(self._looked)
-            changed = now
-        self._looked = LogMark(now, size)
-        return known, Guess(marks, section.begun, LogMark(changed, size))
-
-
-def _size_and_change(path: Path) -> tuple[int, float]:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0, 0.0
-    return found.st_size, found.st_mtime
-
-
-@dataclass
-class _Place:
-    """How far a section has been shown."""
-
-    titled: bool = False
-    news_told: bool = False
-    ending: bool = False
-    closed: bool = False
 
 
 @dataclass
@@ -223,13 +148,13 @@ class Printer:
         return all(place.closed for place in self._places.values())
 
     def _sections(self, events: Sequence[Event]) -> list[Section]:
-        count, known = self._known
+        count, shown = self._known
         if count != len(events):
-            known = sections(self.run, events, self.choice.ranks)
+            shown = sections(self.run, events, self.choice.ranks)
             only = self.choice.attempt
-            known = [one for one in known if only is None or only in one.attempts]
-            self._known = (len(events), known)
-        return known
+            shown = [one for one in shown if only is None or only in one.attempts]
+            self._known = (len(events), shown)
+        return shown
 
     def _pass_over(self, last: Section, events: Sequence[Event]) -> None:
         """Sections before the one that the tail begins in are not printed at all."""
@@ -303,6 +228,81 @@ class Printer:
         prefix = f"{label} ".encode(errors="replace") if several else b""
         text = clean_log(line.text) if self.out.isatty() else line.text
         self.out.write(prefix + text + b"\n")
+
+
+def _is_set(ranks: frozenset[int] | str) -> bool:
+    return not isinstance(ranks, str)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a log.
+
+    Attributes:
+        about: When it was written, as far as that can be told.
+        known: Whether that is more than a guess.
+        source: Its log.
+        text: The line without its newline.
+    """
+
+    about: float
+    known: bool
+    source: LogSource
+    text: bytes
+
+
+class _Stream:
+    """One log while it is being shown."""
+
+    def __init__(
+        self, source: LogSource, section: Section, offset: int, choice: LogSelection
+    ) -> None:
+        self._source = source
+        self._log = LogFile(source.path, offset)
+        self._times = LogTimes(source.path) if section.timed else None
+        self._filter = LineFilter[LogLine](choice.lines(), choice.context) if choice.lines else None
+        self._looked: LogMark | None = None
+
+    def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[LogLine]:
+        """The lines since the last call that are to be shown; with `last` also half a line."""
+        known, guess = self._guess(section, now)
+        for text in self._log.lines(at_once):
+            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
+        for text in self._log.rest() if last else ():
+            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
+
+    def _chosen(self, line: LogLine) -> Iterable[LogLine]:
+        return (line,) if self._filter is None else self._filter.feed(line.text, line)
+
+    def _guess(self, section: Section, now: float) -> tuple[bool, Guess]:
+        marks = list(self._times.read()) if self._times else []
+        has_marks = bool(marks)
+        size, changed = _size_and_change(self._source.path)
+        if section.ended is not None:
+            changed = min(changed, section.ended + LATE_S)
+        if self._looked is not None:  # what is new came since; a file server's clock may differ
+            marks.append(self._looked)
+            changed = now
+        self._looked = LogMark(now, size)
+        return has_marks, Guess(marks, section.begun, LogMark(changed, size))
+
+
+def _size_and_change(path: Path) -> tuple[int, float]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0.0
+    return status.st_size, status.st_mtime
+
+
+@dataclass
+class _Place:
+    """How far a section has been shown."""
+
+    titled: bool = False
+    news_told: bool = False
+    ending: bool = False
+    closed: bool = False
 
 
 def _first(streams: list[Iterator[LogLine]]) -> Iterable[LogLine]:

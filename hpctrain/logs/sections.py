@@ -1,6 +1,4 @@
-"""Which log files a run has, in the order of its attempts or of its jobs.
-
-Which lines of a log are shown: all, those that match, those that tell of trouble. Pure.
+"""The sections of a run's output, by attempt or by job, and filters of their lines.
 
 A filter sees the lines of one log in order and remembers what it needs: a rank's traceback is whole
 also where other ranks print in between. tests/unit/test_logs_cli.py holds the promises.
@@ -34,6 +32,26 @@ _RANK_LOG = re.compile(r"rank-(\d+)\.log")
 _DOT = " \N{MIDDLE DOT} "
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _LONGEST_WHY = 100
+_FOLLOWS = {
+    Next.REQUEUE: "requeued",
+    Next.LEAVE: "requeued",
+    Next.RESTART: "restarts in this allocation",
+    Next.ASK_BATCH: "the batch script decides",
+}
+Item = TypeVar("Item")
+_TROUBLE = re.compile(
+    rb"(?<!\bno )(?<!\b0 )(?:error|exception)s?\b(?!\s*[=:]\s*(?:0\b|none\b|nan\b))"
+    rb"|nccl warn|\bkilled\b|out of memory|oom[-_ ]?kill|segmentation fault|bus error|core dumped"
+    rb"|\bfatal\b|\babort(?:ed|ing)\b|\bpanic\b|during handling of the above|direct cause of the"
+    rb"|\bnode \S+ failed\b",
+    re.IGNORECASE,
+)
+_TRACEBACK = re.compile(rb"^(.*?)(?:[+] Exception Group )?Traceback \(most recent call last\)")
+_HINTS = (
+    b"error", b"exception", b"nccl warn", b"kill", b"out of memory", b"fault", b"core dumped",
+    b"fatal", b"abort", b"panic", b"direct cause", b"failed",
+)  # fmt: skip
+"""One of them is in every line that `_TROUBLE` finds; looking for them is much cheaper."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +113,85 @@ def sections(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str)
         events: Its ledger; step marks may be missing.
         wanted: Ranks, or ALL, BATCH, TROUBLE.
     """
-    found: list[Section] = []
+    parts: list[Section] = []
     if wanted != BATCH:
-        found += _attempts(run, events, ALL if wanted == TROUBLE else wanted)
+        parts += _attempts(run, events, ALL if wanted == TROUBLE else wanted)
     if wanted in {BATCH, TROUBLE}:
-        found += _batch(run, events, told_apart=wanted == TROUBLE)
-    return found
+        parts += _batch(run, events, told_apart=wanted == TROUBLE)
+    return parts
+
+
+def both(grep: re.Pattern[str] | None, *, err: bool) -> Callable[[], Callable[[bytes], bool]]:
+    """Makes, for each log, what says whether a line is shown under `--grep` and `--err`."""
+
+    def make() -> Callable[[bytes], bool]:
+        trouble = Trouble() if err else None
+
+        def wanted(line: bytes) -> bool:
+            is_of_trouble = trouble is None or trouble(line)
+            return is_of_trouble and (
+                grep is None or grep.search(line.decode(errors="replace")) is not None
+            )
+
+        return wanted
+
+    return make
+
+
+class Trouble:
+    """Says of each line of one log whether it tells of trouble; tracebacks are whole."""
+
+    def __init__(self) -> None:
+        self._prefix: bytes | None = None
+
+    def __call__(self, line: bytes) -> bool:
+        """Whether the next line of the log is to be shown."""
+        begin = _TRACEBACK.match(line) if b"Traceback (" in line else None
+        if begin is not None:
+            self._prefix = begin[1].rstrip()  # torch puts "[rank0]: " before each line of it
+            return True
+        if self._prefix is None:
+            return is_trouble(line)
+        rest = line.removeprefix(self._prefix)
+        if len(rest) == len(line) and self._prefix:
+            return is_trouble(line)  # another thread of this rank prints between
+        if rest.removeprefix(b" ")[:1] not in {b" ", b"|", b"+"} and rest.strip():
+            self._prefix = None  # "ValueError: ..." is its last line
+        return bool(rest.strip())
+
+
+class LineFilter(Generic[Item]):
+    """Passes on the items whose lines are wanted, with their neighbours.
+
+    Args:
+        wanted: Whether a line is shown; called once for each line, in order.
+        context: How many lines before and after it are shown too.
+    """
+
+    def __init__(self, wanted: Callable[[bytes], bool], context: int = 0) -> None:
+        self._wanted = wanted
+        self._context = context
+        self._before: deque[Item] = deque(maxlen=context)
+        self._after = 0
+
+    def feed(self, line: bytes, item: Item) -> list[Item]:
+        """What is to be shown by now, given the next line."""
+        if self._wanted(line):
+            shown = [*self._before, item]
+            self._before.clear()
+            self._after = self._context
+            return shown
+        if self._after > 0:
+            self._after -= 1
+            return [item]
+        self._before.append(item)
+        return []
+
+
+def is_trouble(line: bytes) -> bool:
+    """Whether a line by itself tells of trouble."""
+    low = line.lower()
+    return any(hint in low for hint in _HINTS) and _TROUBLE.search(line) is not None
 
 
 # ---- attempts
@@ -115,13 +206,13 @@ def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str
         if event.kind == "attempt_ended":
             ends.setdefault(event.attempt, event.t)
     views = attempts(events)
-    found = []
+    of_attempts = []
     for position, view in enumerate(views):
 
         def files(view: AttemptView = view) -> list[LogSource]:
             return _rank_logs(run, view, wanted)
 
-        found.append(
+        of_attempts.append(
             Section(
                 view.number,
                 _title(view),
@@ -135,7 +226,7 @@ def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str
                 files=files,
             )
         )
-    return found
+    return of_attempts
 
 
 def _title(view: AttemptView) -> str:
@@ -158,14 +249,6 @@ def _restored(attempt: int, data: Mapping[str, object]) -> str:
 
 def _took(seconds: float) -> str:
     return step_time(seconds) if seconds < 1 else duration(seconds)
-
-
-_FOLLOWS = {
-    Next.REQUEUE: "requeued",
-    Next.LEAVE: "requeued",
-    Next.RESTART: "restarts in this allocation",
-    Next.ASK_BATCH: "the batch script decides",
-}
 
 
 def _end(view: AttemptView) -> str:
@@ -216,7 +299,7 @@ def _source(view: AttemptView, rank: int, path: Path) -> LogSource:
 def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Section]:
     """Each submission's output: the batch script's and, beside it, that of its agents."""
     jobs = _jobs(events)
-    found = []
+    of_jobs = []
     for position, (token, (job_id, begun)) in enumerate(jobs.items()):
         where = f"job {job_id} " if told_apart else ""
 
@@ -229,23 +312,23 @@ def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Se
             token, title, "", "", begun, None, followed=followed, timed=False,
             attempts=_of_job(events, job_id), files=files,
         )  # fmt: skip
-        found.append(section)
-    return found
+        of_jobs.append(section)
+    return of_jobs
 
 
 def _jobs(events: Sequence[Event]) -> dict[str, tuple[str, float]]:
     """Each submission's job id, and when it was submitted."""
     jobs: dict[str, tuple[str, float]] = {}
-    known: set[str] = set()
+    seen: set[str] = set()
     for event in events:
         token, job_id = event.data.get("token"), text(event.data.get("job_id"))
         if event.kind in {"submitted", "submit_adopted"} and token:
             jobs[text(token)] = (job_id, event.t)
-        elif event.kind == "attempt_started" and job_id not in known:
+        elif event.kind == "attempt_started" and job_id not in seen:
             jobs[f"job-{job_id}"] = (job_id, event.t)  # a batch script submitted by hand
         else:
             continue
-        known.add(job_id)
+        seen.add(job_id)
     return jobs
 
 
@@ -265,93 +348,3 @@ def _outputs(run: RunDir, token: str, where: str) -> list[LogSource]:
 
 def _name(suffix: str) -> str:
     return f"agent {suffix.lstrip('-')}" if suffix else BATCH
-
-
-Item = TypeVar("Item")
-
-_TROUBLE = re.compile(
-    rb"(?<!\bno )(?<!\b0 )(?:error|exception)s?\b(?!\s*[=:]\s*(?:0\b|none\b|nan\b))"
-    rb"|nccl warn|\bkilled\b|out of memory|oom[-_ ]?kill|segmentation fault|bus error|core dumped"
-    rb"|\bfatal\b|\babort(?:ed|ing)\b|\bpanic\b|during handling of the above|direct cause of the"
-    rb"|\bnode \S+ failed\b",
-    re.IGNORECASE,
-)
-_TRACEBACK = re.compile(rb"^(.*?)(?:[+] Exception Group )?Traceback \(most recent call last\)")
-
-
-_HINTS = (
-    b"error", b"exception", b"nccl warn", b"kill", b"out of memory", b"fault", b"core dumped",
-    b"fatal", b"abort", b"panic", b"direct cause", b"failed",
-)  # fmt: skip
-"""One of them is in every line that `_TROUBLE` finds; looking for them is much cheaper."""
-
-
-def is_trouble(line: bytes) -> bool:
-    """Whether a line by itself tells of trouble."""
-    low = line.lower()
-    return any(hint in low for hint in _HINTS) and _TROUBLE.search(line) is not None
-
-
-class Trouble:
-    """Says of each line of one log whether it tells of trouble; tracebacks are whole."""
-
-    def __init__(self) -> None:
-        self._prefix: bytes | None = None
-
-    def __call__(self, line: bytes) -> bool:
-        """Whether the next line of the log is to be shown."""
-        begin = _TRACEBACK.match(line) if b"Traceback (" in line else None
-        if begin is not None:
-            self._prefix = begin[1].rstrip()  # torch puts "[rank0]: " before each line of it
-            return True
-        if self._prefix is None:
-            return is_trouble(line)
-        rest = line.removeprefix(self._prefix)
-        if len(rest) == len(line) and self._prefix:
-            return is_trouble(line)  # another thread of this rank prints between
-        if rest.removeprefix(b" ")[:1] not in {b" ", b"|", b"+"} and rest.strip():
-            self._prefix = None  # "ValueError: ..." is its last line
-        return bool(rest.strip())
-
-
-class LineFilter(Generic[Item]):
-    """Passes on the items whose lines are wanted, with their neighbours.
-
-    Args:
-        wanted: Whether a line is shown; called once for each line, in order.
-        context: How many lines before and after it are shown too.
-    """
-
-    def __init__(self, wanted: Callable[[bytes], bool], context: int = 0) -> None:
-        self._wanted = wanted
-        self._context = context
-        self._before: deque[Item] = deque(maxlen=context)
-        self._after = 0
-
-    def feed(self, line: bytes, item: Item) -> list[Item]:
-        """What is to be shown by now, given the next line."""
-        if self._wanted(line):
-            found = [*self._before, item]
-            self._before.clear()
-            self._after = self._context
-            return found
-        if self._after > 0:
-            self._after -= 1
-            return [item]
-        self._before.append(item)
-        return []
-
-
-def both(grep: re.Pattern[str] | None, *, err: bool) -> Callable[[], Callable[[bytes], bool]]:
-    """Makes, for each log, what says whether a line is shown under `--grep` and `--err`."""
-
-    def make() -> Callable[[bytes], bool]:
-        trouble = Trouble() if err else None
-
-        def wanted(line: bytes) -> bool:
-            told = trouble is None or trouble(line)
-            return told and (grep is None or grep.search(line.decode(errors="replace")) is not None)
-
-        return wanted
-
-    return make
