@@ -1,1 +1,1 @@
-"""Which schedulers there are, and what a run needs of each."""
+"""The schedulers that there are: SLURM and the embedded cluster; `base` says which one is meant."""

@@ -1,4 +1,4 @@
-"""Which scheduler is meant: the one place that knows all of them.
+"""The choice of a scheduler: the one place that knows all of them.
 
 Each is imported only when it is asked for, so nothing heavy comes with this module.
 """

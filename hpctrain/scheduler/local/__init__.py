@@ -1,1 +1,1 @@
-"""The embedded cluster: a process plays SLURM on this machine."""
+"""The embedded cluster: processes of this machine in the place of SLURM and its nodes."""

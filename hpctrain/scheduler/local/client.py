@@ -1,9 +1,8 @@
-"""The login side of the embedded cluster.
+"""The login side of the embedded cluster, and the files by which it speaks with a job's controller.
 
-A local job's files: its record, and the requests that clients drop. Standard library only.
-
-There is no daemon: each job has a controller process of its own (`controller.py`), which alone
-writes the record; everybody else drops a request file and reads the record.
+There is no daemon: each job has a controller process of its own (`entry/local_controller.py`),
+which alone writes the record; everybody else drops a request file and reads the record. Standard
+library only. tests/unit/test_local_cli.py and test_local_controller.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local job's view of its controller, from inside the job."""
+"""A local job's view of its controller, from inside the job: `JobControl` by files."""
 
 from __future__ import annotations
 

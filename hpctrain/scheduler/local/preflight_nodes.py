@@ -1,4 +1,4 @@
-"""The nodes of a preflight, played by processes of this machine."""
+"""The nodes of a preflight on the embedded cluster: processes of this machine."""
 
 from __future__ import annotations
 

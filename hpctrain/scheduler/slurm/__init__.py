@@ -1,1 +1,1 @@
-"""SLURM: its commands and their output, scripts, requeueing."""
+"""SLURM: its commands and their output, scripts, environment, requeueing."""

@@ -1,9 +1,8 @@
-"""The login node's side of SLURM: submit, find again, ask, cancel.
-
-SLURM's word on very many jobs: one question to slurmctld, one to accounting, however many.
+"""The login node's side of SLURM: submit, find again, ask, cancel, and a survey of very many jobs.
 
 `hpctrain status` looks at every run there is; two questions for each would be a storm, for which
-sites block users. tests/unit/test_status_questions.py holds the promises.
+sites block users. So a `Survey` asks slurmctld and accounting once each, however many the jobs are.
+tests/unit/test_status_questions.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run one SLURM command: bounded in time, deaf to a dying step's signals, with our own errors.
+"""One SLURM command: bounded in time, deaf to a dying step's signals, with our own errors.
 
 SLURM sends SIGTERM, SIGCONT and SIGUSR2 to every process of a step, also to those in a session of
-their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it
-(`launch.md` section 3).
+their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it.
+tests/unit/test_slurm_command.py holds the promises.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _refusal(name: str, code: int, err: str) -> ClusterError:
         died_of = signal.Signals(-code).name
         return ClusterUnreachable(f"{name} was killed by {died_of} before it had an answer")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line and MUNGE_HINT not in line]
-    errors = told or lines
+    error_lines = [line for line in lines if "error:" in line and MUNGE_HINT not in line]
+    errors = error_lines or lines
     first = errors[0] if errors else "no message"
     first = first.removeprefix(f"{name}: ").removeprefix("error: ")
     if any(sign in err.lower() for sign in NO_ANSWER):

@@ -1,10 +1,9 @@
-"""Where this agent stands in its job, read from its environment; no command is run.
+"""SLURM's variables: what a job learns from them, and which may not reach a command. Pure.
 
-Which variables of the calling shell must not reach SLURM's commands or the job. Pure.
-
-sbatch takes SBATCH_* before the script's own header, and a shell inside salloc or srun carries
-SLURM_* that would tell our srun of somebody else's allocation. squeue, sacct and scancel have such
-families too: SQUEUE_STATES alone is enough to hide a job that is alive.
+No command is run. sbatch takes SBATCH_* before the script's own header, and a shell inside salloc
+or srun carries SLURM_* that would tell our srun of somebody else's allocation. squeue, sacct and
+scancel have such families too: SQUEUE_STATES alone is enough to hide a job that is alive.
+tests/unit/test_slurm_environment.py holds the promises.
 """
 
 from __future__ import annotations
@@ -24,6 +23,51 @@ if TYPE_CHECKING:
 
 KILL_WAIT_S = 30.0
 """SLURM's default, where it could not be asked."""
+PREFIXES = (
+    "SACCT_",
+    "SALLOC_",
+    "SBATCH_",
+    "SCANCEL_",
+    "SCONTROL_",
+    "SINFO_",
+    "SLURM_",
+    "SQUEUE_",
+    "SRUN_",
+)
+KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+"""How the commands reach and convince their slurmctld. SLURM_CLUSTERS is not among them: a job sent
+to another cluster would look forgotten from the next shell, and a second writer would be let in."""
+OF_ONE_JOB = frozenset(
+    {
+        "HPCTRAIN_ATTEMPT",
+        "HPCTRAIN_ATTEMPT_DIR",
+        "HPCTRAIN_BATCH_STARTED",
+        "HPCTRAIN_CLUSTER",
+        "HPCTRAIN_JOB_END",
+        "HPCTRAIN_JOB_ID",
+        "HPCTRAIN_JOB_START",
+        "HPCTRAIN_KILL_WAIT_S",
+        "HPCTRAIN_MASTER_ADDR",
+        "HPCTRAIN_NODE",
+        "HPCTRAIN_NODES",
+        "HPCTRAIN_PORT",
+        "HPCTRAIN_RESTARTS",
+        "HPCTRAIN_RUN_DIR",
+        "HPCTRAIN_TOKEN",
+    }
+)
+"""What our own batch side and agents export: true for one job, so a `submit` from inside it drops
+it."""
+SETTINGS = {
+    "SBATCH_ACCOUNT": "slurm.account",
+    "SBATCH_CONSTRAINT": "slurm.constraint",
+    "SBATCH_NETWORK": "slurm.network",
+    "SBATCH_PARTITION": "slurm.partition",
+    "SBATCH_QOS": "slurm.qos",
+    "SBATCH_RESERVATION": "slurm.reservation",
+    "SBATCH_TIMELIMIT": "slurm.time",
+}
+"""What a site may let its users' shells decide, and the setting that takes it."""
 
 
 def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
@@ -103,56 +147,6 @@ def resolves(name: str) -> bool:
     except (OSError, UnicodeError):  # no name that could be asked for at all
         return False
     return True
-
-
-PREFIXES = (
-    "SACCT_",
-    "SALLOC_",
-    "SBATCH_",
-    "SCANCEL_",
-    "SCONTROL_",
-    "SINFO_",
-    "SLURM_",
-    "SQUEUE_",
-    "SRUN_",
-)
-KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""How the commands reach and convince their slurmctld. SLURM_CLUSTERS is not among them: a job sent
-to another cluster would look forgotten from the next shell, and a second writer would be let in."""
-
-OF_ONE_JOB = frozenset(
-    {
-        "HPCTRAIN_ATTEMPT",
-        "HPCTRAIN_ATTEMPT_DIR",
-        "HPCTRAIN_BATCH_STARTED",
-        "HPCTRAIN_CLUSTER",
-        "HPCTRAIN_JOB_END",
-        "HPCTRAIN_JOB_ID",
-        "HPCTRAIN_JOB_START",
-        "HPCTRAIN_KILL_WAIT_S",
-        "HPCTRAIN_MASTER_ADDR",
-        "HPCTRAIN_NODE",
-        "HPCTRAIN_NODES",
-        "HPCTRAIN_PORT",
-        "HPCTRAIN_RESTARTS",
-        "HPCTRAIN_RUN_DIR",
-        "HPCTRAIN_TOKEN",
-    }
-)
-"""What our own batch side and agents export: true for one job, so a `submit` from inside it drops
-it."""
-
-
-SETTINGS = {
-    "SBATCH_ACCOUNT": "slurm.account",
-    "SBATCH_CONSTRAINT": "slurm.constraint",
-    "SBATCH_NETWORK": "slurm.network",
-    "SBATCH_PARTITION": "slurm.partition",
-    "SBATCH_QOS": "slurm.qos",
-    "SBATCH_RESERVATION": "slurm.reservation",
-    "SBATCH_TIMELIMIT": "slurm.time",
-}
-"""What a site may let its users' shells decide, and the setting that takes it."""
 
 
 class CleanedEnvironment(NamedTuple):

@@ -1,9 +1,8 @@
-"""Ask a live SLURM what a site's preset can be drafted from.
+"""Facts of a live SLURM: what a site's preset can be drafted from, and the cluster's name.
 
 `read_facts` is pure: it takes what scontrol and sacctmgr printed. tests/unit/test_site_draft.py
-holds its promises, tests/slurm/test_sites.py those against the real thing.
-
-SLURM's name for this cluster: a site is known by it, and a job of another one is told by it.
+holds its promises, tests/slurm/test_sites.py those against the real thing. A site is known
+by its cluster's name, and a job of another cluster is told by it: tests/unit/test_other_cluster.py.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 FACTS_TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0
 PARTITION_TIMEOUT_S = 5.0
+CLUSTER_NAME_TIMEOUT_S = 3.0
 CRED_EXPIRE_S = 120
 """SLURM's default of AuthInfo=cred_expire; a requeued job waits one second longer."""
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode")
 _PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", re.DOTALL)
 _UNLIMITED = NOTHING | {"INFINITE", "NO_VAL"}
-
 Record = dict[str, str]
 
 
@@ -66,212 +65,18 @@ def qos() -> frozenset[str] | None:
     return _asked("QOS")
 
 
-def _asked(column: str) -> frozenset[str] | None:
-    try:
-        return frozenset(_column(column)) or None
-    except ClusterError:  # many sites have no accounting: SLURM itself refuses what is wrong then
-        return None
-
-
-def _column(name: str) -> set[str]:
-    text = run(
-        [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={name}"],
-        timeout_s=ACCOUNTING_TIMEOUT_S,
-    )
-    return {word for line in text.splitlines() for word in line.strip().split(",") if word}
-
-
-def cpus_per_gpu(partition: str) -> int | None:
-    """CPUs that a job gets for each GPU where it asks for none; None where nobody can say.
-
-    Args:
-        partition: Its name, or several with commas between them; "" for the default one.
-    """
-    try:
-        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
-        config = run(["scontrol", "show", "config"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
-    return read_cpus_per_gpu(config, partitions, partition)
-
-
-def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | None:
-    """The same from what was printed: a partition's own default comes before the cluster's.
-
-    Of several partitions the one that gives least, since SLURM chooses. 0 where there is none.
-    """
-    names = frozenset(partition.split(",")) if partition else None
-    chosen = [
-        record
-        for record in _records(partitions, "PartitionName")
-        if (record["PartitionName"] in names if names else record.get("Default") == "YES")
-    ]
-    everywhere = re.search(r"^JobDefaults\s*=\s*(.*?)\s*$", config, re.MULTILINE)
-    general = _def_cpus(everywhere[1] if everywhere else "")
-    found = [_def_cpus(record.get("JobDefaults", "")) or general for record in chosen]
-    return min(found, default=None)
-
-
-def _def_cpus(defaults: str) -> int:
-    named = re.search(r"\bDefCpuPerGPU=(\d{1,9})\b", defaults, re.IGNORECASE)
-    return int(named[1]) if named else 0
-
-
-def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
-    """A cluster's facts from what `scontrol show config`, `partition` and `node` printed."""
-    settings = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", config, re.MULTILINE))
-    by_name = {record["NodeName"]: record for record in _records(nodes, "NodeName")}
-    records = _records(partitions, "PartitionName")
-    preempt_type = settings.get("PreemptType", "")
-    found = [_partition(record, by_name) for record in records]
-    if preempt_type == "preempt/partition_prio":
-        found = [_with_preemption(one, record, records, by_name)
-                 for one, record in zip(found, records, strict=True)]  # fmt: skip
-    expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
-    # since 25.11
-    words = settings.get("SchedulerParameters", "")
-    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire
-    signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
-    requeue = settings.get("JobRequeue")
-    kill_wait = parse_config_seconds(config, "KillWait")
-    return ClusterFacts(
-        name=settings.get("ClusterName", ""),
-        version=settings.get("SLURM_VERSION", ""),
-        partitions=tuple(found),
-        preempt_type=preempt_type,
-        exempt_s=_seconds(settings.get("PreemptExemptTime", "")),
-        job_requeue=None if requeue is None else requeue == "1",
-        kill_wait_s=None if kill_wait is None else int(kill_wait),
-        send_user_signal="send_user_signal" in signal_words,
-        requeue_wait_s=1 + (int(delay[1]) if delay else CRED_EXPIRE_S),
-        select_type=settings.get("SelectType", ""),
-        has_gpus="gpu" in settings.get("GresTypes", "").split(","),
-    )
-
-
-def read_qos(text: str) -> tuple[str, ...]:
-    """Which quality of service preempts which, in words, from sacctmgr's rows."""
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") >= 2]  # noqa: PLR2004 - three columns
-    mode = {name: how for name, _, how, *_ in rows}
-    return tuple(
-        f"{name} preempts {victim} ({mode.get(victim) or 'cluster'})"
-        for name, victims, *_ in rows
-        for victim in victims.split(",")
-        if victim
-    )
-
-
-def _records(text: str, head: str) -> list[Record]:
-    """The records that scontrol printed, one dict of fields each."""
-    blocks = re.split(rf"^(?={head}=)", text, flags=re.MULTILINE)
-    return [
-        {key: value.strip() for line in block.splitlines() for key, value in _PAIR.findall(line)}
-        for block in blocks
-        if block.startswith(f"{head}=")
-    ]
-
-
-def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
-    mine = [by_name[name] for name in _nodes(record) if name in by_name]
-    gpus = {_gpus(node.get("Gres", "")) for node in mine}
-    counts, kinds = {count for count, _ in gpus}, {kind for _, kind in gpus}
-    cpus = {_number(node.get("CPUEfctv") or node.get("CPUTot") or "") or 0 for node in mine}
-    memory = {
-        (_number(node.get("RealMemory", "")) or 0) - (_number(node.get("MemSpecLimit", "")) or 0)
-        for node in mine
-    }
-    sets = (("GPUs", counts), ("CPUs", cpus), ("memory", memory))
-    limit = record.get("MaxTime", "")
-    return PartitionFacts(
-        name=record["PartitionName"],
-        is_default=record.get("Default") == "YES",
-        is_up=record.get("State", "UP") == "UP",
-        max_time="" if limit in _UNLIMITED else limit,
-        min_nodes=_number(record.get("MinNodes", "")) or 0,
-        max_nodes=_number(record.get("MaxNodes", "")),
-        nodes=len(mine) or _number(record.get("TotalNodes", "")) or 0,
-        cpus_per_node=min(cpus, default=0) or None,
-        mem_mib=min(memory, default=0) or None,
-        gpus_per_node=next(iter(counts)) if len(counts) == 1 else None,
-        gpu=next(iter(kinds)) if len(kinds) == 1 else "",
-        differing=", ".join(_spread(what, found) for what, found in sets if len(found) > 1),
-        grace_s=_number(record.get("GraceTime", "")) or 0,
-        qos="" if record.get("QoS", "N/A") in _UNLIMITED else record["QoS"],
-        exclusive=_is_exclusive(record),
-    )
-
-
-def _is_exclusive(record: Record) -> bool:
-    """Whether jobs get whole nodes; since 26.05 a word of its own says so."""
-    shared, alone = record.get("OverSubscribe", ""), record.get("Exclusive", "")
-    return shared.startswith("EXCLUSIVE") or alone in {"NODE", "TOPO"}
-
-
-def _spread(what: str, found: set[int]) -> str:
-    """How far nodes differ: `GPUs 4 to 8`."""
-    return f"{what} {min(found)} to {max(found)}"
-
-
-def _with_preemption(
-    one: PartitionFacts, record: Record, records: Sequence[Record], by_name: dict[str, Record]
-) -> PartitionFacts:
-    """With what preempts its jobs: partitions of a higher tier that share one of its nodes."""
-    mode = record.get("PreemptMode", "").split(",")[-1]
-    mine, tier = set(_nodes(record)) & by_name.keys(), _number(record.get("PriorityTier", "")) or 0
-    above = [
-        other["PartitionName"]
-        for other in records
-        if (_number(other.get("PriorityTier", "")) or 0) > tier and mine & set(_nodes(other))
-    ]
-    if mode == "OFF" or not above:
-        return one
-    return replace(one, preempt_mode=mode, preempted_by=tuple(above))
-
-
-def _nodes(record: Record) -> list[str]:
-    named = record.get("Nodes", "")
-    return [] if named in _UNLIMITED else read_nodes(named)
-
-
-def _gpus(gres: str) -> tuple[int, str]:
-    """Number and type of the GPUs in a node's Gres: `gpu:a100:4(S:0-1),nvme:1`."""
-    count, kinds = 0, set()
-    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
-        name, *rest = entry.split(":")
-        if name == "gpu":
-            count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1
-            kinds.add(rest[0] if rest and not rest[0].isdigit() else "")
-    return count, kinds.pop() if len(kinds) == 1 else ""
-
-
-def _number(text: str) -> int | None:
-    return parse_count(text)
-
-
-def _seconds(text: str) -> int:
-    """Seconds of [days-]hours:minutes:seconds; 0 for anything else."""
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
-    if found is None:
-        return 0
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-CLUSTER_NAME_TIMEOUT_S = 3.0
-
-
 def cluster_name() -> str | None:
     """ClusterName of the slurmctld that answers here; None without SLURM or without an answer.
 
     A site can be known by other means, so a silent slurmctld is no error here, and is not waited
-    for longer than TIMEOUT_S.
+    for longer than `CLUSTER_NAME_TIMEOUT_S`.
     """
     try:
         text = run(["scontrol", "show", "config"], timeout_s=CLUSTER_NAME_TIMEOUT_S)
     except ClusterError:
         return None
-    found = re.search(r"^ClusterName\s*=\s*(\S+)\s*$", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^ClusterName\s*=\s*(\S+)\s*$", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 _KNOWN: dict[tuple[str | None, ...], str] = {}
@@ -308,3 +113,194 @@ def submitted_here(answer: str) -> str:
             "cancelled; submit on a login node of that cluster"
         )
     return job_id
+
+
+def cpus_per_gpu(partition: str) -> int | None:
+    """CPUs that a job gets for each GPU where it asks for none; None where nobody can say.
+
+    Args:
+        partition: Its name, or several with commas between them; "" for the default one.
+    """
+    try:
+        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
+        config = run(["scontrol", "show", "config"], timeout_s=PARTITION_TIMEOUT_S)
+    except ClusterError:
+        return None
+    return read_cpus_per_gpu(config, partitions, partition)
+
+
+def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | None:
+    """The same from what was printed: a partition's own default comes before the cluster's.
+
+    Of several partitions the one that gives least, since SLURM chooses. 0 where there is none.
+    """
+    names = frozenset(partition.split(",")) if partition else None
+    chosen = [
+        record
+        for record in _records(partitions, "PartitionName")
+        if (record["PartitionName"] in names if names else record.get("Default") == "YES")
+    ]
+    everywhere = re.search(r"^JobDefaults\s*=\s*(.*?)\s*$", config, re.MULTILINE)
+    general = _def_cpus(everywhere[1] if everywhere else "")
+    numbers = [_def_cpus(record.get("JobDefaults", "")) or general for record in chosen]
+    return min(numbers, default=None)
+
+
+def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
+    """A cluster's facts from what `scontrol show config`, `partition` and `node` printed."""
+    settings = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", config, re.MULTILINE))
+    by_name = {record["NodeName"]: record for record in _records(nodes, "NodeName")}
+    records = _records(partitions, "PartitionName")
+    preempt_type = settings.get("PreemptType", "")
+    facts = [_partition(record, by_name) for record in records]
+    if preempt_type == "preempt/partition_prio":
+        facts = [_with_preemption(one, record, records, by_name)
+                 for one, record in zip(facts, records, strict=True)]  # fmt: skip
+    expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
+    # since 25.11
+    words = settings.get("SchedulerParameters", "")
+    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire
+    signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
+    requeue = settings.get("JobRequeue")
+    kill_wait = parse_config_seconds(config, "KillWait")
+    return ClusterFacts(
+        name=settings.get("ClusterName", ""),
+        version=settings.get("SLURM_VERSION", ""),
+        partitions=tuple(facts),
+        preempt_type=preempt_type,
+        exempt_s=_seconds(settings.get("PreemptExemptTime", "")),
+        job_requeue=None if requeue is None else requeue == "1",
+        kill_wait_s=None if kill_wait is None else int(kill_wait),
+        send_user_signal="send_user_signal" in signal_words,
+        requeue_wait_s=1 + (int(delay[1]) if delay else CRED_EXPIRE_S),
+        select_type=settings.get("SelectType", ""),
+        has_gpus="gpu" in settings.get("GresTypes", "").split(","),
+    )
+
+
+def read_qos(text: str) -> tuple[str, ...]:
+    """Which quality of service preempts which, in words, from sacctmgr's rows."""
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") >= 2]  # noqa: PLR2004 - three columns
+    mode = {name: how for name, _, how, *_ in rows}
+    return tuple(
+        f"{name} preempts {victim} ({mode.get(victim) or 'cluster'})"
+        for name, victims, *_ in rows
+        for victim in victims.split(",")
+        if victim
+    )
+
+
+def _asked(column: str) -> frozenset[str] | None:
+    try:
+        return frozenset(_column(column)) or None
+    except ClusterError:  # many sites have no accounting: SLURM itself refuses what is wrong then
+        return None
+
+
+def _column(name: str) -> set[str]:
+    text = run(
+        [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={name}"],
+        timeout_s=ACCOUNTING_TIMEOUT_S,
+    )
+    return {word for line in text.splitlines() for word in line.strip().split(",") if word}
+
+
+def _def_cpus(defaults: str) -> int:
+    named = re.search(r"\bDefCpuPerGPU=(\d{1,9})\b", defaults, re.IGNORECASE)
+    return int(named[1]) if named else 0
+
+
+def _records(text: str, head: str) -> list[Record]:
+    """The records that scontrol printed, one dict of fields each."""
+    blocks = re.split(rf"^(?={head}=)", text, flags=re.MULTILINE)
+    return [
+        {key: value.strip() for line in block.splitlines() for key, value in _PAIR.findall(line)}
+        for block in blocks
+        if block.startswith(f"{head}=")
+    ]
+
+
+def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
+    own = [by_name[name] for name in _nodes(record) if name in by_name]
+    gpus = {_gpus(node.get("Gres", "")) for node in own}
+    counts, kinds = {count for count, _ in gpus}, {kind for _, kind in gpus}
+    cpus = {_number(node.get("CPUEfctv") or node.get("CPUTot") or "") or 0 for node in own}
+    memory = {
+        (_number(node.get("RealMemory", "")) or 0) - (_number(node.get("MemSpecLimit", "")) or 0)
+        for node in own
+    }
+    sets = (("GPUs", counts), ("CPUs", cpus), ("memory", memory))
+    limit = record.get("MaxTime", "")
+    return PartitionFacts(
+        name=record["PartitionName"],
+        is_default=record.get("Default") == "YES",
+        is_up=record.get("State", "UP") == "UP",
+        max_time="" if limit in _UNLIMITED else limit,
+        min_nodes=_number(record.get("MinNodes", "")) or 0,
+        max_nodes=_number(record.get("MaxNodes", "")),
+        nodes=len(own) or _number(record.get("TotalNodes", "")) or 0,
+        cpus_per_node=min(cpus, default=0) or None,
+        mem_mib=min(memory, default=0) or None,
+        gpus_per_node=next(iter(counts)) if len(counts) == 1 else None,
+        gpu=next(iter(kinds)) if len(kinds) == 1 else "",
+        differing=", ".join(_spread(what, found) for what, found in sets if len(found) > 1),
+        grace_s=_number(record.get("GraceTime", "")) or 0,
+        qos="" if record.get("QoS", "N/A") in _UNLIMITED else record["QoS"],
+        exclusive=_is_exclusive(record),
+    )
+
+
+def _is_exclusive(record: Record) -> bool:
+    """Whether jobs get whole nodes; since 26.05 a word of its own says so."""
+    shared, alone = record.get("OverSubscribe", ""), record.get("Exclusive", "")
+    return shared.startswith("EXCLUSIVE") or alone in {"NODE", "TOPO"}
+
+
+def _spread(what: str, found: set[int]) -> str:
+    """How far nodes differ: `GPUs 4 to 8`."""
+    return f"{what} {min(found)} to {max(found)}"
+
+
+def _with_preemption(
+    partition: PartitionFacts, record: Record, records: Sequence[Record], by_name: dict[str, Record]
+) -> PartitionFacts:
+    """With what preempts its jobs: partitions of a higher tier that share one of its nodes."""
+    mode = record.get("PreemptMode", "").split(",")[-1]
+    own, tier = set(_nodes(record)) & by_name.keys(), _number(record.get("PriorityTier", "")) or 0
+    above = [
+        other["PartitionName"]
+        for other in records
+        if (_number(other.get("PriorityTier", "")) or 0) > tier and own & set(_nodes(other))
+    ]
+    if mode == "OFF" or not above:
+        return partition
+    return replace(partition, preempt_mode=mode, preempted_by=tuple(above))
+
+
+def _nodes(record: Record) -> list[str]:
+    named = record.get("Nodes", "")
+    return [] if named in _UNLIMITED else read_nodes(named)
+
+
+def _gpus(gres: str) -> tuple[int, str]:
+    """Number and type of the GPUs in a node's Gres: `gpu:a100:4(S:0-1),nvme:1`."""
+    count, kinds = 0, set()
+    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *rest = entry.split(":")
+        if name == "gpu":
+            count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1
+            kinds.add(rest[0] if rest and not rest[0].isdigit() else "")
+    return count, kinds.pop() if len(kinds) == 1 else ""
+
+
+def _number(text: str) -> int | None:
+    return parse_count(text)
+
+
+def _seconds(text: str) -> int:
+    """Seconds of [days-]hours:minutes:seconds; 0 for anything else."""
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
+    if found is None:
+        return 0
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,8 +1,8 @@
-"""What SLURM's commands print, as data. Pure: no command is run here, no clock is read.
+"""Parsers of what SLURM's commands print. Pure: no command is run here, no clock is read.
 
 `scontrol show job` is read in its many-line form: there a value with spaces and '=' (a job name, a
 path) ends at its line's end, while in the one-line form it could pass itself off as the job's
-state.
+state. tests/unit/test_slurm_parse.py holds the promises, on recorded output.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def parse_jobs(text: str) -> list[dict[str, str]]:
 
 def _fields(line: str) -> dict[str, str]:
     """The fields of one line; one that may hold anything takes the rest of its line."""
-    found = list(_PAIR.finditer(line))
+    values = list(_PAIR.finditer(line))
     fields = {}
-    for position, match in enumerate(found):
+    for position, match in enumerate(values):
         name = match[1]
         if name == "JobName" or name in _WHOLE_LINE:
             fields[name] = line[match.end() :]
             break
-        end = found[position + 1].start() if position + 1 < len(found) else len(line)
+        end = values[position + 1].start() if position + 1 < len(values) else len(line)
         fields[name] = line[match.end() : end].strip()
     return fields
 

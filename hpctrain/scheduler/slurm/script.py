@@ -1,10 +1,9 @@
-"""A run's batch script as text: header, exports, and sbatch/body.sh word for word.
+"""A run's batch script as text: header, exports, and sbatch/body.sh word for word. Pure.
 
-The #SBATCH lines of a run's batch script. Pure: settings in, lines out.
-
-There is no task layout among them. `--ntasks-per-node` fixes the number of tasks at the first
-start, so a `--nodes 2-4` job that lost a node would pend for ever, or a range would collapse to its
-minimum (`slurm-facts.md`, `launch.md` table C). The layout stands on the srun line.
+There is no task layout among the #SBATCH lines. `--ntasks-per-node` fixes the number of tasks at
+the first start, so a `--nodes 2-4` job that lost a node would pend for ever, or a range would
+collapse to its minimum (seen with 22.05). The layout stands on the srun line.
+tests/unit/test_slurm_script.py and test_odd_scripts.py hold the promises.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 EXPORT_NONE = "#SBATCH --export=NONE"
 EXPORT_UNSET = "# This site wants no --export."
-
 _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _LAYOUT = re.compile(
     r"--(ntasks|tasks|ntasks-per-\w+|tasks-per-node|cpus-per-task|array)(=.*)?|-[nca]\d*(\s.*)?"
@@ -49,6 +47,70 @@ _LAYOUT = re.compile(
 _ELSEWHERE = re.compile(r"--cl|-M")
 """--clusters and --cluster-constraint, however short."""
 _ARRAY = re.compile(r"--ar|-a")
+BODY = "body.sh"
+
+
+def render_script(spec: Spec, run: RunDir, token: str) -> str:
+    """The batch script of one submission.
+
+    Args:
+        spec: The resolved run.
+        run: Where it lies; an absolute path that every node sees.
+        token: Unique for this submission; the script is to be saved as ``run.script(token)``.
+
+    Raises:
+        UsageError: a setting that a batch script cannot hold.
+    """
+    settings = spec.settings.slurm
+    site = site_of(spec)
+    exports = {
+        "HPCTRAIN_RUN_DIR": str(run.root),
+        "HPCTRAIN_TOKEN": token,
+        "HPCTRAIN_PYTHON": spec.python,
+    }
+    lines = [
+        "#!/bin/bash",
+        *header_lines(settings, spec.name, run, token, site),
+        "",
+        "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
+        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
+        f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
+        *_setup([*module_lines(site), *settings.setup]),
+        "",
+        body_path().read_text().rstrip("\n"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def body_path() -> Path:
+    """Where the common part of all batch scripts lies, for `source` in a hand-written one."""
+    return data_dir("sbatch") / BODY
+
+
+def site_of(spec: Spec) -> Site | None:
+    """The preset that the run was submitted with.
+
+    Raises:
+        UsageError: another version of hpctrain wrote it.
+    """
+    if spec.preset is None:
+        return None
+    from hpctrain.site.preset import Site
+
+    return Site.from_plain(spec.preset)
+
+
+def srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
+    """What the run adds to the srun line; srun takes the last of equal options, so the user's win.
+
+    CPUs for all ranks of a node, then the site's, then the user's own.
+
+    Raises:
+        UsageError: the site starts tasks by something else than srun.
+    """
+    cpus = settings.cpus_per_rank * settings.ranks()
+    own = [f"--cpus-per-task={cpus}"] if cpus else []
+    return [*own, *srun_options_of(site), *settings.srun_args]
 
 
 def header_lines(
@@ -222,72 +284,6 @@ def _checked(option: str) -> str:
             "fewer nodes: use slurm.nodes, slurm.ranks_per_node and slurm.cpus_per_rank"
         )
     return option
-
-
-BODY = "body.sh"
-
-
-def render_script(spec: Spec, run: RunDir, token: str) -> str:
-    """The batch script of one submission.
-
-    Args:
-        spec: The resolved run.
-        run: Where it lies; an absolute path that every node sees.
-        token: Unique for this submission; the script is to be saved as ``run.script(token)``.
-
-    Raises:
-        UsageError: a setting that a batch script cannot hold.
-    """
-    settings = spec.settings.slurm
-    site = site_of(spec)
-    exports = {
-        "HPCTRAIN_RUN_DIR": str(run.root),
-        "HPCTRAIN_TOKEN": token,
-        "HPCTRAIN_PYTHON": spec.python,
-    }
-    lines = [
-        "#!/bin/bash",
-        *header_lines(settings, spec.name, run, token, site),
-        "",
-        "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
-        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
-        *_setup([*module_lines(site), *settings.setup]),
-        "",
-        body_path().read_text().rstrip("\n"),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def body_path() -> Path:
-    """Where the common part of all batch scripts lies, for `source` in a hand-written one."""
-    return data_dir("sbatch") / BODY
-
-
-def site_of(spec: Spec) -> Site | None:
-    """The preset that the run was submitted with.
-
-    Raises:
-        UsageError: another version of hpctrain wrote it.
-    """
-    if spec.preset is None:
-        return None
-    from hpctrain.site.preset import Site
-
-    return Site.from_plain(spec.preset)
-
-
-def srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
-    """What the run adds to the srun line; srun takes the last of equal options, so the user's win.
-
-    CPUs for all ranks of a node, then the site's, then the user's own.
-
-    Raises:
-        UsageError: the site starts tasks by something else than srun.
-    """
-    cpus = settings.cpus_per_rank * settings.ranks()
-    own = [f"--cpus-per-task={cpus}"] if cpus else []
-    return [*own, *srun_options_of(site), *settings.srun_args]
 
 
 def _setup(lines: Sequence[str]) -> list[str]:

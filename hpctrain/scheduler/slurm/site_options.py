@@ -1,4 +1,4 @@
-"""What a site demands and refuses of a job's sbatch and srun options. Pure.
+"""The options of sbatch and srun that a site demands and refuses. Pure.
 
 tests/unit/test_site_script.py holds the promises.
 """
@@ -90,20 +90,20 @@ def more_options(settings: SlurmSettings, site: Site | None, header: Iterable[st
         return []
     given = [*header, *settings.extra]
     written = {name: option for option in given for name in names_of(option)}
-    found: list[str] = []
+    options: list[str] = []
     for option in _required(site):
         name = name_of(option)
         if name == "--network":
             continue  # joined with the user's, above
         if name not in written:
-            found.append(option)
+            options.append(option)
         elif written[name] != option:
             raise UsageError(
                 f"{written[name]} does not go with {site.where('slurm', 'required')}, which "
                 f"requires {option}: leave it out"
             )
-    names = {*written, *map(name_of, found)}
-    return found + [option for option in site.slurm.extra if name_of(option) not in names]
+    names = {*written, *map(name_of, options)}
+    return options + [option for option in site.slurm.extra if name_of(option) not in names]
 
 
 def srun_options_of(site: Site | None) -> list[str]:
