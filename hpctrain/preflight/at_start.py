@@ -1,7 +1,8 @@
-"""The nodes are looked at before an attempt's ranks start, while its agents import torch.
+"""The look at a job's nodes before an attempt's ranks start, while its agents import torch.
 
 Each node, what lies between them, and where the order says so the collective. Without an answer the
 attempt goes on. Nodes that share no directory are refused: nothing could ever be saved.
+tests/slurm/test_fitness.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Do something that may never return: in a child, with a time-out.
+"""Acts that may never return, in a child with a time-out, and the process of the collective.
 
 A mount whose server is gone blocks whoever looks at it, for ever and deaf to SIGKILL. So the look
 is a child's, and a child that cannot be killed is left behind rather than waited for.
-
-This node's part in the tries of `collective`, which runs in a process of its own with torch.
+`CollectiveProcess` is this node's part in the tries of `collective.py`, which imports torch.
+tests/unit/test_preflight_probe.py holds the promises.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ REAP_S = 0.5
 """How long a killed child may take to be gone before it is left to the kernel."""
 REAP_POLL_S = 0.002
 _CHUNK = 65536
+START_S = 120.0
+"""Importing torch from a busy shared file system has been seen to take a minute."""
+MARGIN_S = 10.0
+MODULE = "hpctrain.preflight.collective"
 
 
 class Unanswered(Exception):
@@ -54,10 +58,10 @@ class Child:
             raise Unanswered(f"no answer in {max(timeout_s, 0.0):g} s")
         if not text:
             raise Unanswered("the child died")
-        told = json.loads(text)
-        if "error" in told:
-            raise Unanswered(told["error"])
-        return told["value"]
+        answer = json.loads(text)
+        if "error" in answer:
+            raise Unanswered(answer["error"])
+        return answer["value"]
 
 
 def start(act: Callable[[], Any]) -> Child:
@@ -89,11 +93,11 @@ def _answer(act: Callable[[], Any], writing: int) -> None:
     os.setsid()  # what it starts is killed with it
     try:
         try:
-            told = {"value": act()}
+            answer = {"value": act()}
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the answer
-            told = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(json.dumps(told).encode())
+            pipe.write(json.dumps(answer).encode())
     finally:
         os._exit(0)
 
@@ -120,12 +124,6 @@ def _end(child: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < deadline:
             time.sleep(REAP_POLL_S)
-
-
-START_S = 120.0
-"""Importing torch from a busy shared file system has been seen to take a minute."""
-MARGIN_S = 10.0
-MODULE = "hpctrain.preflight.collective"
 
 
 class CollectiveProcess:

@@ -1,9 +1,8 @@
-"""Facts of all nodes, held against the site and against each other. Pure.
+"""Checks of all nodes' facts, against the site and against each other, and what is expected. Pure.
 
 What a node lacks that others have is its fault; where there is no majority nobody is named. What
-could not be read is unknown. tests/unit/test_preflight_checks.py holds the promises.
-
-What healthy nodes of this site have, and what travels from the login node to the nodes.
+could not be read is unknown. `Expected` is what healthy nodes of this site have, `Order` what
+travels from the login node to the nodes. tests/unit/test_preflight_checks.py holds the promises.
 """
 
 from __future__ import annotations
@@ -30,7 +29,130 @@ LOCAL_GIB_MIN = 1.0
 MEMLOCK_KIB_MIN = 16 * 1024 * 1024
 """Below 16 GiB RDMA runs out of pinned memory (AWS's health checks)."""
 RELEASE = re.compile(r"\d+")
+LABELS = {"ports": "adapters", "shm_gib": "shm", "local": "disk", "resolves_itself": "names"}
 FROM_SITE = "as the site expects"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the site says; None and empty mean that it says nothing.
+
+    Attributes:
+        socket_ifnames: Interfaces that must be there, up, with an address.
+        hcas: Adapters that must be there and active.
+        hca_prefix: Whether `hcas` are only the beginnings of names.
+        rate_gbps: Slowest rate of an adapter.
+        nics: Adapters of a node.
+        link_layer: Of the adapters.
+        gpus: GPUs of a node.
+        driver_min: Oldest GPU driver.
+        nvlinks: NVLink connections of a GPU.
+        memlock: "unlimited" or the fewest KiB.
+        shm_gib_min: Smallest /dev/shm.
+        nccl_conf: Whether nodes have /etc/nccl.conf.
+        env: The environment that ranks will have.
+        baseline: Nodes to bus bandwidth, GB/s.
+        tolerance: Share of it that is still healthy.
+        size_mib: Size of the all-reduce; None for one that fits the device.
+        local: Folders on the node's own disk.
+    """
+
+    socket_ifnames: list[str] = field(default_factory=list)
+    hcas: list[str] = field(default_factory=list)
+    hca_prefix: bool = False
+    rate_gbps: float | None = None
+    nics: int | None = None
+    link_layer: str = ""
+    gpus: int | None = None
+    driver_min: str = ""
+    nvlinks: int | None = None
+    memlock: str = ""
+    shm_gib_min: float | None = None
+    nccl_conf: bool | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    baseline: dict[str, float] = field(default_factory=dict)
+    tolerance: float = 0.8
+    size_mib: int | None = None
+    local: list[str] = field(default_factory=list)
+
+    def limits(self) -> Limits:
+        """What counts as a slow collective."""
+        baseline = {int(nodes): value for nodes, value in self.baseline.items()}
+        return Limits(baseline, self.tolerance)
+
+    def has_yardstick(self, nodes: int) -> bool:
+        """Whether the baseline says what so many nodes together do; one node's number does not."""
+        return self.limits().floor(nodes) is not None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the nodes are to do, as the login node or an agent has written it down.
+
+    Attributes:
+        expected: What the site says.
+        nonce: Content of the file that the writer of this order left in the directory.
+        bandwidth: Whether the collective is tried.
+        ranks: Processes of a node in it.
+        timeout_s: So long may one try of a group take.
+        meet_s: So long may nodes take to come.
+    """
+
+    expected: Expected
+    nonce: str = ""
+    bandwidth: bool = True
+    ranks: int = 1
+    timeout_s: float = 120.0
+    meet_s: float = 60.0
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def to_others(self) -> dict[str, Any]:
+        """What the other nodes are told: without an environment, which they find by themselves."""
+        return replace(self, expected=replace(self.expected, env={})).plain()
+
+    @staticmethod
+    def from_plain(raw: dict[str, Any]) -> Order:
+        """Back from `plain`."""
+        return Order(**{**raw, "expected": Expected(**raw["expected"])})
+
+
+def expected_of(site: Site | None, *, gpus: int, env: dict[str, str]) -> Expected:
+    """What a site expects of its nodes.
+
+    Args:
+        site: The preset; None where there is none.
+        gpus: GPUs per node that the job asks for, 0 for none.
+        env: The ranks' environment.
+    """
+    if site is None:
+        return Expected(gpus=gpus or None, env=env)
+    net, expect, base = site.network, site.expect, site.baseline
+    return Expected(
+        socket_ifnames=list(net.socket_ifnames),
+        hcas=list(net.hcas),
+        hca_prefix=net.hca_mode == "prefix",
+        rate_gbps=net.rate_gbps,
+        nics=net.nics_per_node,
+        link_layer=net.link_layer,
+        gpus=gpus or None,
+        driver_min=expect.driver_min,
+        nvlinks=expect.nvlinks,
+        memlock=expect.memlock,
+        shm_gib_min=expect.shm_gib_min,
+        nccl_conf=expect.nccl_conf,
+        env=env,
+        baseline=dict(base.allreduce_busbw_gbs),
+        tolerance=base.tolerance,
+        size_mib=base.size_mib,
+        local=[site.storage.local] if site.storage.local.startswith("/") else [],
+    )
 
 
 def check_facts(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
@@ -62,9 +184,6 @@ def _unreadable(name: str, facts: Sequence[NodeFacts]) -> list[Result]:
         Result(label, UNKNOWN, f"could not be read: {reason or 'no reason given'}", nodes)
         for reason, nodes in by_value(why).items()
     ]
-
-
-LABELS = {"ports": "adapters", "shm_gib": "shm", "local": "disk", "resolves_itself": "names"}
 
 
 def check_gpus(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
@@ -153,13 +272,13 @@ def check_versions(facts: Sequence[NodeFacts], expected: Expected) -> list[Resul
     """The same python, torch, NCCL, CUDA and hpctrain everywhere."""
     del expected
     results = []
-    found = {one.node: one.versions or {} for one in facts}
-    for what in {name: None for versions in found.values() for name in versions}:
-        values = {node: versions.get(what, "") or "none" for node, versions in found.items()}
+    by_node = {one.node: one.versions or {} for one in facts}
+    for what in {name: None for versions in by_node.values() for name in versions}:
+        values = {node: versions.get(what, "") or "none" for node, versions in by_node.items()}
         results += [one for one in _same(f"version of {what}", values, what) if one.status != OK]
     if results:
         return results
-    shown = [f"{name} {value}" for name, value in next(iter(found.values())).items() if value]
+    shown = [f"{name} {value}" for name, value in next(iter(by_node.values())).items() if value]
     return [_fine("versions", ", ".join(shown), facts)]
 
 
@@ -213,8 +332,8 @@ def _same(check: str, values: dict[str, Any], what: str) -> list[Result]:
     """One value everywhere; the odd ones out are named, if most nodes agree."""
     usual, odd = outliers(values)
     if usual is None and values:
-        told = "; ".join(f"{value} on {names(n)}" for value, n in by_value(values).items())
-        return [Result(check, FAIL, f"{what} differs: {told}", [], "use the same everywhere")]
+        by_node = "; ".join(f"{value} on {names(n)}" for value, n in by_value(values).items())
+        return [Result(check, FAIL, f"{what} differs: {by_node}", [], "use the same everywhere")]
     results = [
         Result(check, FAIL, f"{what} is {value}, {usual} on the others", nodes)
         for value, nodes in by_value(odd).items()
@@ -235,125 +354,3 @@ def _fine(check: str, text: str, facts: Sequence[NodeFacts]) -> Result:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in RELEASE.findall(version))
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What the site says; None and empty mean that it says nothing.
-
-    Attributes:
-        socket_ifnames: Interfaces that must be there, up, with an address.
-        hcas: Adapters that must be there and active.
-        hca_prefix: Whether `hcas` are only the beginnings of names.
-        rate_gbps: Slowest rate of an adapter.
-        nics: Adapters of a node.
-        link_layer: Of the adapters.
-        gpus: GPUs of a node.
-        driver_min: Oldest GPU driver.
-        nvlinks: NVLink connections of a GPU.
-        memlock: "unlimited" or the fewest KiB.
-        shm_gib_min: Smallest /dev/shm.
-        nccl_conf: Whether nodes have /etc/nccl.conf.
-        env: The environment that ranks will have.
-        baseline: Nodes to bus bandwidth, GB/s.
-        tolerance: Share of it that is still healthy.
-        size_mib: Size of the all-reduce; None for one that fits the device.
-        local: Folders on the node's own disk.
-    """
-
-    socket_ifnames: list[str] = field(default_factory=list)
-    hcas: list[str] = field(default_factory=list)
-    hca_prefix: bool = False
-    rate_gbps: float | None = None
-    nics: int | None = None
-    link_layer: str = ""
-    gpus: int | None = None
-    driver_min: str = ""
-    nvlinks: int | None = None
-    memlock: str = ""
-    shm_gib_min: float | None = None
-    nccl_conf: bool | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    baseline: dict[str, float] = field(default_factory=dict)
-    tolerance: float = 0.8
-    size_mib: int | None = None
-    local: list[str] = field(default_factory=list)
-
-    def limits(self) -> Limits:
-        """What counts as a slow collective."""
-        baseline = {int(nodes): value for nodes, value in self.baseline.items()}
-        return Limits(baseline, self.tolerance)
-
-    def has_yardstick(self, nodes: int) -> bool:
-        """Whether the baseline says what so many nodes together do; one node's number does not."""
-        return self.limits().floor(nodes) is not None
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
-
-def expected_of(site: Site | None, *, gpus: int, env: dict[str, str]) -> Expected:
-    """What a site expects of its nodes.
-
-    Args:
-        site: The preset; None where there is none.
-        gpus: GPUs per node that the job asks for, 0 for none.
-        env: The ranks' environment.
-    """
-    if site is None:
-        return Expected(gpus=gpus or None, env=env)
-    net, expect, base = site.network, site.expect, site.baseline
-    return Expected(
-        socket_ifnames=list(net.socket_ifnames),
-        hcas=list(net.hcas),
-        hca_prefix=net.hca_mode == "prefix",
-        rate_gbps=net.rate_gbps,
-        nics=net.nics_per_node,
-        link_layer=net.link_layer,
-        gpus=gpus or None,
-        driver_min=expect.driver_min,
-        nvlinks=expect.nvlinks,
-        memlock=expect.memlock,
-        shm_gib_min=expect.shm_gib_min,
-        nccl_conf=expect.nccl_conf,
-        env=env,
-        baseline=dict(base.allreduce_busbw_gbs),
-        tolerance=base.tolerance,
-        size_mib=base.size_mib,
-        local=[site.storage.local] if site.storage.local.startswith("/") else [],
-    )
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the nodes are to do, as the login node or an agent has written it down.
-
-    Attributes:
-        expected: What the site says.
-        nonce: Content of the file that the writer of this order left in the directory.
-        bandwidth: Whether the collective is tried.
-        ranks: Processes of a node in it.
-        timeout_s: So long may one try of a group take.
-        meet_s: So long may nodes take to come.
-    """
-
-    expected: Expected
-    nonce: str = ""
-    bandwidth: bool = True
-    ranks: int = 1
-    timeout_s: float = 120.0
-    meet_s: float = 60.0
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
-    def to_others(self) -> dict[str, Any]:
-        """What the other nodes are told: without an environment, which they find by themselves."""
-        return replace(self, expected=replace(self.expected, env={})).plain()
-
-    @staticmethod
-    def from_plain(raw: dict[str, Any]) -> Order:
-        """Back from `plain`."""
-        return Order(**{**raw, "expected": Expected(**raw["expected"])})

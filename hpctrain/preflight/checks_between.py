@@ -1,4 +1,7 @@
-"""What only several nodes show: clocks, names, the shared directory, bandwidth. Pure."""
+"""Checks of what only several nodes show: clocks, names, the shared directory, bandwidth. Pure.
+
+tests/unit/test_preflight_checks.py holds the promises.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +93,8 @@ def check_shared(
     if lost:
         text = "does not see what the submitting host wrote there"
         results.append(Result("shared directory", FAIL, text, lost, hint))
-    known = [node for node in unseen if node not in failed and node not in lost]
-    results += _one_sided(_blind(known, unseen), known, hint)
+    heard = [node for node in unseen if node not in failed and node not in lost]
+    results += _one_sided(_blind(heard, unseen), heard, hint)
     return results or [Result("shared directory", OK, f"{folder}: every node sees all files")]
 
 
@@ -107,33 +110,33 @@ def apart(folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[
         errors: See `check_shared`.
         unseen: See `check_shared`.
     """
-    known = [node for node in unseen if not errors.get(node) and node not in unseen[node]]
-    blind = _blind(known, unseen)
-    found = _one_sided(blind, known, "")
+    heard = [node for node in unseen if not errors.get(node) and node not in unseen[node]]
+    blind = _blind(heard, unseen)
+    results = _one_sided(blind, heard, "")
     involved = {*blind, *(other for others in blind.values() for other in others)}
-    if not found or found[0].nodes or 2 * len(involved) < len(known):
+    if not results or results[0].nodes or 2 * len(involved) < len(heard):
         return ""
     return (
-        f"{folder} is not one directory for all nodes ({found[0].message}): have it mounted so "
+        f"{folder} is not one directory for all nodes ({results[0].message}): have it mounted so "
         "that a node sees what another one has renamed, or choose another disk with --runs"
     )
 
 
-def _blind(known: Sequence[str], unseen: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    found = {node: tuple(other for other in unseen[node] if other in known) for node in known}
-    return {node: others for node, others in found.items() if others}
+def _blind(heard: Sequence[str], unseen: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    missing = {node: tuple(other for other in unseen[node] if other in heard) for node in heard}
+    return {node: others for node, others in missing.items() if others}
 
 
-def _one_sided(blind: Mapping[str, Sequence[str]], known: Sequence[str], hint: str) -> list[Result]:
+def _one_sided(blind: Mapping[str, Sequence[str]], heard: Sequence[str], hint: str) -> list[Result]:
     """Nodes that miss most of the others, and nodes that most others miss."""
-    missed = {node: [n for n, others in blind.items() if node in others] for node in known}
-    half = (len(known) - 1) / 2
-    bad = [n for n in known if len(blind.get(n, ())) > half or len(missed[n]) > half]
-    if bad and len(bad) * 2 < len(known):
+    missed = {node: [n for n, others in blind.items() if node in others] for node in heard}
+    half = (len(heard) - 1) / 2
+    bad = [n for n in heard if len(blind.get(n, ())) > half or len(missed[n]) > half]
+    if bad and len(bad) * 2 < len(heard):
         text = "its files are not seen elsewhere, or others' not there"
         return [Result("shared directory", FAIL, text, bad, hint)]
-    told = "; ".join(f"{node} does not see {names(list(o))}" for node, o in blind.items())
-    return [Result("shared directory", FAIL, told, [], hint)] if told else []
+    summary = "; ".join(f"{node} does not see {names(list(o))}" for node, o in blind.items())
+    return [Result("shared directory", FAIL, summary, [], hint)] if summary else []
 
 
 def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
@@ -142,8 +145,8 @@ def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
         return []
     if not held:
         return [Result("locks", UNKNOWN, "the first node could not take a lock")]
-    found = by_value(kinds)
-    if list(found) == [COHERENT]:
+    by_kind = by_value(kinds)
+    if list(by_kind) == [COHERENT]:
         return [Result("locks", OK, "coherent: a lock of one node holds on the others")]
     notes = {
         LOCAL: "local: a lock of one node does not hold here",
@@ -158,7 +161,7 @@ def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
             "Lustre: mount with -o flock; of two submits of one run at once both may be accepted, "
             "and the later one has it; on NFS a fact of the ledger may be lost",
         )
-        for kind, nodes in found.items()
+        for kind, nodes in by_kind.items()
         if kind != COHERENT
     ]
 
@@ -175,18 +178,20 @@ def check_bandwidth(nodes: Sequence[str], verdict: SearchResult) -> list[Result]
         results.append(Result("bandwidth", FAIL, why, verdict.bad, hint))
     if verdict.suspects:
         who = names(verdict.suspects)
-        told = f"all-reduce {text}; one of {who} is slow, and it cannot be said which"
+        message = f"all-reduce {text}; one of {who} is slow, and it cannot be said which"
         hint = "run it again with more nodes"
-        results.append(Result("bandwidth", FAIL if verdict.whole_slow else WARN, told, [], hint))
+        results.append(Result("bandwidth", FAIL if verdict.whole_slow else WARN, message, [], hint))
     if results:
         return results
     if verdict.whole_slow:
-        told = f"all-reduce {text} over all {len(nodes)} nodes, and no part of them is slow"
+        message = f"all-reduce {text} over all {len(nodes)} nodes, and no part of them is slow"
         status = FAIL if verdict.whole is None else WARN
-        return [Result("bandwidth", status, told, [], "the network between them, or its routing")]
+        return [
+            Result("bandwidth", status, message, [], "the network between them, or its routing")
+        ]
     if not verdict.compared and len(nodes) > 1:
-        told = f"all-reduce {text}, and there is no [baseline] to hold it against"
-        return [Result("bandwidth", UNKNOWN, told)]
+        message = f"all-reduce {text}, and there is no [baseline] to hold it against"
+        return [Result("bandwidth", UNKNOWN, message)]
     return [Result("bandwidth", OK, f"all-reduce {text}")]
 
 

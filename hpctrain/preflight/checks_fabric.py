@@ -1,4 +1,7 @@
-"""Interfaces and adapters of all nodes. Pure."""
+"""Checks of the network interfaces and adapters of all nodes. Pure.
+
+tests/unit/test_preflight_checks.py holds the promises.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ def check_interfaces(facts: Sequence[NodeFacts], expected: Expected) -> list[Res
 
 def _lacks(facts: NodeFacts, name: str) -> str:
     """What is wrong with an interface, "" where nothing is."""
-    found = next((one for one in facts.interfaces or [] if one.name == name), None)
-    if found is None:
+    interface = next((one for one in facts.interfaces or [] if one.name == name), None)
+    if interface is None:
         return "is not there"
-    if not found.up:
+    if not interface.up:
         return "is down"
-    return "" if found.addresses else "has no address"
+    return "" if interface.addresses else "has no address"
 
 
 def _usable(facts: NodeFacts) -> frozenset[str]:
@@ -59,22 +62,29 @@ def _usable(facts: NodeFacts) -> frozenset[str]:
 def check_ports(facts: Sequence[NodeFacts], expected: Expected) -> list[Result]:
     """Those that the site names are active, fast enough and of one kind; else all nodes alike."""
     if not expected.hcas:
-        active = {one.node: frozenset(_name(p) for p in _active(one)) for one in facts}
+        active = {
+            node_facts.node: frozenset(_name(p) for p in _active(node_facts))
+            for node_facts in facts
+        }
         results = _alike(CHECK_HCAS, active, "adapter port", "active")
-        mixed = [one.node for one in facts if len({p.link_layer for p in _active(one)}) > 1]
+        mixed = [
+            node_facts.node
+            for node_facts in facts
+            if len({p.link_layer for p in _active(node_facts)}) > 1
+        ]
         hint = "NCCL cannot use both at once: name the ones it is to use in [network] hcas"
         text = "InfiniBand and Ethernet ports side by side"
         results += [Result(CHECK_HCAS, WARN, text, mixed, hint)] if mixed else []
         return results + _slow_ports(facts, expected, _active)
     wrong: dict[str, str] = {}
-    for one in facts:
-        if why := _lacking_hcas(one, expected):
-            wrong[one.node] = why
+    for node_facts in facts:
+        if why := _lacking_hcas(node_facts, expected):
+            wrong[node_facts.node] = why
     results = [
         Result(CHECK_HCAS, FAIL, why, nodes, "tell your admins")
         for why, nodes in by_value(wrong).items()
     ]
-    results += _slow_ports(facts, expected, lambda one: _meant(one, expected))
+    results += _slow_ports(facts, expected, lambda node_facts: _meant(node_facts, expected))
     wanted = ", ".join(expected.hcas)
     return results or [Result(CHECK_HCAS, OK, f"{wanted}: active on all nodes")]
 
@@ -86,9 +96,9 @@ def _lacking_hcas(facts: NodeFacts, expected: Expected) -> str:
     if missing:
         return f"{', '.join(missing)} not there"
     for name in expected.hcas:
-        mine = [port for port in ports if _is(port, name, expected)]
-        if not any(port.state == ACTIVE for port in mine):
-            return f"{name} is {mine[0].state}"
+        own = [port for port in ports if _is(port, name, expected)]
+        if not any(port.state == ACTIVE for port in own):
+            return f"{name} is {own[0].state}"
     active = [port for port in ports if port.state == ACTIVE]
     count = len({port.hca for port in active})
     if expected.nics is not None and count < expected.nics:
@@ -120,13 +130,13 @@ def _slow_ports(
     ]
 
 
-def _alike(check: str, found: Mapping[str, frozenset[str]], what: str, how: str) -> list[Result]:
+def _alike(check: str, by_node: Mapping[str, frozenset[str]], what: str, how: str) -> list[Result]:
     """What most nodes have every node has; what only a few have is told."""
-    every = sorted({name for names in found.values() for name in names})
+    every = sorted({name for names in by_node.values() for name in names})
     results = []
     for name in every:
-        have = [node for node in found if name in found[node]]
-        without = [node for node in found if name not in found[node]]
+        have = [node for node in by_node if name in by_node[node]]
+        without = [node for node in by_node if name not in by_node[node]]
         if not without:
             continue
         if len(have) > len(without):
@@ -138,8 +148,8 @@ def _alike(check: str, found: Mapping[str, frozenset[str]], what: str, how: str)
         else:
             text = f"{what} {name} is {how} on {', '.join(have)} and not on {', '.join(without)}"
             results.append(Result(check, WARN, text))
-    told = ", ".join(every) or "none"
-    return results or [Result(check, OK, f"the same on all nodes: {told}")]
+    listed = ", ".join(every) or "none"
+    return results or [Result(check, OK, f"the same on all nodes: {listed}")]
 
 
 def _active(facts: NodeFacts) -> list[Port]:

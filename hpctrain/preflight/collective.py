@@ -1,9 +1,10 @@
-"""An all-reduce and a matrix product over the ranks of a group of nodes: how fast, and how right?
+"""An all-reduce and a matrix product over the ranks of a group of nodes: how fast, and how right.
 
     python -m hpctrain.preflight.collective      one on each node; orders on stdin, answers out
 
 torch is imported once on each node, and each try runs in freshly forked ranks, since a collective
 that hangs cannot be ended in any other way. The only module of this room that imports torch.
+tests/slurm/test_preflight.py holds the promises.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
         world_size=world,
         timeout=timedelta(seconds=float(order["timeout_s"])),
     )
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one)
-    if one.item() != world:
-        raise OSError(f"an all-reduce of ones over {world} ranks came to {one.item():g}")
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    if ones.item() != world:
+        raise OSError(f"an all-reduce of ones over {world} ranks came to {ones.item():g}")
     took = time.monotonic() - began
     seconds, size = _reduce(order, device)
     return {

@@ -1,4 +1,4 @@
-"""From one node's facts to the lines of a preset that speak of nodes. Pure."""
+"""The lines of a preset that speak of nodes, drafted from one node's facts. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def draft(facts: NodeFacts) -> str:
     lines = [f"# As found on {facts.node}; hold it against a second node and the site's pages."]
     lines += [f"# unknown: {name} ({why})" for name, why in facts.unreadable.items()]
     for table, values in (("network", _network(facts)), ("expect", _expect(facts))):
-        known = {key: value for key, value in values.items() if value not in (None, [], "")}
-        if known:
-            lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in known.items())]
+        told_values = {key: value for key, value in values.items() if value not in (None, [], "")}
+        if told_values:
+            lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in told_values.items())]
     return "\n".join(lines) + "\n"
 
 

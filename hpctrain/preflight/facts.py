@@ -1,6 +1,6 @@
-"""What is known of one node. None is unknown, which is not the same as "none there".
+"""The facts of one node, and which nodes differ from the others. None is unknown, not "none there".
 
-Who differs from the others? Pure.
+Pure. tests/unit/test_preflight_checks.py holds the promises.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
+
+    V = TypeVar("V", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -95,23 +97,19 @@ class NodeFacts:
 
         Another version's node must be named for its version, not end the preflight.
         """
-        known = {k: v for k, v in raw.items() if k in NodeFacts.__dataclass_fields__}
+        fields = {k: v for k, v in raw.items() if k in NodeFacts.__dataclass_fields__}
         for name, kind in (("interfaces", Interface), ("ports", Port), ("gpus", Gpu)):
-            if known.get(name) is not None:
-                known[name] = [kind(**one) for one in known[name]]
-        return NodeFacts(**known)
-
-
-if TYPE_CHECKING:
-    V = TypeVar("V", bound=Hashable)
+            if fields.get(name) is not None:
+                fields[name] = [kind(**one) for one in fields[name]]
+        return NodeFacts(**fields)
 
 
 def by_value(values: Mapping[str, V]) -> dict[V, list[str]]:
     """Each value to the nodes that have it, the most frequent first."""
-    found: dict[V, list[str]] = {}
+    nodes_of: dict[V, list[str]] = {}
     for node, value in values.items():
-        found.setdefault(value, []).append(node)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+        nodes_of.setdefault(value, []).append(node)
+    return dict(sorted(nodes_of.items(), key=lambda pair: -len(pair[1])))
 
 
 def outliers(values: Mapping[str, V]) -> tuple[V | None, dict[str, V]]:

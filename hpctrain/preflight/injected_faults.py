@@ -1,4 +1,4 @@
-"""What a fault put in on purpose makes of a node's facts (`testing/node_faults.py`)."""
+"""Faults put on purpose into a node's facts, for rehearsals (`testing/node_faults.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def changed(facts: NodeFacts, faults: Mapping[str, NodeFault]) -> NodeFacts:
     """The node's facts as the faults have them."""
-    found: dict[str, Any] = {}
+    new_values: dict[str, Any] = {}
     interfaces = facts.interfaces or []
     if gone := faults.get("no-interface"):
         interfaces = [one for one in interfaces if one.name != gone.keys["name"]]
@@ -25,16 +25,16 @@ def changed(facts: NodeFacts, faults: Mapping[str, NodeFault]) -> NodeFacts:
             replace(one, up=False) if one.name == down.keys["name"] else one for one in interfaces
         ]
     if interfaces != facts.interfaces:
-        found["interfaces"] = interfaces
+        new_values["interfaces"] = interfaces
     if version := faults.get("version"):
-        found["versions"] = {
+        new_values["versions"] = {
             **(facts.versions or {}),
             str(version.keys["of"]): str(version.keys["is"]),
         }
     if gpus := faults.get("gpus"):
         count = int(str(gpus.keys["count"]))
-        found["gpus"] = [Gpu(index, "rehearsed") for index in range(count)]
-    return replace(facts, **found)
+        new_values["gpus"] = [Gpu(index, "rehearsed") for index in range(count)]
+    return replace(facts, **new_values)
 
 
 def seconds(faults: Mapping[str, NodeFault], action: str) -> float:

@@ -1,11 +1,9 @@
-"""Which nodes were found bad, why, and until when they are kept out.
+"""Lists of nodes with a date: those found bad and kept out, those that were seen to reduce fast.
 
-One file beside the user's state for `hpctrain preflight`, one in a run's directory for its
-attempts. tests/unit/test_preflight_bad_nodes.py holds the promises.
-
-Which nodes of a run have been seen to reduce fast, and when: a requeue need not try them again.
-
-tests/unit/test_preflight_proven.py holds the promises.
+Of bad nodes there is one file beside the user's state for `hpctrain preflight` and one in a run's
+directory for its attempts, with why and until when: tests/unit/test_preflight_bad_nodes.py. The
+nodes that a run knows to be good need not be tried again at a requeue:
+tests/unit/test_preflight_proven.py.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
 BAD_NODES_NAME = "bad-nodes.json"
 HOURS = 24.0
+KNOWN_GOOD_NAME = "proven-nodes.json"
+HOUR_S = 3600.0
 FORMAT = 1
 
 
@@ -97,10 +97,6 @@ def record_bad(
 def excluded(*paths: Path, now: float | None = None) -> list[str]:
     """The names of all nodes that these lists keep out, sorted."""
     return sorted({name for path in paths for name in read_bad(path, now=now)})
-
-
-KNOWN_GOOD_NAME = "proven-nodes.json"
-HOUR_S = 3600.0
 
 
 def known_good_path(run: RunDir) -> Path:

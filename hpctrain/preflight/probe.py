@@ -1,9 +1,8 @@
-"""Read one node: interfaces, adapters, GPUs, limits, versions. Standard library only.
+"""The probe of one node: interfaces, adapters, GPUs, limits, versions. Standard library only.
 
-Every source comes in from outside (`Sources`), so that a test can show a node that it has not got.
-Nothing is changed, and nothing may hang: commands and file systems are asked with a time-out.
-
-A node's GPUs, as nvidia-smi or rocm-smi tells them.
+Every source comes in from outside (`FactSources`), so that a test can show a node that it has not
+got. Nothing is changed, and nothing may hang: commands and file systems are asked with a time-out.
+tests/unit/test_preflight_probe.py holds the promises.
 """
 
 from __future__ import annotations
@@ -31,11 +30,18 @@ from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-if TYPE_CHECKING:
     Command = Callable[[Sequence[str]], str]
 
 NVIDIA_FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total"
 _CARD = re.compile(r"card(\d+)")
+COMMAND_TIMEOUT_S = 10.0
+DISK_TIMEOUT_S = 5.0
+GIB = 1024**3
+SIOCGIFADDR = 0x8915
+IFF_UP = 0x1
+IFF_LOOPBACK = 0x8
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+UNLIMITED = "unlimited"
 
 
 def read_gpus(root: Path, command: Command) -> list[Gpu]:
@@ -75,15 +81,15 @@ def read_nvidia(command: Command) -> list[Gpu]:
 
 def parse_nvlinks(text: str) -> dict[int, int]:
     """GPU to its NVLink connections that are up, from `nvidia-smi nvlink --status`."""
-    found: dict[int, int] = {}
+    links: dict[int, int] = {}
     gpu: int | None = None
     for line in text.splitlines():
         if match := re.match(r"GPU (\d+):", line):
             gpu = int(match[1])
-            found[gpu] = 0
+            links[gpu] = 0
         elif gpu is not None and re.search(r"Link \d+: [\d.]+ GB/s", line):
-            found[gpu] += 1
-    return found
+            links[gpu] += 1
+    return links
 
 
 def read_rocm(command: Command) -> list[Gpu]:
@@ -96,16 +102,6 @@ def read_rocm(command: Command) -> list[Gpu]:
         Gpu(index, str(card.get("Card series") or card.get("Card Series") or ""), driver)
         for index, card in sorted(cards, key=lambda pair: pair[0])
     ]
-
-
-COMMAND_TIMEOUT_S = 10.0
-DISK_TIMEOUT_S = 5.0
-GIB = 1024**3
-SIOCGIFADDR = 0x8915
-IFF_UP = 0x1
-IFF_LOOPBACK = 0x8
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-UNLIMITED = "unlimited"
 
 
 def run_command(args: Sequence[str], timeout_s: float) -> str:
@@ -209,20 +205,20 @@ def probe(node: str, sources: FactSources | None = None, *, local: Sequence[str]
         "nccl_conf": lambda: read_nccl_conf(at.root / "etc/nccl.conf"),
         "resolves_itself": lambda: bounded(lambda: at.resolves(host), DISK_TIMEOUT_S),
     }
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     unreadable: dict[str, str] = {}
     for name, read in reads.items():
         try:
-            found[name] = read()
+            facts[name] = read()
         except (OSError, ValueError, Unanswered) as error:
             unreadable[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return NodeFacts(node=node, host=host, **found, unreadable=unreadable)
+    return NodeFacts(node=node, host=host, **facts, unreadable=unreadable)
 
 
 def read_interfaces(at: FactSources) -> list[Interface]:
     """Network interfaces with their addresses, without the loopback."""
     ipv6 = _ipv6_addresses(at.root / "proc/net/if_inet6")
-    found = []
+    interfaces = []
     for path in sorted((at.root / "sys/class/net").iterdir()):
         if not (path / "flags").is_file():
             continue  # bonding_masters is a file among the folders
@@ -233,10 +229,10 @@ def read_interfaces(at: FactSources) -> list[Interface]:
         # Drivers that do not tell their state say "unknown" while they work.
         up = bool(flags & IFF_UP) and state in {"up", "unknown"}
         address = at.ipv4(path.name)
-        found.append(
+        interfaces.append(
             Interface(path.name, up, [*([address] if address else []), *ipv6.get(path.name, [])])
         )
-    return found
+    return interfaces
 
 
 def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
@@ -252,11 +248,11 @@ def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
 
 def read_ports(folder: Path) -> list[Port]:
     """Ports of all adapters; none where the kernel has no InfiniBand."""
-    found = []
+    ports = []
     for hca in _names(folder):
         for port in sorted((folder / hca / "ports").iterdir(), key=lambda path: int(path.name)):
             rate = (port / "rate").read_text().split()
-            found.append(
+            ports.append(
                 Port(
                     hca=hca,
                     port=int(port.name),
@@ -265,7 +261,7 @@ def read_ports(folder: Path) -> list[Port]:
                     link_layer=(port / "link_layer").read_text().strip(),
                 )
             )
-    return found
+    return ports
 
 
 def read_efa(folder: Path) -> list[str]:

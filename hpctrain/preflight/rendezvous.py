@@ -1,21 +1,15 @@
-"""The nodes come together over TCP: each tells what it has, the first decides, all hear it.
+"""The meeting of a job's nodes over TCP: each tells what it has, the first decides, all hear it.
 
 Not through the shared directory, which may be what is broken, and not through torch, whose version
-may be. Nobody but the job's own nodes is heard (`connection.py`). Every call is bounded in time: a
-node that says nothing is left out from then on and named.
-tests/unit/test_preflight_meeting.py holds the promises.
+may be. Every call is bounded in time: a node that says nothing is left out from then on and named.
+The first node listens to all who have connected at once, so whoever else connects keeps nobody
+waiting.
 
-The first node lets the others in; whoever else connects keeps nobody waiting.
-
-All who have connected are listened to at once. tests/unit/test_preflight_meeting.py holds the
+Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
+secret, without sending it, and each line carries a code of that secret, of the connection, and of
+its place in it. So whoever answers on the port, listens in between or repeats what was said cannot
+say anything. Nothing that is received is run. tests/unit/test_preflight_meeting.py holds the
 promises.
-
-One connection between two nodes of a job: who is there, and lines of JSON from nobody else.
-
-Both ends prove that they know the job's secret, without sending it, and each line carries a code of
-that secret, of the connection, and of its place in it. So whoever answers on the port, listens in
-between or repeats what was said cannot say anything. Nothing that is received is run.
-tests/unit/test_preflight_meeting.py holds the promises.
 """
 
 from __future__ import annotations
@@ -37,15 +31,202 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from io import BufferedReader
 
+    Decide = Callable[[dict[int, Any]], Any]
+
 HELLO_BYTES = 4096
 """More than any line before both ends know each other."""
 LINE_BYTES = 64 << 20
 TELL_S = 10.0
 HOST, MEMBER = "host", "member"
+HELLO_S = 5.0
+"""Who connects and says nothing is sent away after so long."""
+STRANGERS = 256
+"""So many may be silent at once; then whoever came first has to go. A node answers at once."""
+RETRY_S = 0.05
+PINGS = 5
+BACKLOG = 1024
+MARGIN_S = 5.0
+"""How much longer than the first node the others wait for its word."""
 
 
 class Stranger(ConnectionError):
     """The other end does not know the secret."""
+
+
+class Alone(Exception):
+    """The first node cannot be reached, or has gone."""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How far a node's clock is from the first node's.
+
+    Attributes:
+        offset_s: Positive where it is ahead.
+        bound_s: By so much the offset may be wrong: half of the exchange's time.
+    """
+
+    offset_s: float
+    bound_s: float
+
+
+class Coordinator:
+    """The first node's end.
+
+    Attributes:
+        missing: Ranks that never came, or were not heard in time, to why.
+    """
+
+    def __init__(
+        self, size: int, port: int, key: str, timeout_s: float, *, address: str = ""
+    ) -> None:
+        """Wait until every other node is there, at most so long.
+
+        Args:
+            size: Number of nodes.
+            port: Where they meet.
+            key: The job's secret, which every node proves to know.
+            timeout_s: So long.
+            address: Of this node, as the others reach it.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self.missing: dict[int, str] = {}
+        with listen(address, port, BACKLOG) as server:
+            self._members = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
+        for rank in range(1, size):
+            if rank not in self._members:
+                self.missing[rank] = f"did not connect in {timeout_s:g} s"
+
+    def __enter__(self) -> Self:
+        """Nothing more: the others are there."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let all go."""
+        self.close()
+
+    def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
+        """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
+        skews = {}
+        for rank in list(self._members):
+            samples = [self._ping(rank, clock) for _ in range(PINGS)]
+            known = [sample for sample in samples if sample is not None]
+            if known:
+                skews[rank] = min(known, key=lambda skew: skew.bound_s)
+        return skews
+
+    def _ping(self, rank: int, clock: Callable[[], float]) -> Skew | None:
+        line = self._members.get(rank)
+        if line is None:
+            return None
+        began, mark = clock(), time.monotonic()
+        answer = self._with(rank, lambda: self._asked(line, "clock"))
+        if answer is None:
+            return None
+        took = time.monotonic() - mark
+        return Skew(round(answer - (began + took / 2), 6), round(took / 2, 6))
+
+    @staticmethod
+    def _asked(line: Connection, what: str) -> float:
+        line.tell({"ask": what})
+        return float(line.hear(HELLO_S))
+
+    def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
+        """What `decide` makes of all nodes' values, which every node gets.
+
+        Args:
+            own: This node's value.
+            decide: Rank to value, without those who were silent, to the answer.
+            timeout_s: How long the others have for theirs.
+        """
+        deadline = time.monotonic() + timeout_s
+        values = {0: own}
+        for rank, line in list(self._members.items()):
+            heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
+            if heard is not None:
+                values[rank] = heard["value"]
+        answer = decide(values)
+        for rank, line in list(self._members.items()):
+            self._with(rank, partial(line.tell, {"answer": answer}))
+        return answer
+
+    def _with(self, rank: int, act: Callable[[], Any]) -> Any:
+        """What `act` returns; a node with which it fails is left out from here on."""
+        try:
+            return act()
+        except (OSError, ValueError, TypeError) as error:
+            self._members.pop(rank).close()
+            silent = isinstance(error, TimeoutError)
+            self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
+            return None
+
+    def close(self) -> None:
+        """Let all go."""
+        for line in self._members.values():
+            line.close()
+
+
+class Peer:
+    """Any other node's end."""
+
+    def __init__(self, rank: int, address: str, port: int, key: str, timeout_s: float) -> None:
+        """Connect to the first node, which may start later.
+
+        Raises:
+            Alone: it could not be reached in time; the text says why.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line_or_why = _meet(rank, address, port, key)
+            if isinstance(line_or_why, Connection):
+                self._line = line_or_why
+                return
+            if time.monotonic() > deadline:
+                raise Alone(f"{address} port {port} {line_or_why}")
+            time.sleep(RETRY_S)
+
+    def __enter__(self) -> Self:
+        """Nothing more: the first node is there."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave."""
+        self.close()
+
+    def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
+        """The first node's answer to everybody's values; see `Coordinator.agree`.
+
+        Raises:
+            Alone: the first node has gone, or has done without this one.
+        """
+        del decide
+        try:
+            self._line.tell({"value": own})
+            while True:
+                heard = self._line.hear(timeout_s + MARGIN_S)
+                if isinstance(heard, dict) and "answer" in heard:
+                    return heard["answer"]
+        except OSError as error:
+            raise Alone(f"the first node is not heard any more: {error}") from None
+
+    def tell_time(self, clock: Callable[[], float] = time.time, *, count: int = PINGS) -> None:
+        """Answer the first node's questions for the time.
+
+        Raises:
+            Alone: the first node has gone.
+        """
+        try:
+            for _ in range(count):
+                self._line.hear(HELLO_S * BACKLOG)  # it asks one node after the other
+                self._line.tell(clock())
+        except OSError as error:
+            raise Alone(f"the first node is not heard any more: {error}") from None
+
+    def close(self) -> None:
+        """Leave."""
+        self._line.close()
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:
@@ -100,12 +281,12 @@ class Connection:
             OSError: nobody answers.
         """
         hello = self._plain(timeout_s)
-        theirs, mine = hello.get("challenge"), challenge()
+        theirs, own = hello.get("challenge"), challenge()
         if not isinstance(theirs, str):
             raise Stranger("it does not speak as hpctrain's nodes do")
-        words = (theirs, mine, rank)
+        words = (theirs, own, rank)
         proof = code(key, MEMBER, *words)
-        self._send(json.dumps({"rank": rank, "challenge": mine, "proof": proof}))
+        self._send(json.dumps({"rank": rank, "challenge": own, "proof": proof}))
         if not is_code(self._plain(timeout_s).get("proof"), key, HOST, *words):
             raise Stranger("it does not know the secret of this job")
         self._session, self._side = code(key, "session", *words), MEMBER
@@ -168,23 +349,23 @@ def plain(line: bytes) -> dict[str, Any]:
         Stranger: it is no JSON object.
     """
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise Stranger("it does not speak as hpctrain's nodes do")
-    return found
+    return value
 
 
 def welcome(
-    connection: socket.socket, key: str, mine: str, line: bytes, size: int
+    connection: socket.socket, key: str, own: str, line: bytes, size: int
 ) -> tuple[int, Connection]:
     """A host's answer to a member's first line: its rank, and the connection from here on.
 
     Args:
         connection: The socket; nothing but this line was received.
         key: The job's secret.
-        mine: The challenge that the member got.
+        own: The challenge that the member got.
         line: What it answered.
         size: Number of nodes.
 
@@ -196,18 +377,12 @@ def welcome(
     rank, theirs = hello.get("rank"), hello.get("challenge")
     if type(rank) is not int or not 0 < rank < size or not isinstance(theirs, str):
         raise Stranger("it is none of our nodes")
-    words = (mine, theirs, rank)
+    words = (own, theirs, rank)
     if not is_code(hello.get("proof"), key, MEMBER, *words):
         raise Stranger("it does not know the secret of this job")
     connection.settimeout(TELL_S)
     connection.sendall(json.dumps({"proof": code(key, HOST, *words)}).encode() + b"\n")
     return rank, Connection(connection, code(key, "session", *words), side=HOST)
-
-
-HELLO_S = 5.0
-"""Who connects and says nothing is sent away after so long."""
-STRANGERS = 256
-"""So many may be silent at once; then whoever came first has to go. A node answers at once."""
 
 
 @dataclass
@@ -319,192 +494,6 @@ class Acceptor:
         self._forget(connection)
         with contextlib.suppress(OSError):
             connection.close()
-
-
-if TYPE_CHECKING:
-    Decide = Callable[[dict[int, Any]], Any]
-
-RETRY_S = 0.05
-PINGS = 5
-BACKLOG = 1024
-MARGIN_S = 5.0
-"""How much longer than the first node the others wait for its word."""
-
-
-class Alone(Exception):
-    """The first node cannot be reached, or has gone."""
-
-
-@dataclass(frozen=True)
-class Skew:
-    """How far a node's clock is from the first node's.
-
-    Attributes:
-        offset_s: Positive where it is ahead.
-        bound_s: By so much the offset may be wrong: half of the exchange's time.
-    """
-
-    offset_s: float
-    bound_s: float
-
-
-class Coordinator:
-    """The first node's end.
-
-    Attributes:
-        missing: Ranks that never came, or were not heard in time, to why.
-    """
-
-    def __init__(
-        self, size: int, port: int, key: str, timeout_s: float, *, address: str = ""
-    ) -> None:
-        """Wait until every other node is there, at most so long.
-
-        Args:
-            size: Number of nodes.
-            port: Where they meet.
-            key: The job's secret, which every node proves to know.
-            timeout_s: So long.
-            address: Of this node, as the others reach it.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        self.missing: dict[int, str] = {}
-        with listen(address, port, BACKLOG) as server:
-            self._members = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
-        for rank in range(1, size):
-            if rank not in self._members:
-                self.missing[rank] = f"did not connect in {timeout_s:g} s"
-
-    def __enter__(self) -> Self:
-        """Nothing more: the others are there."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let all go."""
-        self.close()
-
-    def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
-        """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
-        found = {}
-        for rank in list(self._members):
-            samples = [self._ping(rank, clock) for _ in range(PINGS)]
-            known = [sample for sample in samples if sample is not None]
-            if known:
-                found[rank] = min(known, key=lambda skew: skew.bound_s)
-        return found
-
-    def _ping(self, rank: int, clock: Callable[[], float]) -> Skew | None:
-        line = self._members.get(rank)
-        if line is None:
-            return None
-        began, mark = clock(), time.monotonic()
-        answer = self._with(rank, lambda: self._asked(line, "clock"))
-        if answer is None:
-            return None
-        took = time.monotonic() - mark
-        return Skew(round(answer - (began + took / 2), 6), round(took / 2, 6))
-
-    @staticmethod
-    def _asked(line: Connection, what: str) -> float:
-        line.tell({"ask": what})
-        return float(line.hear(HELLO_S))
-
-    def agree(self, mine: Any, decide: Decide, timeout_s: float) -> Any:
-        """What `decide` makes of all nodes' values, which every node gets.
-
-        Args:
-            mine: This node's value.
-            decide: Rank to value, without those who were silent, to the answer.
-            timeout_s: How long the others have for theirs.
-        """
-        deadline = time.monotonic() + timeout_s
-        values = {0: mine}
-        for rank, line in list(self._members.items()):
-            heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
-            if heard is not None:
-                values[rank] = heard["value"]
-        answer = decide(values)
-        for rank, line in list(self._members.items()):
-            self._with(rank, partial(line.tell, {"answer": answer}))
-        return answer
-
-    def _with(self, rank: int, act: Callable[[], Any]) -> Any:
-        """What `act` returns; a node with which it fails is left out from here on."""
-        try:
-            return act()
-        except (OSError, ValueError, TypeError) as error:
-            self._members.pop(rank).close()
-            silent = isinstance(error, TimeoutError)
-            self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
-            return None
-
-    def close(self) -> None:
-        """Let all go."""
-        for line in self._members.values():
-            line.close()
-
-
-class Peer:
-    """Any other node's end."""
-
-    def __init__(self, rank: int, address: str, port: int, key: str, timeout_s: float) -> None:
-        """Connect to the first node, which may start later.
-
-        Raises:
-            Alone: it could not be reached in time; the text says why.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = _meet(rank, address, port, key)
-            if isinstance(found, Connection):
-                self._line = found
-                return
-            if time.monotonic() > deadline:
-                raise Alone(f"{address} port {port} {found}")
-            time.sleep(RETRY_S)
-
-    def __enter__(self) -> Self:
-        """Nothing more: the first node is there."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave."""
-        self.close()
-
-    def agree(self, mine: Any, decide: Decide, timeout_s: float) -> Any:
-        """The first node's answer to everybody's values; see `Host.agree`.
-
-        Raises:
-            Alone: the first node has gone, or has done without this one.
-        """
-        del decide
-        try:
-            self._line.tell({"value": mine})
-            while True:
-                heard = self._line.hear(timeout_s + MARGIN_S)
-                if isinstance(heard, dict) and "answer" in heard:
-                    return heard["answer"]
-        except OSError as error:
-            raise Alone(f"the first node is not heard any more: {error}") from None
-
-    def tell_time(self, clock: Callable[[], float] = time.time, *, count: int = PINGS) -> None:
-        """Answer the first node's questions for the time.
-
-        Raises:
-            Alone: the first node has gone.
-        """
-        try:
-            for _ in range(count):
-                self._line.hear(HELLO_S * BACKLOG)  # it asks one node after the other
-                self._line.tell(clock())
-        except OSError as error:
-            raise Alone(f"the first node is not heard any more: {error}") from None
-
-    def close(self) -> None:
-        """Leave."""
-        self._line.close()
 
 
 def _value(line: Connection, timeout_s: float) -> dict[str, Any]:

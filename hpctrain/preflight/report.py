@@ -1,4 +1,4 @@
-"""What a preflight found, as JSON and as one screen of text."""
+"""The report of a preflight, as JSON and as one screen of text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A preflight as one node lives it: meet, tell the time, tell the facts, look around, reduce.
+"""The run of a preflight on one node: meet, tell the time, tell the facts, look around, reduce.
 
 Every node of the job takes part once; the first one judges and gets the report.
+tests/slurm/test_preflight.py holds the promises.
 """
 
 from __future__ import annotations
@@ -122,34 +123,34 @@ def _first(
     say(f"waiting for {len(place.nodes)} nodes")
     with Coordinator(
         len(place.nodes), place.port, place.key, order.meet_s, address=place.address
-    ) as host:
-        host.agree(None, lambda _: order.to_others(), LOOK_S)
-        skews = host.skews(lambda: time.time() + seconds(faults, "skew"))
+    ) as coordinator:
+        coordinator.agree(None, lambda _: order.to_others(), LOOK_S)
+        skews = coordinator.skews(lambda: time.time() + seconds(faults, "skew"))
         with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
             say("looking at each node")
-            known = host.agree(node.facts(), judge.facts, FACTS_S)
+            facts_of_all = coordinator.agree(node.facts(), judge.facts, FACTS_S)
             say("looking at the shared directory")
-            tests = host.agree(node.look(known), judge.look, _looking_s(order))
+            tests = coordinator.agree(node.look(facts_of_all), judge.look, _looking_s(order))
             while tests:
                 say(f"all-reduce of {order.ranks} x {[len(one['nodes']) for one in tests]}")
-                tests = host.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
-            report = judge.report(host.missing, time.monotonic() - began)
+                tests = coordinator.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
+            report = judge.report(coordinator.missing, time.monotonic() - began)
             verdict = NodesVerdict(report.bad, judge.apart)
-            host.agree(None, lambda _: asdict(verdict), LOOK_S)
+            coordinator.agree(None, lambda _: asdict(verdict), LOOK_S)
             return report, verdict
 
 
 def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
     """The same stations, without the judging."""
-    with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as member:
-        order = Order.from_plain(member.agree(None, _nobody, LOOK_S))
-        member.tell_time(lambda: time.time() + seconds(faults, "skew"))
+    with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as peer:
+        order = Order.from_plain(peer.agree(None, _nobody, LOOK_S))
+        peer.tell_time(lambda: time.time() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
-            known = member.agree(node.facts(), _nobody, FACTS_S)
-            tests = member.agree(node.look(known), _nobody, _looking_s(order))
+            facts_of_all = peer.agree(node.facts(), _nobody, FACTS_S)
+            tests = peer.agree(node.look(facts_of_all), _nobody, _looking_s(order))
             while tests:
-                tests = member.agree(node.reduce(tests), _nobody, _reducing_s(order))
-            return NodesVerdict(**member.agree(None, _nobody, LOOK_S))
+                tests = peer.agree(node.reduce(tests), _nobody, _reducing_s(order))
+            return NodesVerdict(**peer.agree(None, _nobody, LOOK_S))
 
 
 def _nobody(values: dict[int, Any]) -> Any:
@@ -172,7 +173,7 @@ class _Node:
         self._place = place
         self._order = order
         self._faults = faults
-        self._crew = CollectiveProcess(place.env) if order.bandwidth else None
+        self._collective = CollectiveProcess(place.env) if order.bandwidth else None
         self._folder = place.folder
         if "no-shared" in faults:
             self._folder = place.folder / "not-mounted"
@@ -181,8 +182,8 @@ class _Node:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._crew is not None:
-            self._crew.close()
+        if self._collective is not None:
+            self._collective.close()
 
     def facts(self) -> dict[str, Any]:
         """This node's facts, and what it left in the shared directory."""
@@ -192,41 +193,41 @@ class _Node:
         error = shared.write(self._folder, node, nonce)
         return {"facts": facts.plain(), "nonce": nonce, "error": error}
 
-    def look(self, known: dict[str, Any]) -> dict[str, Any]:
+    def look(self, facts_of_all: dict[str, Any]) -> dict[str, Any]:
         """What is seen from here of what the others are and have written."""
-        hosts = [str(host) for host in known["hosts"]]
+        hosts = [str(host) for host in facts_of_all["hosts"]]
         try:
             lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
         except Unanswered:
             lost = hosts
-        unseen = shared.unseen(self._folder, known["nonces"])
+        unseen = shared.unseen(self._folder, facts_of_all["nonces"])
         first = self._place.rank == 0
         lock = "" if first or unseen else shared.try_lock(self._folder)
         error = ""
-        if self._crew is not None:
+        if self._collective is not None:
             where = self._place.address, self._place.port + STORE_PORT
-            error = self._crew.ready(host=first, address=where[0], port=where[1])
-        return {"unresolved": lost, "unseen": unseen, "lock": lock, "crew": error}
+            error = self._collective.ready(host=first, address=where[0], port=where[1])
+        return {"unresolved": lost, "unseen": unseen, "lock": lock, "collective": error}
 
     def reduce(self, tests: Tests) -> dict[str, Any]:
         """Take part in the group that this node is in, if it is in one."""
         place, ranks = self._place, self._order.ranks
-        mine = next((test for test in tests if place.node in test["nodes"]), None)
-        if mine is None or self._crew is None:
+        test_of_node = next((test for test in tests if place.node in test["nodes"]), None)
+        if test_of_node is None or self._collective is None:
             return {}
         order = {
-            "name": mine["name"],
+            "name": test_of_node["name"],
             "address": "localhost" if place.rank == 0 else place.address,
             "port": place.port + STORE_PORT,
             "ranks": ranks,
-            "first": ranks * mine["nodes"].index(place.node),
-            "world": ranks * len(mine["nodes"]),
+            "first": ranks * test_of_node["nodes"].index(place.node),
+            "world": ranks * len(test_of_node["nodes"]),
             "size_mib": self._order.expected.size_mib,
             "timeout_s": self._order.timeout_s,
             "slow_s": seconds(self._faults, "slow"),
             "wrong": "gemm" in self._faults,
         }
-        return self._crew.attempt(order)
+        return self._collective.attempt(order)
 
 
 class _Judge:
@@ -242,7 +243,7 @@ class _Judge:
         self._errors: dict[str, str] = {}
         self.apart = ""
         self._lock: shared.HeldLock | None = None
-        self._trial: SlowNodeSearch | None = None
+        self._search: SlowNodeSearch | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -253,43 +254,43 @@ class _Judge:
 
     def facts(self, values: dict[int, Any]) -> dict[str, Any]:
         """Judge the nodes one by one; what each needs to look at the others."""
-        found = self._named(values)
-        self._facts = [NodeFacts.from_plain(value["facts"]) for value in found.values()]
+        by_node = self._named(values)
+        self._facts = [NodeFacts.from_plain(value["facts"]) for value in by_node.values()]
         self._results += check_facts(self._facts, self._order.expected)
-        self._errors = {node: str(value["error"]) for node, value in found.items()}
-        written = {n: str(v["nonce"]) for n, v in found.items() if not v["error"]}
+        self._errors = {node: str(value["error"]) for node, value in by_node.items()}
+        written = {n: str(v["nonce"]) for n, v in by_node.items() if not v["error"]}
         if self._order.nonce:
             written[between.LOGIN] = self._order.nonce
-        if len(found) > 1 and not self._errors[self._place.node]:
+        if len(by_node) > 1 and not self._errors[self._place.node]:
             self._lock = shared.HeldLock(self._place.folder)  # before anybody tries to take it
         return {"nonces": written, "hosts": sorted({one.host for one in self._facts})}
 
     def look(self, values: dict[int, Any]) -> Tests:
         """Judge what lies between the nodes; the first groups to try."""
-        found = self._named(values)
-        self._results += between.check_names({n: v["unresolved"] for n, v in found.items()})
-        unseen = {node: value["unseen"] for node, value in found.items()}
+        by_node = self._named(values)
+        self._results += between.check_names({n: v["unresolved"] for n, v in by_node.items()})
+        unseen = {node: value["unseen"] for node, value in by_node.items()}
         self._results += between.check_shared(str(self._place.folder), self._errors, unseen)
         self.apart = between.apart(str(self._place.folder), self._errors, unseen)
-        kinds = {node: value["lock"] for node, value in found.items() if value["lock"]}
+        kinds = {node: value["lock"] for node, value in by_node.items() if value["lock"]}
         held = self._lock is not None and self._lock.held
         self._results += between.check_locks(kinds, held=held)
-        return self._begin(found) if self._order.bandwidth else []
+        return self._begin(by_node) if self._order.bandwidth else []
 
-    def _begin(self, found: dict[str, Any]) -> Tests:
-        """Without the first node there is no store, and no trial."""
-        for node, value in found.items():
-            if value["crew"]:
-                self._results.append(Result("bandwidth", UNKNOWN, value["crew"], [node]))
-        able = [node for node, value in found.items() if not value["crew"]]
+    def _begin(self, by_node: dict[str, Any]) -> Tests:
+        """Without the first node there is no store, and no search."""
+        for node, value in by_node.items():
+            if value["collective"]:
+                self._results.append(Result("bandwidth", UNKNOWN, value["collective"], [node]))
+        able = [node for node, value in by_node.items() if not value["collective"]]
         if self._place.node not in able:
             return []
-        self._trial = SlowNodeSearch(able, self._order.expected.limits())
-        return self._trial.begin()
+        self._search = SlowNodeSearch(able, self._order.expected.limits())
+        return self._search.begin()
 
     def reduced(self, values: dict[int, Any]) -> Tests:
         """Take a round's measurements; the next groups to try."""
-        return [] if self._trial is None else self._trial.go_on(self._named(values))
+        return [] if self._search is None else self._search.go_on(self._named(values))
 
     def report(self, missing: dict[int, str], took_s: float) -> PreflightReport:
         """Everything, the nodes that did not answer first."""
@@ -297,9 +298,9 @@ class _Judge:
         silent = {nodes[rank]: why for rank, why in missing.items()}
         results = [*between.check_present(nodes, silent), *self._results]
         measured: dict[str, Any] = {"seconds": round(took_s, 2)}
-        if self._trial is not None:
-            results += self._trial.results()
-            measured |= self._trial.measured()
+        if self._search is not None:
+            results += self._search.results()
+            measured |= self._search.measured()
         measured["facts"] = {one.node: one.plain() for one in self._facts}
         return PreflightReport(list(nodes), results, measured)
 

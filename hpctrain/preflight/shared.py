@@ -1,4 +1,4 @@
-"""Do all nodes see the same directory, and the same locks? Each look in a child, with a time-out.
+"""Tries of the shared directory and its locks by all nodes; each look in a child, with a time-out.
 
 Every node writes a file with a nonce of its own as a checkpoint is written (staged, fsync, rename,
 fsync of the folder), and then looks for those of all others. Then the first node holds a lock that

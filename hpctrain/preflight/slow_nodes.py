@@ -1,16 +1,15 @@
-"""Which nodes make a collective slow? Pure: groups to try go out, what they measured comes in.
+"""The search for the nodes that make a collective slow. Pure: groups go out, bandwidths come in.
 
-    hunt = search(nodes, limits)
-    groups = next(hunt)                       # disjoint, so they can be tried at the same time
-    while True: groups = hunt.send(results)   # until StopIteration, whose value is the Verdict
+    groups_to_try = search(nodes, limits)
+    groups = next(groups_to_try)                       # disjoint: tried at the same time
+    while True: groups = groups_to_try.send(results)   # until StopIteration: its SearchResult
 
 A group is slow when one of its nodes is. All nodes together first; where they are slow, halves of
 halves down to pairs (without a baseline pairs at once, since halves that hold a bad node each
 look alike); then every suspect with a partner that is known to be good, and once more with
 another. A slow result counts only when it comes twice, so that one moment's noise names nobody.
+`SlowNodeSearch` is the first node's part: orders out, measurements in.
 tests/unit/test_preflight_bisect.py holds the promise: the bad ones are named, and no healthy one.
-
-The first node's part in the search for a slow node: orders out, measurements in.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 Group = tuple[str, ...]
 Results = dict[Group, float | None]
 """Bus bandwidth in GB/s of each group that was asked for; None where it failed or hung."""
+Tests = list[dict[str, Any]]
+"""Groups to try at the same time: {"name", "nodes"} each; empty when all is known."""
 PAIR = 2
 SMALLEST_SPLIT = 4
 """A group of three cannot be halved into groups that have a network between them."""
@@ -55,9 +56,9 @@ class Limits:
         """
         if size in self.baseline:
             return self.baseline[size] * self.tolerance
-        known = [n for n in self.baseline if n > 1]
-        below = [n for n in known if n < size]
-        above = [n for n in known if n > size]
+        sizes = [n for n in self.baseline if n > 1]
+        below = [n for n in sizes if n < size]
+        above = [n for n in sizes if n > size]
         near = [*([max(below)] if below else []), *([min(above)] if above else [])]
         if size < PAIR or not near:
             return None
@@ -90,8 +91,83 @@ def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Resul
 
     Names exactly the bad ones where they are fewer than half of the nodes, and three nodes or more.
     """
-    hunt = _SearchState(list(nodes), limits)
-    return hunt.run()
+    state = _SearchState(list(nodes), limits)
+    return state.run()
+
+
+class SlowNodeSearch:
+    """One search, a round at a time.
+
+    Attributes:
+        rounds: How many have begun.
+    """
+
+    def __init__(self, nodes: Sequence[str], limits: Limits) -> None:
+        self.rounds = 0
+        self._nodes = list(nodes)
+        self._search = search(nodes, limits)
+        self._groups: list[Group] = []
+        self._sums: dict[str, list[float | None]] = {}
+        self._tries: list[Any] = []
+        self._failures: list[Any] = []
+        self._result: SearchResult | None = None
+
+    def begin(self) -> Tests:
+        """The first groups."""
+        return self._tests(next(self._search))
+
+    def go_on(self, by_node: Mapping[str, Any]) -> Tests:
+        """The next groups.
+
+        Args:
+            by_node: Node to what it measured: {"ranks": [...]}, {"error": why}, or nothing.
+        """
+        for node, value in by_node.items():
+            if "ranks" in value:
+                self._sums[node] = [one["product"] for one in value["ranks"]]
+        results = {group: self._of_group(group, by_node) for group in self._groups}
+        try:
+            return self._tests(self._search.send(results))
+        except StopIteration as end:
+            self._result = end.value
+            return []
+
+    def results(self) -> list[Result]:
+        """What came of it."""
+        if self._result is None:
+            return []
+        return [*check_bandwidth(self._nodes, self._result), *check_products(self._sums)]
+
+    def measured(self) -> dict[str, Any]:
+        """Numbers for the report: each try is [nodes, GB/s, seconds to join]."""
+        whole = None if self._result is None else self._result.whole
+        return {
+            "busbw_gbs": whole,
+            "rounds": self.rounds,
+            "tries": self._tries,
+            "failures": self._failures,
+        }
+
+    def _tests(self, groups: list[Group]) -> Tests:
+        self._groups = groups
+        self.rounds += 1
+        return [
+            {"name": f"{self.rounds}.{number}", "nodes": list(group)}
+            for number, group in enumerate(groups)
+        ]
+
+    def _of_group(self, group: Group, by_node: Mapping[str, Any]) -> float | None:
+        """The group's bandwidth is its slowest rank's; None where any of them failed."""
+        values = [by_node.get(node, {}) for node in group]
+        why = next((value["error"] for value in values if "error" in value), "")
+        if why or not all("ranks" in value for value in values):
+            self._failures.append([list(group), why or "silent"])
+            return None
+        ranks = [rank for value in values for rank in value["ranks"]]
+        slowest = min(float(rank["busbw_gbs"]) for rank in ranks)
+        joined = max(float(rank["init_s"]) for rank in ranks)
+        self._tries.append([list(group), round(slowest, 4), joined])
+        return slowest
 
 
 class _SearchState:
@@ -125,9 +201,9 @@ class _SearchState:
             yield from self._survey()
         yield from self._until_good()
         yield from self._confirm()
-        return self._verdict(value, slow)
+        return self._result(value, slow)
 
-    def _verdict(self, value: float | None, slow: bool) -> SearchResult:
+    def _result(self, value: float | None, slow: bool) -> SearchResult:
         bad = sorted(self._bad, key=self._nodes.index)
         if PAIR * len(bad) >= len(self._nodes):
             bad = []  # with most of them slow it is the yardstick that is wrong
@@ -160,11 +236,11 @@ class _SearchState:
         rounds = [pairs]
         over = [n for n in self._nodes if not any(n in pair for pair in pairs)]
         rounds += [[(one, met)] for one in over for met in pairs[0]]
-        found: dict[Group, list[float | None]] = {}
+        measured: dict[Group, list[float | None]] = {}
         for groups in [*rounds, *rounds]:  # twice: noise may have hit the only good pair
             for group, value in (yield from self._try(groups)).items():
-                found.setdefault(group, []).append(value)
-        for group, values in found.items():
+                measured.setdefault(group, []).append(value)
+        for group, values in measured.items():
             if not all(self._slow(group, value) for value in values):
                 self._good |= set(group)
 
@@ -247,82 +323,3 @@ def _tournament(nodes: Sequence[str]) -> Iterable[list[Group]]:
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(a, b) for a, b in pairs if a is not None and b is not None]
         seats = [seats[0], seats[-1], *seats[1:-1]]
-
-
-Tests = list[dict[str, Any]]
-"""Groups to try at the same time: {"name", "nodes"} each; empty when all is known."""
-
-
-class SlowNodeSearch:
-    """One search, a round at a time.
-
-    Attributes:
-        rounds: How many have begun.
-    """
-
-    def __init__(self, nodes: Sequence[str], limits: Limits) -> None:
-        self.rounds = 0
-        self._nodes = list(nodes)
-        self._hunt = search(nodes, limits)
-        self._groups: list[Group] = []
-        self._sums: dict[str, list[float | None]] = {}
-        self._tries: list[Any] = []
-        self._failures: list[Any] = []
-        self._verdict: SearchResult | None = None
-
-    def begin(self) -> Tests:
-        """The first groups."""
-        return self._tests(next(self._hunt))
-
-    def go_on(self, found: Mapping[str, Any]) -> Tests:
-        """The next groups.
-
-        Args:
-            found: Node to what it measured: {"ranks": [...]}, {"error": why}, or nothing.
-        """
-        for node, value in found.items():
-            if "ranks" in value:
-                self._sums[node] = [one["product"] for one in value["ranks"]]
-        results = {group: self._of_group(group, found) for group in self._groups}
-        try:
-            return self._tests(self._hunt.send(results))
-        except StopIteration as end:
-            self._verdict = end.value
-            return []
-
-    def results(self) -> list[Result]:
-        """What came of it."""
-        if self._verdict is None:
-            return []
-        return [*check_bandwidth(self._nodes, self._verdict), *check_products(self._sums)]
-
-    def measured(self) -> dict[str, Any]:
-        """Numbers for the report: each try is [nodes, GB/s, seconds to join]."""
-        whole = None if self._verdict is None else self._verdict.whole
-        return {
-            "busbw_gbs": whole,
-            "rounds": self.rounds,
-            "tries": self._tries,
-            "failures": self._failures,
-        }
-
-    def _tests(self, groups: list[Group]) -> Tests:
-        self._groups = groups
-        self.rounds += 1
-        return [
-            {"name": f"{self.rounds}.{number}", "nodes": list(group)}
-            for number, group in enumerate(groups)
-        ]
-
-    def _of_group(self, group: Group, found: Mapping[str, Any]) -> float | None:
-        """The group's bandwidth is its slowest rank's; None where any of them failed."""
-        values = [found.get(node, {}) for node in group]
-        why = next((value["error"] for value in values if "error" in value), "")
-        if why or not all("ranks" in value for value in values):
-            self._failures.append([list(group), why or "silent"])
-            return None
-        ranks = [rank for value in values for rank in value["ranks"]]
-        slowest = min(float(rank["busbw_gbs"]) for rank in ranks)
-        joined = max(float(rank["init_s"]) for rank in ranks)
-        self._tries.append([list(group), round(slowest, 4), joined])
-        return slowest

@@ -154,12 +154,12 @@ def _mesh(data: Data) -> str:
 
 def _environment(data: Data) -> str:
     versions, notes = data.get("versions"), data.get("notes")
-    known = versions.items() if isinstance(versions, dict) else ()
+    given = versions.items() if isinstance(versions, dict) else ()
     said = notes if isinstance(notes, list) else ()
     own = data.get("overridden")
     facts = [
         f"site {text(data.get('site'))}" if data.get("site") else "",
-        *(f"{name} {version}" for name, version in known if version),
+        *(f"{name} {version}" for name, version in given if version),
         f"{count(len(own), 'variable')} overridden" if isinstance(own, list) and own else "",
         *map(text, said),
     ]
