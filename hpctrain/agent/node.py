@@ -205,8 +205,9 @@ class NodeAgent(LocalElasticAgent):
         return [directory / f"rank-{one.global_rank:05d}.log" for one in workers]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        del death_sig
-        super()._shutdown(signal.SIGKILL, timeout)
+        # Torch before 2.10 knows no time-out here; what is killed leaves without one.
+        del death_sig, timeout
+        super()._shutdown(signal.SIGKILL)
 
     def _record_worker_events(self, result: RunResult) -> None:
         """The run's ledger records what happened; torch's own event handlers are not used."""

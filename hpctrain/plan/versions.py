@@ -37,6 +37,8 @@ TORCH = Bounds("2.8", "2.14")
 DEEPSPEED = Bounds("0.19.8", "0.19.8")
 EXPERTS = "2.12"
 """The first torch whose FSDP2 shards experts over another mesh than the rest (`engine.ep`)."""
+PIPELINES = "2.9"
+"""The first torch whose pipeline schedules can evaluate (`engine.pp`)."""
 
 
 def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
@@ -52,11 +54,13 @@ def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
             f"torch {torch} is too old: the engines need {TORCH.oldest} or newer; install one, or "
             "load a newer module in slurm.setup"
         )
-    if _may_be_more_than_1(engine.ep) and _older(torch, EXPERTS):
-        return (
-            f"engine.ep {engine.ep} needs torch {EXPERTS} or newer, and this is torch {torch}; set "
-            "engine.ep to 1, or install a newer torch"
-        )
+    for axis, oldest in (("ep", EXPERTS), ("pp", PIPELINES)):
+        size = getattr(engine, axis)
+        if _may_be_more_than_1(size) and _older(torch, oldest):
+            return (
+                f"engine.{axis} {size} needs torch {oldest} or newer, and this is torch {torch}; "
+                f"set engine.{axis} to 1, or install a newer torch"
+            )
     if engine.kind.startswith("zero") and _older(deepspeed, DEEPSPEED.oldest):
         return (
             f"engine.kind {engine.kind} needs DeepSpeed {DEEPSPEED.oldest} or newer, and this is "

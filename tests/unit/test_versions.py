@@ -34,6 +34,12 @@ from hpctrain.submit.checks import check_versions
         ({"torch": "2.11.0"}, {"ep": "1-4"}, "engine.ep 1-4 needs torch 2.12 or newer"),
         ({"torch": "2.11.0"}, {"ep": "1"}, None),
         ({"torch": "2.12.0"}, {"ep": "2"}, None),
+        (
+            {"torch": "2.8.0"},
+            {"pp": "2"},
+            "engine.pp 2 needs torch 2.9 or newer, and this is torch",
+        ),
+        ({"torch": "2.9.0"}, {"pp": "2"}, None),
         ({"deepspeed": "0.19.7"}, {"kind": "zero1"}, "engine.kind zero1 needs DeepSpeed 0.19.8 or"),
         ({"deepspeed": "0.19.7"}, {"kind": "ddp"}, None),
         ({"deepspeed": "0.19.10"}, {"kind": "zero1"}, None),
