@@ -17,6 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.compile_cache import VARIABLE as CACHE
 from hpctrain.agent.compile_cache import compile_cache
+from hpctrain.base.env import (
+    HPCTRAIN_CLUSTER,
+    HPCTRAIN_JOB_END,
+    HPCTRAIN_JOB_ID,
+    HPCTRAIN_KILL_WAIT_S,
+    HPCTRAIN_NET_PLUGIN_VERSION,
+    HPCTRAIN_NODE,
+    HPCTRAIN_RESTARTS,
+    HPCTRAIN_RUN_DIR,
+)
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import look_anew
 from hpctrain.site.environment import (
@@ -35,8 +45,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 THE_JOB = "the job's own environment"
-PLUGIN_VERSION = "HPCTRAIN_NET_PLUGIN_VERSION"
-"""A site's module or setup line may tell the network plugin's version; torch cannot be asked."""
 RECORD = "environment.json"
 
 
@@ -134,7 +142,7 @@ def versions_here() -> Versions:
     return Versions(
         nccl=nccl,
         torch=str(torch.__version__),
-        plugin=os.environ.get(PLUGIN_VERSION, ""),
+        plugin=os.environ.get(HPCTRAIN_NET_PLUGIN_VERSION, ""),
         gpu=gpu_name(),
     )
 
@@ -157,14 +165,14 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     )  # as torchrun does; more fight for the node's cores
     if CACHE not in os.environ and CACHE not in spec.env:
         os.environ[CACHE] = str(compile_cache(run))
-    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
-    os.environ["HPCTRAIN_NODE"] = context.nodes[context.node_rank]
-    os.environ["HPCTRAIN_JOB_ID"] = context.job_id
-    os.environ["HPCTRAIN_RESTARTS"] = str(context.restarts)
-    os.environ["HPCTRAIN_CLUSTER"] = spec.cluster
-    os.environ["HPCTRAIN_KILL_WAIT_S"] = f"{context.kill_wait_s:g}"
+    os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
+    os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]
+    os.environ[HPCTRAIN_JOB_ID] = context.job_id
+    os.environ[HPCTRAIN_RESTARTS] = str(context.restarts)
+    os.environ[HPCTRAIN_CLUSTER] = spec.cluster
+    os.environ[HPCTRAIN_KILL_WAIT_S] = f"{context.kill_wait_s:g}"
     if context.end_time is not None:
-        os.environ["HPCTRAIN_JOB_END"] = str(context.end_time)
+        os.environ[HPCTRAIN_JOB_END] = str(context.end_time)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
         "1"  # no stale rank assignments in a second round

@@ -15,6 +15,7 @@ from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.base import process
+from hpctrain.base.env import HPCTRAIN_BATCH_STARTED
 from hpctrain.base.files import follow_folder
 from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
@@ -201,7 +202,7 @@ def _run_rounds(
 def _start_times(started: float, imported: float) -> dict[str, float]:
     """What the time between the job's start and the ranks' went to, seconds since the epoch."""
     times = {"agent_started": started, "imported": imported}
-    batch = os.environ.get("HPCTRAIN_BATCH_STARTED")
+    batch = os.environ.get(HPCTRAIN_BATCH_STARTED)
     return times | ({"batch_started": float(batch)} if batch else {})
 
 

@@ -25,6 +25,7 @@ from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, torch_error_path
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.signals import Orphans
+from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR
 from hpctrain.base.records import FailureReport
 
 if TYPE_CHECKING:
@@ -191,8 +192,8 @@ class NodeAgent(LocalElasticAgent):
         directory.mkdir(parents=True, exist_ok=True)
         self._logs_specs = NoRedirect(directory)
         self._before_ranks(self.attempt_number)
-        os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(attempt)
-        os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(directory)
+        os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
+        os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for process in self._processes():
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.

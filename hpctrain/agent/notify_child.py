@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING
 from hpctrain.agent import signals
 from hpctrain.agent.notify import notification_of
 from hpctrain.base import locks
+from hpctrain.base.env import HPCTRAIN_NOTIFY
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
@@ -76,7 +77,7 @@ def deliver(news: Notification, settings: NotifySettings, folder: Path) -> list[
 def run_command(news: Notification, command: str, folder: Path, timeout_s: float) -> str:
     """Run the command with the news on its standard input; what went wrong, or ""."""
     facts = news.as_json()
-    named = {f"HPCTRAIN_NOTIFY_{name.upper()}": _plain(value) for name, value in facts.items()}
+    named = {f"{HPCTRAIN_NOTIFY}{name.upper()}": _plain(value) for name, value in facts.items()}
     words = shlex.split(command)
     try:
         child = subprocess.Popen(

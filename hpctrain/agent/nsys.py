@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_NSYS
 from hpctrain.base.process import die_with_parent, own_program
 from hpctrain.profile.files import folder_name
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.agent.ranks import RankTask
-
-BELOW = "HPCTRAIN_NSYS"
-"""Set for what runs below nsys, so that it does not start another."""
 
 
 def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:
@@ -60,7 +58,7 @@ def run_below(task: RankTask, rank: int, attempt_dir: Path) -> bool:
     Raises:
         SystemExit: it ended with another code than 0.
     """
-    if rank != task.nsys_rank or BELOW in os.environ:
+    if rank != task.nsys_rank or HPCTRAIN_NSYS in os.environ:
         return False
     nsys = shutil.which("nsys")
     if nsys is None:
@@ -87,4 +85,4 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What the rank below nsys needs beside what it inherits."""
     here = str(Path(__file__).resolve().parents[2])
     paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**environ, BELOW: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {**environ, HPCTRAIN_NSYS: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent import nsys, signals
 from hpctrain.agent.cpus import bind
+from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.base.records import FailureReport
@@ -85,7 +86,7 @@ def run_rank(task: RankTask) -> None:
     signals.ignore_all()
     die_with_parent(os.getppid())
     rank = int(os.environ["RANK"])
-    attempt_dir = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+    attempt_dir = Path(os.environ[HPCTRAIN_ATTEMPT_DIR])
     print_to(attempt_dir / f"rank-{rank:05d}.log")
     bind(task.cpus)
     try:
@@ -171,7 +172,7 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     code = error.code if isinstance(error, SystemExit) else 1
     report = FailureReport(
         rank=rank,
-        node=os.environ.get("HPCTRAIN_NODE", ""),
+        node=os.environ.get(HPCTRAIN_NODE, ""),
         kind="exit" if isinstance(error, SystemExit) else "exception",
         summary=summary,
         traceback=text,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hpctrain.run.find_run import RUNS_VARIABLE
+from hpctrain.base.env import HPCTRAIN_RUNS
 from hpctrain.settings.schema import EngineSettings
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def runs_option(function: _Function) -> _Function:
     return click.option(
         "--runs",
         default="runs",
-        envvar=RUNS_VARIABLE,
+        envvar=HPCTRAIN_RUNS,
         show_default=True,
         metavar="DIR",
         callback=lambda _ctx, _param, value: Path.cwd() / value,
-        help=f"Folder of all runs (or {RUNS_VARIABLE}).",
+        help=f"Folder of all runs (or {HPCTRAIN_RUNS}).",
     )(function)
 
 

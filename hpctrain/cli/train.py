@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base.env import HPCTRAIN_RUN_DIR
 from hpctrain.cli.options import engine_options, json_option, runs_option
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
 from hpctrain.plan.parity import TOLERANCE
@@ -138,7 +139,7 @@ def command(
             echo_warning(note)
         run = create_run(prepared.spec, prepared.runs, auto_name=prepared.auto_name)
     click.echo(f"run {run.root}")
-    os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
+    os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
     with _torch_needed():
         from hpctrain.recipes.lm.train import main
     main()

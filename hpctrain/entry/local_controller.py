@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.process import free_port, own_program
 from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
@@ -112,7 +113,7 @@ class Controller:
             "end_time": record.end_time,
             "kill_wait_s": KILL_WAIT_S,
         }
-        environment = {**os.environ, "HPCTRAIN_LOCAL_CONTEXT": json.dumps(context)}
+        environment = {**os.environ, HPCTRAIN_LOCAL_CONTEXT: json.dumps(context)}
         command = own_program(
             "hpctrain.entry.local_node", str(self.run.root), python=python, unbuffered=True
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.agent import signals
+from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 
 signals.install()  # before anything heavy is imported
 
@@ -20,7 +21,7 @@ from hpctrain.scheduler.local.control import LocalControl  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Run this node's agent; returns its exit code."""
-    context = JobContext(**json.loads(os.environ["HPCTRAIN_LOCAL_CONTEXT"]))
+    context = JobContext(**json.loads(os.environ[HPCTRAIN_LOCAL_CONTEXT]))
     try:
         return run_agent(RunDir(Path(argv[0])), context, LocalControl(context.job_id))
     except HpctrainError as error:

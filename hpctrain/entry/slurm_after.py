@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.batch_side import JobStartFacts, finish
+from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
@@ -39,7 +40,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         start_time=own_start(env),
         end_time=own_end(env),
     )
-    kill_wait_s = float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S)
+    kill_wait_s = float(env.get(HPCTRAIN_KILL_WAIT_S) or KILL_WAIT_S)
     control = SlurmControl(
         start.job_id,
         restarts=start.restarts,

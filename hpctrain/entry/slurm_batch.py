@@ -20,6 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base.env import (
+    HPCTRAIN_JOB_END,
+    HPCTRAIN_JOB_START,
+    HPCTRAIN_KILL_WAIT_S,
+    HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_NODES,
+    HPCTRAIN_PORT,
+    HPCTRAIN_RESTARTS,
+)
 from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
@@ -104,13 +113,13 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
     job_id, restarts = own_job_id(env), own_restarts(env)
     nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
     variables = {
-        "HPCTRAIN_PORT": str(free_port(job_id, restarts)),
-        "HPCTRAIN_RESTARTS": str(restarts),
-        "HPCTRAIN_NODES": ",".join(nodes),
+        HPCTRAIN_PORT: str(free_port(job_id, restarts)),
+        HPCTRAIN_RESTARTS: str(restarts),
+        HPCTRAIN_NODES: ",".join(nodes),
     }
     variables |= _asked(job_id, nodes)
     address = _met_at(nodes[0], meeting) if nodes and meeting else ""
-    return variables | ({"HPCTRAIN_MASTER_ADDR": address} if address else {})
+    return variables | ({HPCTRAIN_MASTER_ADDR: address} if address else {})
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
@@ -134,17 +143,17 @@ def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
 def _times(job_id: str) -> dict[str, str]:
     records = parse_jobs(_scontrol("show", "job", job_id))
     job = records[0] if records else {}
-    times = {"HPCTRAIN_JOB_END": "EndTime", "HPCTRAIN_JOB_START": "StartTime"}
+    times = {HPCTRAIN_JOB_END: "EndTime", HPCTRAIN_JOB_START: "StartTime"}
     return {name: job[key] for name, key in times.items() if job.get(key, "").isdigit()}
 
 
 def _kill_wait() -> dict[str, str]:
     seconds = parse_config_seconds(_scontrol("show", "config"), "KillWait")
-    return {} if seconds is None else {"HPCTRAIN_KILL_WAIT_S": f"{seconds:g}"}
+    return {} if seconds is None else {HPCTRAIN_KILL_WAIT_S: f"{seconds:g}"}
 
 
 def _first_node(nodes: Sequence[str]) -> dict[str, str]:
-    return {"HPCTRAIN_MASTER_ADDR": _address(nodes[0])} if nodes else {}
+    return {HPCTRAIN_MASTER_ADDR: _address(nodes[0])} if nodes else {}
 
 
 def _meeting_point(root: str) -> MeetingPoint | None:

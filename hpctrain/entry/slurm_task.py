@@ -10,6 +10,7 @@ import errno
 import sys
 
 from hpctrain.agent import signals
+from hpctrain.base.env import HPCTRAIN_RUN_DIR
 
 OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full or failing file system says: no bug of ours, whose traceback would tell something."""
@@ -30,8 +31,8 @@ def main(argv: list[str]) -> int:
             if (root / "spec.json").exists():
                 return AgentTask(root)()
         raise UsageError(
-            f"{folder} holds no spec.json: HPCTRAIN_RUN_DIR must be a run's directory, seen under "
-            "the same path on every node"
+            f"{folder} holds no spec.json: {HPCTRAIN_RUN_DIR} must be a run's directory, seen "
+            "under the same path on every node"
         )
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)

@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import (
+    HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_NODES,
+    HPCTRAIN_PORT,
+    HPCTRAIN_PREFLIGHT_KEY,
+)
 from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.preflight.checks import Order
 from hpctrain.preflight.rendezvous import Alone
@@ -22,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ORDER, REPORT, PROGRESS = "order.json", "report.json", "progress.txt"
-KEY = "HPCTRAIN_PREFLIGHT_KEY"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
 
 def place_of(folder: Path, rank: int, environ: Mapping[str, str]) -> NodePlace:
     """This node's place in the job, as the job's script has exported it."""
-    nodes = environ["HPCTRAIN_NODES"].split(",")
+    nodes = environ[HPCTRAIN_NODES].split(",")
     return NodePlace(
         nodes=nodes,
         rank=rank,
-        address=environ.get("HPCTRAIN_MASTER_ADDR") or nodes[0],
-        port=int(environ["HPCTRAIN_PORT"]),
-        key=environ[KEY],
+        address=environ.get(HPCTRAIN_MASTER_ADDR) or nodes[0],
+        port=int(environ[HPCTRAIN_PORT]),
+        key=environ[HPCTRAIN_PREFLIGHT_KEY],
         folder=folder,
         env=_environment(folder),
     )

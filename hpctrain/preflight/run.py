@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
 from hpctrain.preflight import shared
@@ -103,7 +104,7 @@ def run_checks(
         UsageError: a fault that was put in is misspelt.
         ChecksFailed: what a node said has no sense here.
     """
-    text = os.environ.get(node_faults.VARIABLE, "")
+    text = os.environ.get(HPCTRAIN_NODE_FAULTS, "")
     faults = node_faults.of_node(text, place.node)
     try:
         if order is not None:

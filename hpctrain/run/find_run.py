@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_RUNS
 from hpctrain.base.files import is_plain
 from hpctrain.base.text import count
 from hpctrain.errors import NotFound
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
 
 
 LATEST = "-"
-RUNS_VARIABLE = "HPCTRAIN_RUNS"
 _SHOWN = 5
 
 
 def runs_root(explicit: Path | str | None = None) -> Path:
     """The folder of all runs, absolute: what was given, else HPCTRAIN_RUNS, else ./runs."""
-    return Path.cwd() / Path(explicit or os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
+    return Path.cwd() / Path(explicit or os.environ.get(HPCTRAIN_RUNS) or "runs").expanduser()
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _nothing_in(folder: Folder) -> str:
     besides = f", only {folder.left_out}" if folder.left_out else ""
     return (
         f"there are no runs in {folder.root}{besides} "
-        f"(--runs DIR or {RUNS_VARIABLE} names another folder)"
+        f"(--runs DIR or {HPCTRAIN_RUNS} names another folder)"
     )
 
 
@@ -211,5 +211,5 @@ def runs_flag(runs: Path) -> str:
     import os
     import shlex
 
-    default = Path.cwd() / (os.environ.get(RUNS_VARIABLE) or "runs")
+    default = Path.cwd() / (os.environ.get(HPCTRAIN_RUNS) or "runs")
     return "" if runs == default else f" --runs {shlex.quote(str(runs))}"

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.files import follow_folder, replace_text
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import Attempt, take_attempt
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
     """The attempt that the agent took; without an agent rank 0 takes one itself. Collective."""
-    if "HPCTRAIN_ATTEMPT" in os.environ:
-        return Attempt(**json.loads(os.environ["HPCTRAIN_ATTEMPT"]))
+    if HPCTRAIN_ATTEMPT in os.environ:
+        return Attempt(**json.loads(os.environ[HPCTRAIN_ATTEMPT]))
     if run is None:
         return None
     follow_folder(run.root)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hpctrain.agent.nsys import BELOW
+from hpctrain.base.env import HPCTRAIN_NSYS
 from hpctrain.profile.files import (
     MEMORY,
     OURS,
@@ -204,7 +204,7 @@ class Profiler:
                 flush=True,
             )
         cuda = self._world.device.type == "cuda"
-        self._tracer = _CudaRange() if BELOW in os.environ else _Kineto(cuda=cuda)
+        self._tracer = _CudaRange() if HPCTRAIN_NSYS in os.environ else _Kineto(cuda=cuda)
         self._tracer.prepare()
 
     def _next_mark(self, step: int) -> None:

@@ -17,6 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from hpctrain.base.env import (
+    HPCTRAIN_ATTEMPT,
+    HPCTRAIN_CLUSTER,
+    HPCTRAIN_JOB_END,
+    HPCTRAIN_KILL_WAIT_S,
+    HPCTRAIN_RUN_DIR,
+)
 from hpctrain.base.records import StopCause
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.store.retention import sweep
@@ -82,11 +89,11 @@ def init(settings: Settings | None = None) -> Run:
     Args:
         settings: For programs that bring their own; otherwise the run's spec.json counts.
     """
-    root = os.environ.get("HPCTRAIN_RUN_DIR")
+    root = os.environ.get(HPCTRAIN_RUN_DIR)
     run_dir = RunDir(Path(root)) if root else None
     spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
     signals = RankSignals()
-    signals.start(interrupt="HPCTRAIN_ATTEMPT" not in os.environ)
+    signals.start(interrupt=HPCTRAIN_ATTEMPT not in os.environ)
     world = join_world()
     attempt = join_attempt(run_dir, world)
     if settings is None:
@@ -124,7 +131,7 @@ class Run:
         self._signals = signals
         self._agreement = Agreement(world)
         self._program = Program(world)
-        end = os.environ.get("HPCTRAIN_JOB_END")
+        end = os.environ.get(HPCTRAIN_JOB_END)
         self._clock = JobClock(
             float(end) if end else None,
             settings.run.stop_margin_s,
@@ -347,7 +354,7 @@ class Run:
 
         Rank 0's counts: it alone asks the scheduler, and all ranks do as it does.
         """
-        kill_wait = os.environ.get("HPCTRAIN_KILL_WAIT_S")
+        kill_wait = os.environ.get(HPCTRAIN_KILL_WAIT_S)
         return self._clock.left_s(
             cause,
             time.time(),
@@ -485,7 +492,7 @@ class Run:
     def _start_requests(self) -> Rank0Requests | None:
         if self.world.rank != 0 or self.dir is None or self._attempt is None:
             return None
-        cluster = os.environ.get("HPCTRAIN_CLUSTER")
+        cluster = os.environ.get(HPCTRAIN_CLUSTER)
         control = None
         if cluster:
             control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hpctrain.base.env import HPCTRAIN_SITE_PATH
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SITE_PATH_VARIABLE = "HPCTRAIN_SITE_PATH"
 SYSTEM_SITES = Path("/etc/hpctrain/sites")
 PROJECT_FILE = "site.toml"
 """Beside the settings file: the project's own layer."""
@@ -43,7 +43,7 @@ def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
     HPCTRAIN_SITE_PATH is read like PATH (for module trees): its first folder wins over the next,
     and all of them over /etc.
     """
-    text = environ.get(SITE_PATH_VARIABLE, "")
+    text = environ.get(HPCTRAIN_SITE_PATH, "")
     named = [Path(entry) for entry in text.split(os.pathsep) if entry]
     system = [SYSTEM_SITES, *reversed(named)]
     found = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]

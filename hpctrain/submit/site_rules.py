@@ -14,6 +14,7 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_SITE
 from hpctrain.base.text import duration
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.settings.check import time_s
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hpctrain.site.schema import Partition
     from hpctrain.submit.prepare import SubmitRequest
 
-SITE_VARIABLE = "HPCTRAIN_SITE"
 LOCAL_SITE = "local"
 AGENT_S = 3
 """Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
@@ -110,8 +110,8 @@ def _named(request: SubmitRequest, config: SettingsFile | None) -> tuple[str | N
     """The site that was named, and by what; "" where it was the command line itself."""
     if request.site:
         return request.site, ""
-    if by_shell := request.environ.get(SITE_VARIABLE):
-        return by_shell, SITE_VARIABLE
+    if by_shell := request.environ.get(HPCTRAIN_SITE):
+        return by_shell, HPCTRAIN_SITE
     if config is not None and (given := config.top.get("site")):
         return given, config.layer.where("site", "")
     return None, ""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from hpctrain.testing import points
+from hpctrain.base.env import HPCTRAIN_FAULTS
 
-if os.environ.get(points.VARIABLE):
+if os.environ.get(HPCTRAIN_FAULTS):
     from hpctrain.testing import faults
 
-    faults.arm(os.environ[points.VARIABLE], origin=points.VARIABLE)
+    faults.arm(os.environ[HPCTRAIN_FAULTS], origin=HPCTRAIN_FAULTS)

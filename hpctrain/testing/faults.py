@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_FAULTS
 from hpctrain.errors import UsageError
 from hpctrain.testing import points
-from hpctrain.testing.points import POINTS, VARIABLE
+from hpctrain.testing.points import POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,17 +115,17 @@ def armed(text: str) -> Iterator[None]:
     Raises:
         UsageError: see `parse`.
     """
-    handler, variable = points.handler, os.environ.get(VARIABLE)
+    handler, variable = points.handler, os.environ.get(HPCTRAIN_FAULTS)
     arm(text)
-    os.environ[VARIABLE] = text
+    os.environ[HPCTRAIN_FAULTS] = text
     try:
         yield
     finally:
         points.handler = handler
         if variable is None:
-            del os.environ[VARIABLE]
+            del os.environ[HPCTRAIN_FAULTS]
         else:
-            os.environ[VARIABLE] = variable
+            os.environ[HPCTRAIN_FAULTS] = variable
 
 
 @dataclass
@@ -196,9 +197,9 @@ def _rank(reached: Reached) -> int:
 
 
 def _attempt(reached: Reached) -> int | None:
-    if reached.attempt is not None or "HPCTRAIN_ATTEMPT" not in os.environ:
+    if reached.attempt is not None or HPCTRAIN_ATTEMPT not in os.environ:
         return reached.attempt
-    return int(json.loads(os.environ["HPCTRAIN_ATTEMPT"])["number"])
+    return int(json.loads(os.environ[HPCTRAIN_ATTEMPT])["number"])
 
 
 def _is_first(marker: Path) -> bool:

@@ -11,12 +11,12 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-VARIABLE = "HPCTRAIN_NODE_FAULTS"
 
 ACTIONS: dict[str, tuple[str, Mapping[str, Callable[[str], object]]]] = {
     "no-interface": ("one network interface is not there", {"name": str}),
@@ -41,7 +41,7 @@ class NodeFault:
     keys: dict[str, object] = field(default_factory=dict)
 
 
-def parse(text: str, *, origin: str = VARIABLE) -> list[NodeFault]:
+def parse(text: str, *, origin: str = HPCTRAIN_NODE_FAULTS) -> list[NodeFault]:
     """Read a list of faults.
 
     Raises:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-VARIABLE = "HPCTRAIN_FAULTS"
 
 POINTS = {
     "stage.made": "the staged directory is there, and empty",

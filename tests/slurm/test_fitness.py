@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.preflight import node_lists
 from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
-from hpctrain.testing.node_faults import VARIABLE
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
-    env = {VARIABLE: "version:n2,of=torch,is=1.0", "XDG_STATE_HOME": str(tmp_path)}
+    env = {HPCTRAIN_NODE_FAULTS: "version:n2,of=torch,is=1.0", "XDG_STATE_HOME": str(tmp_path)}
     record_bad(bad_nodes_of_user(env, CLUSTER), {"n4": "slow in a preflight of this morning"})
     run = submit(slurm, tmp_path, "--nodes=2-3", "--ranks-per-node=1", env=env)
 
@@ -35,7 +35,8 @@ def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_
 ):
     (tmp_path / "site.toml").write_text("[baseline.allreduce_busbw_gbs]\n2 = 0.08\n4 = 0.08\n")
     run = submit(slurm, tmp_path, "--nodes=3-4", "--ranks-per-node=1", "--site=site.toml",
-                 sets={"train.steps": 2}, env={VARIABLE: "slow:n3,seconds=0.3"})  # fmt: skip
+                 sets={"train.steps": 2},
+                 env={HPCTRAIN_NODE_FAULTS: "slow:n3,seconds=0.3"})  # fmt: skip
 
     end = run.wait_event("attempt_ended")
     assert (end.data["reason"], end.data["next"]) == ("node_failed", "requeue")

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.preflight.checks import Expected
 from hpctrain.preflight.checks_fabric import check_interfaces
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.probe import FactSources, read_interfaces
 from hpctrain.preflight.report import FAIL
-from hpctrain.testing.node_faults import VARIABLE
 from tests.support.processes import AT_A_TERMINAL
 from tests.support.scenario import cli
 
@@ -40,7 +40,7 @@ SLOW = "slow:n3,seconds=0.5"
 
 def preflight(slurm, cwd, *args, faults="", code):
     """What `hpctrain preflight --json` says."""
-    env = {VARIABLE: faults, "XDG_STATE_HOME": str(cwd / "state")}
+    env = {HPCTRAIN_NODE_FAULTS: faults, "XDG_STATE_HOME": str(cwd / "state")}
     done = cli(slurm, cwd, "preflight", "--cluster=slurm", "--json", *args, env=env)
     assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
     return json.loads(done.stdout)
@@ -116,7 +116,11 @@ def test_ctrl_c_cancels_the_job(slurm, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", AT_A_TERMINAL, "preflight", "--cluster=slurm", "--nodes=4"],
         cwd=tmp_path,
-        env={**slurm.env, VARIABLE: "silent:n2", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **slurm.env,
+            HPCTRAIN_NODE_FAULTS: "silent:n2",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -145,4 +149,4 @@ def test_no_healthy_node_is_ever_named(slurm, tmp_path, repeat):
         args = ("--nodes=4", *([] if check == "bandwidth" else ["--no-bandwidth"]))
         report = preflight(slurm, tmp_path, *args, faults=text, code=3)
         assert failed(report) == {check: [node]}, report["results"]
-    assert os.environ.get(VARIABLE) is None
+    assert os.environ.get(HPCTRAIN_NODE_FAULTS) is None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpctrain.agent.nsys import BELOW, command, environment, run_below
+from hpctrain.agent.nsys import command, environment, run_below
 from hpctrain.agent.ranks import RankTask
+from hpctrain.base.env import HPCTRAIN_NSYS
 
 TASK = RankTask("module", nsys_rank=1)
 
@@ -31,7 +32,7 @@ def test_with_steps_only_they_are_recorded():
 def test_other_ranks_and_the_rank_below_nsys_run_where_they_are(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not run_below(TASK, 0, tmp_path)
-    monkeypatch.setenv(BELOW, "1")
+    monkeypatch.setenv(HPCTRAIN_NSYS, "1")
     assert not run_below(TASK, 1, tmp_path)
     assert capsys.readouterr().out == ""
 
@@ -48,4 +49,4 @@ def test_what_runs_below_finds_hpctrain_first_and_keeps_the_users_paths():
 
     here = str(Path(__file__).parents[2])
     assert found["PYTHONPATH"].split(os.pathsep) == [here, "/mine"]
-    assert (found["RANK"], found[BELOW]) == ("1", "1")
+    assert (found["RANK"], found[HPCTRAIN_NSYS]) == ("1", "1")

@@ -26,6 +26,7 @@ from hpctrain import (
     broadcast,
     cut_step,
 )
+from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR
 from hpctrain.plan.mesh import shape_of
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
@@ -199,7 +200,7 @@ def _is_validation(step: int, every: int, total: int) -> bool:
 
 def _audit(step: int, batch: StepBatch) -> None:
     """One line for each step with the samples that this rank consumed, to prove exactly-once."""
-    folder = os.environ.get("HPCTRAIN_ATTEMPT_DIR")
+    folder = os.environ.get(HPCTRAIN_ATTEMPT_DIR)
     if folder is None:
         return
     path = Path(folder) / f"samples-{int(os.environ['RANK']):05d}.txt"

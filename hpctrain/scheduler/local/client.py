@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
 from hpctrain.base.process import own_program
 from hpctrain.base.records import JobInfo, JobStart
 from hpctrain.errors import ClusterError, ClusterUnreachable
@@ -33,7 +34,7 @@ OVER = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 
 def root() -> Path:
     """Where local jobs live: HPCTRAIN_LOCAL_DIR, or the user's state folder."""
-    given = os.environ.get("HPCTRAIN_LOCAL_DIR")
+    given = os.environ.get(HPCTRAIN_LOCAL_DIR)
     if given:
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")

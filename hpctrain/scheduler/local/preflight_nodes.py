@@ -8,8 +8,13 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import (
+    HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_NODES,
+    HPCTRAIN_PORT,
+    HPCTRAIN_PREFLIGHT_KEY,
+)
 from hpctrain.base.process import free_port, own_program
-from hpctrain.preflight.node import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +44,10 @@ class LocalNodes:
         """
         env = {
             **environ,
-            "HPCTRAIN_NODES": ",".join(f"local{rank}" for rank in range(count)),
-            "HPCTRAIN_PORT": str(free_port(token, 0)),
-            "HPCTRAIN_MASTER_ADDR": "127.0.0.1",
-            KEY: (run.root / "@key").read_text(),
+            HPCTRAIN_NODES: ",".join(f"local{rank}" for rank in range(count)),
+            HPCTRAIN_PORT: str(free_port(token, 0)),
+            HPCTRAIN_MASTER_ADDR: "127.0.0.1",
+            HPCTRAIN_PREFLIGHT_KEY: (run.root / "@key").read_text(),
         }
         self.name = f"{count} processes of this machine"
         with (run.jobs / f"{token}.out").open("ab") as output:

@@ -12,6 +12,15 @@ import os
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base.env import (
+    HPCTRAIN_JOB_END,
+    HPCTRAIN_JOB_START,
+    HPCTRAIN_KILL_WAIT_S,
+    HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_PORT,
+    HPCTRAIN_TOKEN,
+    OF_ONE_JOB,
+)
 from hpctrain.base.process import first_port
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.slurm.parse import expand_nodes
@@ -37,27 +46,6 @@ PREFIXES = (
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """How the commands reach and convince their slurmctld. SLURM_CLUSTERS is not among them: a job sent
 to another cluster would look forgotten from the next shell, and a second writer would be let in."""
-OF_ONE_JOB = frozenset(
-    {
-        "HPCTRAIN_ATTEMPT",
-        "HPCTRAIN_ATTEMPT_DIR",
-        "HPCTRAIN_BATCH_STARTED",
-        "HPCTRAIN_CLUSTER",
-        "HPCTRAIN_JOB_END",
-        "HPCTRAIN_JOB_ID",
-        "HPCTRAIN_JOB_START",
-        "HPCTRAIN_KILL_WAIT_S",
-        "HPCTRAIN_MASTER_ADDR",
-        "HPCTRAIN_NODE",
-        "HPCTRAIN_NODES",
-        "HPCTRAIN_PORT",
-        "HPCTRAIN_RESTARTS",
-        "HPCTRAIN_RUN_DIR",
-        "HPCTRAIN_TOKEN",
-    }
-)
-"""What our own batch side and agents export: true for one job, so a `submit` from inside it drops
-it."""
 SETTINGS = {
     "SBATCH_ACCOUNT": "slurm.account",
     "SBATCH_CONSTRAINT": "slurm.constraint",
@@ -93,10 +81,10 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         node_rank=int(env["SLURM_NODEID"]),
         nodes=nodes,
         master_addr=master_addr(env, nodes),
-        port=int(env.get("HPCTRAIN_PORT") or first_port(job_id, restarts)),
-        token=env.get("HPCTRAIN_TOKEN", ""),
+        port=int(env.get(HPCTRAIN_PORT) or first_port(job_id, restarts)),
+        token=env.get(HPCTRAIN_TOKEN, ""),
         end_time=own_end(env),
-        kill_wait_s=float(env.get("HPCTRAIN_KILL_WAIT_S") or KILL_WAIT_S),
+        kill_wait_s=float(env.get(HPCTRAIN_KILL_WAIT_S) or KILL_WAIT_S),
         start_time=own_start(env),
         cluster=env.get("SLURM_CLUSTER_NAME", ""),
     )
@@ -116,13 +104,13 @@ def own_restarts(env: Mapping[str, str]) -> int:
 
 def own_start(env: Mapping[str, str]) -> float | None:
     """When SLURM began this start of the job: what slurmctld said, else SLURM's own variable."""
-    begun = env.get("HPCTRAIN_JOB_START") or env.get("SLURM_JOB_START_TIME")
+    begun = env.get(HPCTRAIN_JOB_START) or env.get("SLURM_JOB_START_TIME")
     return float(begun) if begun else None
 
 
 def own_end(env: Mapping[str, str]) -> float | None:
     """When SLURM will end this start of the job: what slurmctld said, else SLURM's own variable."""
-    end = env.get("HPCTRAIN_JOB_END") or env.get("SLURM_JOB_END_TIME")
+    end = env.get(HPCTRAIN_JOB_END) or env.get("SLURM_JOB_END_TIME")
     return float(end) if end else None
 
 
@@ -132,7 +120,7 @@ def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:
     The batch side exports what it has found out (`batch.py`). Where it could not ask, the node's
     name does if it resolves, else the address from which srun was launched: that is the first node.
     """
-    if exported := env.get("HPCTRAIN_MASTER_ADDR"):
+    if exported := env.get(HPCTRAIN_MASTER_ADDR):
         return exported
     first = nodes[0] if nodes else "localhost"
     if resolves(first):

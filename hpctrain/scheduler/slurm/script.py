@@ -12,6 +12,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.site_options import (
     asked_by_user,
@@ -64,9 +65,9 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
     settings = spec.settings.slurm
     site = site_of(spec)
     exports = {
-        "HPCTRAIN_RUN_DIR": str(run.root),
-        "HPCTRAIN_TOKEN": token,
-        "HPCTRAIN_PYTHON": spec.python,
+        HPCTRAIN_RUN_DIR: str(run.root),
+        HPCTRAIN_TOKEN: token,
+        HPCTRAIN_PYTHON: spec.python,
     }
     lines = [
         "#!/bin/bash",
