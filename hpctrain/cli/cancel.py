@@ -47,24 +47,24 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     from hpctrain.status.reader import ask
     from hpctrain.terminal import echo_json
 
-    found = find_run(run, runs=runs)
-    follow_folder(found.root)
-    cluster = own_spec(found, named=run, foreign=foreign).cluster
-    events = ledger.read(found)
-    answer = ask(found, cluster, events)
-    job_id = _live_job(found, answer, events)
+    run_dir = find_run(run, runs=runs)
+    follow_folder(run_dir.root)
+    cluster = own_spec(run_dir, named=run, foreign=foreign).cluster
+    events = ledger.read(run_dir)
+    answer = ask(run_dir, cluster, events)
+    job_id = _live_job(run_dir, answer, events)
     saves = save and _can_save(answer, events)
     if saves:
-        _ask_to_save(found, job_id, events)
+        _ask_to_save(run_dir, job_id, events)
     else:
-        _cancel(found, job_id, cluster, answer)
-    inside = found.root.parent == runs
-    name = f"{found.name}{runs_flag(runs)}" if inside else str(found.root)
+        _cancel(run_dir, job_id, cluster, answer)
+    inside = run_dir.root.parent == runs
+    name = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
     if as_json:
         action = "asked to save and stop" if saves else "cancelled"
-        echo_json({"run": found.name, "job_id": job_id, "action": action, "saves": saves})
+        echo_json({"run": run_dir.name, "job_id": job_id, "action": action, "saves": saves})
         return
-    click.echo(_report(found.name, job_id, events, asked=save, saves=saves))
+    click.echo(_report(run_dir.name, job_id, events, asked=save, saves=saves))
     click.echo(f"\n  hpctrain status {name}\n  hpctrain resume {name}")
 
 
@@ -80,13 +80,13 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
 
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
-    state, known = run_state(events, answer.job, asked=answer.asked), standing(events).job_id
+    state, job_id = run_state(events, answer.job, asked=answer.asked), standing(events).job_id
     if not answer.asked and state not in OVER:
-        if known is None:
+        if job_id is None:
             raise ClusterUnreachable(
                 f"{run.name}: nobody can say whether it has a job ({answer.problem}); try again"
             )
-        return known
+        return job_id
     why = f"; {answer.note}" if answer.note else ""
     raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}{why}")
 
@@ -143,14 +143,14 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
             f"{run.name} runs in a terminal (process {pid}); press Ctrl-C there, or use --save"
         )
     recorded = ledger.record(run, "cancel_requested", save=False, job_id=job_id)
-    known = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
+    on_record = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
     try:
         if answer.problem:
             raise ClusterUnreachable(answer.problem)
         get_cluster(cluster).cancel(job_id)
     except ClusterError as error:
         again = "Cancel it there" if answer.note else "Try again"
-        raise type(error)(f"job {job_id} was not cancelled: {error}; {known}{again}") from error
+        raise type(error)(f"job {job_id} was not cancelled: {error}; {on_record}{again}") from error
 
 
 def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:

@@ -94,8 +94,8 @@ def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
     from hpctrain.terminal import echo_json, table
 
-    found = _one(_run(run, runs), step)
-    facts = _facts(found)
+    checkpoint = _one(_run(run, runs), step)
+    facts = _facts(checkpoint)
     if as_json:
         echo_json(facts)
         return
@@ -184,14 +184,14 @@ def _verdicts(
     from hpctrain.checkpoint.store import verify
 
     verdicts: list[dict[str, Any]] = []
-    total = sum(_size(found) or 0 for found in wanted) if deep else 0
+    total = sum(_size(checkpoint) or 0 for checkpoint in wanted) if deep else 0
     with progress("reading", total) as on_bytes:
-        for found in wanted:
+        for checkpoint in wanted:
             refused: list[str] = []
             problems = verify.verify(
-                found, threads=threads, on_bytes=on_bytes, deep=deep, unreadable=refused
+                checkpoint, threads=threads, on_bytes=on_bytes, deep=deep, unreadable=refused
             )
-            verdict: dict[str, Any] = {"step": found.step, "name": found.name}
+            verdict: dict[str, Any] = {"step": checkpoint.step, "name": checkpoint.name}
             verdicts.append(verdict | {"problems": problems, "unreadable": refused})
     if echo:
         for one in verdicts:

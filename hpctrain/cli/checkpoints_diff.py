@@ -44,17 +44,19 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
     from hpctrain.terminal import echo_json
 
     (left, before), (right, after) = _two(what)
-    one = contents.committed(find_run(left, runs=ctx.obj), before)
-    other = contents.committed(find_run(right, runs=ctx.obj), after)
-    total = one[1].size + other[1].size
+    left_checkpoint = contents.committed(find_run(left, runs=ctx.obj), before)
+    right_checkpoint = contents.committed(find_run(right, runs=ctx.obj), after)
+    total = left_checkpoint[1].size + right_checkpoint[1].size
     with progress("reading", total) as on_bytes:
-        found = diff.compare(one, other, values=not quick, on_bytes=on_bytes)
+        difference = diff.compare(
+            left_checkpoint, right_checkpoint, values=not quick, on_bytes=on_bytes
+        )
     if as_json:
         names = [f"{left}:{before}", f"{right}:{after}"]
-        echo_json({"compared": names} | found.as_json())
+        echo_json({"compared": names} | difference.as_json())
     else:
-        _tell_difference(found)
-    if not found.same:
+        _tell_difference(difference)
+    if not difference.same:
         ctx.exit(EXIT_DIFFERS)
 
 

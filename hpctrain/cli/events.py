@@ -67,21 +67,21 @@ def command(
     from hpctrain.errors import NotFound
     from hpctrain.run.find_run import find_run
 
-    found = find_run(run, runs=runs)
-    if not found.events.is_file():
-        raise NotFound(f"{found.name} has no ledger: {found.events} is not there")
+    run_dir = find_run(run, runs=runs)
+    if not run_dir.events.is_file():
+        raise NotFound(f"{run_dir.name} has no ledger: {run_dir.events} is not there")
     number = wanted_attempt(attempt)
     lines = EventLines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
-    reading = Reading(found, lines)
+    reading = Reading(run_dir, lines)
     first = reading.new(last=not follow)
     for text in first if tail is None else deque(first, maxlen=tail):
         click.echo(text)
     if number is not None and not follow:
-        check_attempt(found, reading.turns, number)
+        check_attempt(run_dir, reading.turns, number)
     for problem in [*reading.left_out, *([] if follow else reading.nothing(kinds))]:
-        click.echo(f"{found.name}: {problem}", err=True)
+        click.echo(f"{run_dir.name}: {problem}", err=True)
     if follow:
-        _follow(found, reading, number)
+        _follow(run_dir, reading, number)
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
@@ -98,10 +98,10 @@ def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
             echo_note(watch.waiting)
         waiting = watch.waiting
         time.sleep(log_follow.POLL_S)
-        known = len(reading.turns)
+        attempts_seen = len(reading.turns)
         for text in reading.new(last=over):
             click.echo(text)
-        watch.add(reading.turns[known:])
+        watch.add(reading.turns[attempts_seen:])
 
 
 def _kinds(text: str | None) -> frozenset[str] | None:
@@ -216,8 +216,8 @@ class EventLines:
         if not self._fold:
             yield from self._parsed(raw)
             return
-        found = _MARK.match(raw)
-        of = found[1] if found else b""
+        match = _MARK.match(raw)
+        of = match[1] if match else b""
         if self._row and (of != self._of or self._is_new_window(raw)):
             yield from self.end()
         if not self._row:

@@ -52,11 +52,11 @@ def list_jobs(as_json: bool) -> None:
     from hpctrain.scheduler.local import client
     from hpctrain.terminal import echo_json
 
-    found = client.all_jobs()
+    jobs = client.all_jobs()
     if as_json:
-        echo_json([asdict(record) for record in found])
+        echo_json([asdict(record) for record in jobs])
         return
-    for record in found:
+    for record in jobs:
         state = (
             record.state if record.state in client.OVER or client.is_controlled(record) else "LOST"
         )

@@ -108,8 +108,8 @@ def command(
         results += _accepted(preflight)
         report = _report([], results)
         if report.status != "fail":
-            found = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
-            report = replace(found, results=[*results, *found.results])
+            reported = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
+            report = replace(reported, results=[*results, *reported.results])
             _note_bad(report, spec, bad_node_hours)
     except BaseException:
         discard(preflight)

@@ -63,31 +63,31 @@ def command(
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
 
-    found = find_run(run, runs=runs)
-    follow_folder(found.root)
-    name = f"{found.name}{runs_flag(runs)}" if found.root.parent == runs else str(found.root)
+    run_dir = find_run(run, runs=runs)
+    follow_folder(run_dir.root)
+    name = f"{run_dir.name}{runs_flag(runs)}" if run_dir.root.parent == runs else str(run_dir.root)
     given = {"--steps": steps, "--ranks": ranks, "--memory": memory, "--wait": wait}
     if not now:
         if idle := [flag for flag, value in given.items() if value]:
             raise UsageError(f"{idle[0]} needs --now; without it old profiles are shown")
-        _show(found, name, as_json=as_json)
+        _show(run_dir, name, as_json=as_json)
         return
     from hpctrain.cli import profile_now
     from hpctrain.run.ownership import own_spec
 
-    own_spec(found, named=run, foreign=foreign)
+    own_spec(run_dir, named=run, foreign=foreign)
     request, expected = profile_now.ask_for(
-        found, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
+        run_dir, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )
     if wait:
-        profile = profile_now.wait_for(found, request, expected)
-        _print(found, [profile], as_json=as_json)
+        profile = profile_now.wait_for(run_dir, request, expected)
+        _print(run_dir, [profile], as_json=as_json)
     elif as_json:
-        _echo({"run": found.name, "job_id": request.job_id, "token": request.token})
+        _echo({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
     else:
         count = "the next step" if request.steps == 1 else f"{request.steps} steps"
         who = "all ranks" if request.ranks is None else _ranks(request.ranks)
-        click.echo(f"asked {found.name} (job {request.job_id}) to profile {count} of {who}")
+        click.echo(f"asked {run_dir.name} (job {request.job_id}) to profile {count} of {who}")
         click.echo(f"\n  hpctrain profile {name}")
 
 
@@ -99,17 +99,19 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
     from hpctrain.profile.verdict import examine
     from hpctrain.run import events as ledger
 
-    found = find(run.profile)
+    found_profiles = find(run.profile)
     profiles = []
     with line() as shown:
-        for number, one in enumerate(found, 1):
+        for number, one in enumerate(found_profiles, 1):
             if shown.in_place:  # in a log a line for something that takes a second is too much
-                shown.show(f"reading profile {number} of {len(found)} ({len(one.files)} ranks)")
+                shown.show(
+                    f"reading profile {number} of {len(found_profiles)} ({len(one.files)} ranks)"
+                )
             profiles.append(examine(one))
     window = under_way(ledger.read(run))
     if window is not None and not as_json:
         click.echo(f"steps {window.first} to {window.last} are being profiled")
-    elif not found and not as_json:
+    elif not found_profiles and not as_json:
         click.echo(f"{run.name} has no profile so far; while it runs, this takes one:")
         click.echo(f"\n  hpctrain profile {name} --now --wait")
     _print(run, profiles, as_json=as_json)

@@ -73,9 +73,9 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
     with line() as shown:
         while True:
             events = ledger.read(run)
-            found = _found(run, request, events)
-            if found is not None and _have_written(found) >= expected:
-                return examine(found)
+            profile = _found(run, request, events)
+            if profile is not None and _have_written(profile) >= expected:
+                return examine(profile)
             now = time.monotonic()
             if now - looked_at > LOOK_S or run_state(events, None, asked=False) in OVER:
                 looked_at = now
@@ -83,10 +83,10 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
                 gone_at = None if state is RunState.RUNNING else gone_at or now
                 if gone_at is not None and now - gone_at > LINGER_S:
                     run.profile_request.unlink(missing_ok=True)
-                    if found is not None:
-                        return examine(found)
+                    if profile is not None:
+                        return examine(profile)
                     raise NotProfiled(f"{run.name} was not profiled: it is {state} by now")
-            shown.show(_progress(request, events, found, expected))
+            shown.show(_progress(request, events, profile, expected))
             time.sleep(POLL_S)
 
 

@@ -65,9 +65,9 @@ def command(
     from hpctrain.status.reader import StatusReader
 
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
-    found = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
+    run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
     reader = StatusReader(runs)
-    gathered = [gather(run, reader.look(run)) for run in found]
+    gathered = [gather(run, reader.look(run)) for run in run_dirs]
     if as_text:
         pages: list[Path] = []
     elif compare:
@@ -149,11 +149,11 @@ def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     from hpctrain.status.as_json import as_json as status_json
     from hpctrain.terminal import echo_json
 
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for data in gathered:
         more = {"advice": [asdict(one) for one in advice(data)], "problems": list(data.problems)}
-        told.append({**status_json(data.status), **more})
-    echo_json({"pages": [str(page) for page in pages], "runs": told})
+        reports.append({**status_json(data.status), **more})
+    echo_json({"pages": [str(page) for page in pages], "runs": reports})
 
 
 def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:

@@ -96,7 +96,7 @@ def command(
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")
-    found = find_run(run, runs=runs)
+    run_dir = find_run(run, runs=runs)
     changes: dict[str, tuple[str, object]] = {
         f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()
     }
@@ -107,12 +107,12 @@ def command(
         allow_locked=allow_locked,
         accounting=of_slurm(),
     )
-    spec, notes = change_spec(own_spec(found, named=run, foreign=foreign), request)
-    refuse_alive(found, spec)
-    spec, more = as_own_run(found, spec)
+    spec, notes = change_spec(own_spec(run_dir, named=run, foreign=foreign), request)
+    refuse_alive(run_dir, spec)
+    spec, more = as_own_run(run_dir, spec)
     notes += more
-    plan = plan_resume(found, spec, from_step)
-    bad = kept_out(found, spec, os.environ)
+    plan = plan_resume(run_dir, spec, from_step)
+    bad = kept_out(run_dir, spec, os.environ)
     notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
     secrets = secrets_in(spec)
     if not as_json:
@@ -121,14 +121,14 @@ def command(
     job_id = (
         None
         if dry_run
-        else launch(found, spec, by="resume", from_step=from_step, exclude=list(bad))
+        else launch(run_dir, spec, by="resume", from_step=from_step, exclude=list(bad))
     )
     facts = {
         "plan": plan.as_json(),
         "notes": hide(notes, secrets),
         "job_id": job_id,
-        "run_dir": str(found.root),
+        "run_dir": str(run_dir.root),
     }
     if not as_json and job_id is not None:
-        click.echo(f"job          {job_id}\nnext         hpctrain logs {found.name} -f")
-    return conclude(found, runs, facts if as_json else None, wait=wait)
+        click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
+    return conclude(run_dir, runs, facts if as_json else None, wait=wait)

@@ -43,7 +43,9 @@ def command(*, as_json: bool) -> None:
     elif detected is None:
         click.echo("no site matches here; --site NAME names one (`hpctrain sites list`)")
     else:
-        cells = [(_mark(one, detected), one.name, _reasons(one)) for one in detected.matches]
+        cells = [
+            (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
+        ]
         click.echo(table(cells))
     if detected is not None:
         detected.require_one()
@@ -64,15 +66,15 @@ def _plain(detected: Detected | None) -> dict[str, Any]:
     chosen = detected.chosen if detected else None
     return {
         "site": chosen.name if chosen else None,
-        "tied": [one.name for one in detected.tied] if detected else [],
+        "tied": [match.name for match in detected.tied] if detected else [],
         "matches": [
             {
-                "name": one.name,
-                "signal": one.signal.name.lower(),
-                "priority": one.priority,
-                "reasons": list(one.reasons),
-                "passed_over": one.passed_over,
+                "name": match.name,
+                "signal": match.signal.name.lower(),
+                "priority": match.priority,
+                "reasons": list(match.reasons),
+                "passed_over": match.passed_over,
             }
-            for one in (detected.matches if detected else ())
+            for match in (detected.matches if detected else ())
         ],
     }

@@ -27,14 +27,14 @@ def _versions(
     _ctx: click.Context, _param: click.Parameter, values: Sequence[str]
 ) -> dict[str, str]:
     """`KEY=VERSION`s by key, refused where no condition of a preset asks for that key."""
-    known = ("nccl", "torch", "plugin", "gpu")
-    found: dict[str, str] = {}
+    names = ("nccl", "torch", "plugin", "gpu")
+    versions: dict[str, str] = {}
     for text in values:
         key, equals, value = text.partition("=")
-        if key not in known or not equals or not value:
-            raise click.BadParameter(f"{text}: write {', '.join(f'{k}=...' for k in known)}")
-        found[key] = value
-    return found
+        if key not in names or not equals or not value:
+            raise click.BadParameter(f"{text}: write {', '.join(f'{k}=...' for k in names)}")
+        versions[key] = value
+    return versions
 
 
 @click.command("show")
@@ -146,8 +146,8 @@ def _echo_environment(derived: Environment, *, origin: bool) -> None:
 
     click.echo()
     rows = [
-        (f"{name}={one.value}", *([one.origin] if origin else []))
-        for name, one in sorted(derived.values.items())
+        (f"{name}={variable.value}", *([variable.origin] if origin else []))
+        for name, variable in sorted(derived.values.items())
     ]
     if rows:
         click.echo(table(rows))

@@ -35,10 +35,10 @@ def _complete(
 
     from hpctrain.site.load import site_names
 
-    found: list[CompletionItem | str] = [
+    items: list[CompletionItem | str] = [
         name for name in site_names() if name.startswith(incomplete)
     ]
-    return found or [CompletionItem(incomplete, type="file")]
+    return items or [CompletionItem(incomplete, type="file")]
 
 
 @click.command("validate")

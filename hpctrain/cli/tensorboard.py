@@ -87,8 +87,8 @@ def command(
     """  # noqa: D301 - click wants the control character
     from hpctrain.run.find_run import find_run
 
-    found = [find_run(name, runs=runs) for name in names or ("-",)]
-    shown = [_look(run, label) for run, label in zip(found, _labels(found), strict=True)]
+    run_dirs = [find_run(name, runs=runs) for name in names or ("-",)]
+    shown = [_look(run, label) for run, label in zip(run_dirs, _labels(run_dirs), strict=True)]
     port = _free_port(host, port)
     with _tree(shown) as folder:
         words = _words(folder, host, port)
@@ -98,7 +98,7 @@ def command(
             "port": port,
             "ssh": _ssh(host, port),
             "command": words,
-            "runs": [asdict(one) for one in shown],
+            "runs": [asdict(row) for row in shown],
         }
         _print(facts, shown, as_json=as_json)
         if not dry_run:
@@ -217,7 +217,7 @@ def _print(facts: dict[str, Any], shown: Sequence[_Shown], *, as_json: bool) -> 
         echo_json(facts)
         return
     runs = "1 run" if len(shown) == 1 else f"{len(shown)} runs"
-    attempts = sum(one.attempts for one in shown)
+    attempts = sum(run.attempts for run in shown)
     files = "1 attempt" if attempts == 1 else f"{attempts} attempts, no step twice"
     click.echo(f"TensorBoard on {socket.gethostname()}:{facts['port']} for {runs} ({files})")
     click.echo(f"From your own machine:  {facts['ssh']}")
@@ -227,9 +227,9 @@ def _print(facts: dict[str, Any], shown: Sequence[_Shown], *, as_json: bool) -> 
         click.echo("see it; users who are logged in here can. --host ADDRESS changes that.")
     else:
         echo_note("TensorBoard asks for no password: who reaches this machine sees your runs")
-    for one in shown:
-        if not one.has_scalars:
-            echo_note(f"{one.name} has no scalars yet; they appear by themselves once it has")
+    for run in shown:
+        if not run.has_scalars:
+            echo_note(f"{run.name} has no scalars yet; they appear by themselves once it has")
 
 
 def _serve(words: Sequence[str]) -> int:

@@ -184,22 +184,22 @@ def cut_step(
     if passes.leaves:
         cut = _leaves(positions, rank, world_size, micro_batch, plan.micro_batches)
     else:
-        mine = rank_positions(positions.start, len(positions), rank, world_size)
-        cut = [(piece, None) for piece in pieces(mine, plan.micro_batches)]
-    found = []
+        positions_of_rank = rank_positions(positions.start, len(positions), rank, world_size)
+        cut = [(piece, None) for piece in pieces(positions_of_rank, plan.micro_batches)]
+    microbatches = []
     for taken, leaf in cut:
         # A pass of leaves that counts nothing is as large as the others: it takes no time that they
         # do not take, and a compiled model sees the same shapes at any number of ranks.
         full = passes.equal or (passes.leaves and leaf is None)
         missing = (plan.largest_piece if full else 1) - len(taken)
-        found.append(
+        microbatches.append(
             MicrobatchSamples(
                 [*map(index, taken), *([spare] * missing)],
                 [1.0] * len(taken) + [0.0] * missing,
                 leaf,
             )
         )
-    return StepBatch(positions.start, positions.stop, found)
+    return StepBatch(positions.start, positions.stop, microbatches)
 
 
 def _leaves(
@@ -277,10 +277,10 @@ class GlobalBatches:
                 f"data state has samples_consumed {consumed!r}, not a count of samples; "
                 "resume from another checkpoint"
             )
-        for key, mine in (("seed", self.order.seed), ("size", self.order.size)):
-            if state.get(key) != mine:
+        for key, own in (("seed", self.order.seed), ("size", self.order.size)):
+            if state.get(key) != own:
                 raise CheckpointError(
-                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {mine}: "
+                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
                     "samples would be skipped or seen twice; set seed and data back, "
                     "or start a new run"
                 )

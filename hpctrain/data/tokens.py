@@ -50,9 +50,9 @@ class TokenFile:
         self.source: dict[str, Any] = described["source"]
         """What the file was made from."""
         expected = self.length * ITEM_BYTES[self.dtype]
-        found = path.stat().st_size
-        if found != expected:
-            raise _torn(path, f"it has {found} bytes, its description says {expected}")
+        size = path.stat().st_size
+        if size != expected:
+            raise _torn(path, f"it has {size} bytes, its description says {expected}")
 
     def len_sequences(self, seq_len: int) -> int:
         """How many sequences there are: of `seq_len` + 1 tokens, the last shared with the next."""

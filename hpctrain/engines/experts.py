@@ -67,10 +67,10 @@ def _check(name: str, module: nn.Module, ranks: int) -> None:
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters()}
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
-        told = ", ".join(f"{own} {list(shape)}" for own, shape in shapes.items()) or "none"
+        listed = ", ".join(f"{own} {list(shape)}" for own, shape in shapes.items()) or "none"
         raise UsageError(
             f"{name} is marked with {MARK}, but its parameters do not all have the experts as "
-            f"their first dimension: {told}; keep what is not an expert's in another module"
+            f"their first dimension: {listed}; keep what is not an expert's in another module"
         )
     (experts,) = counts
     if experts % ranks:

@@ -142,9 +142,9 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _block(model: nn.Module, name: str) -> BlockNames:
     attention, mlp = _need(model, name, "attention"), _need(model, name, "mlp")
     for fused in FUSED:
-        if _has(model, one := _join(attention, fused)):
+        if _has(model, path := _join(attention, fused)):
             raise UsageError(
-                f"engine.tp: {one} holds query, key and value in one matrix, which cannot be cut "
+                f"engine.tp: {path} holds query, key and value in one matrix, which cannot be cut "
                 "between heads; give the model one nn.Linear for each, or " + ASK
             )
     return BlockNames(
@@ -159,9 +159,9 @@ def _block(model: nn.Module, name: str) -> BlockNames:
 
 def _check_whole(model: nn.Module, layout: Layout, listed: str) -> None:
     """Refuse blocks with a parameter that has no place, or with a matrix that is none."""
-    known = set(planned(layout))
+    planned_names = set(planned(layout))
     for name, module in owners(model):
-        if name.startswith(listed + ".") and name not in known:
+        if name.startswith(listed + ".") and name not in planned_names:
             raise UsageError(
                 f"engine.tp: {name} ({type(module).__name__}) has parameters and is no part of a "
                 f"common decoder's block; {ASK}"

@@ -206,10 +206,10 @@ class Pipeline(Native):
         between = [torch.empty_like(example, device="meta")]
         with self.evaluating(), torch.compiler.set_stance("force_eager"):
             for number in range(self._stages.count):
-                found: Any = None
+                output: Any = None
                 if number in self._stages.numbers:
-                    found = self._probe(number, example if number == 0 else _filled(between[-1]))
-                box = [found]
+                    output = self._probe(number, example if number == 0 else _filled(between[-1]))
+                box = [output]
                 dist.broadcast_object_list(box, group=self._group, group_src=number % self.mesh.pp)
                 if isinstance(box[0], str):
                     raise UsageError(box[0])

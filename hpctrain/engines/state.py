@@ -45,8 +45,8 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
     """
     if optimizer is None or not optimizer.state or model not in _KNOWN:
         state = _collect_by_torch(model, optimizer)
-        told = _collect_by_name(model, optimizer)
-        if optimizer is not None and optimizer.state and _same(state, told):
+        by_name = _collect_by_name(model, optimizer)
+        if optimizer is not None and optimizer.state and _same(state, by_name):
             _KNOWN.add(model)
         return state
     return _collect_by_name(model, optimizer)

@@ -57,34 +57,34 @@ def read_filter(value: str) -> InterfaceFilter:
 
 def _grammar(name: str, value: str, kind: str, example: str) -> Iterator[Problem]:
     """What is wrong with the list itself, the same for interfaces and adapters."""
-    found = read_filter(value)
+    parsed = read_filter(value)
     if any(character.isspace() for character in value):
         bare = "".join(value.split())
         yield error(
             name, value, f'a blank becomes part of the name, which then fits none; write "{bare}"'
         )
-    if not found.entries:
+    if not parsed.entries:
         yield error(name, value, f'names no {kind}; write e.g. "{example}", or leave it out')
         return
-    first = found.entries[0]
+    first = parsed.entries[0]
     if first.startswith("^"):
-        bare = ",".join(entry.lstrip("^=") for entry in found.entries)
+        bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
         yield error(
             name,
             value,
             f'NCCL looks for {kind}s named "{first}": ^ comes before =; write "^={bare}"',
         )
-    elif any(entry[0] in "^=" for entry in found.entries):
-        sign = "^" if found.excludes else ""
-        bare = ",".join(entry.lstrip("^=") for entry in found.entries)
-        wrong = next(entry for entry in found.entries if entry[0] in "^=")
+    elif any(entry[0] in "^=" for entry in parsed.entries):
+        sign = "^" if parsed.excludes else ""
+        bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
+        wrong = next(entry for entry in parsed.entries if entry[0] in "^=")
         yield error(
             name,
             value,
             f'one ^ and one = hold for the whole list, so "{wrong}" fits no {kind}; write '
             f'"{sign}={bare}"',
         )
-    globs = [entry for entry in found.entries if set(entry) & set("*?[]")]
+    globs = [entry for entry in parsed.entries if set(entry) & set("*?[]")]
     if globs:
         bare = re.split(r"[*?\[]", globs[0])[0]
         yield error(
@@ -94,7 +94,7 @@ def _grammar(name: str, value: str, kind: str, example: str) -> Iterator[Problem
             f'"{bare}"',
         )
     if ",," in value or value.endswith(","):
-        yield warning(name, value, f'has an empty entry; write "{",".join(found.entries)}"')
+        yield warning(name, value, f'has an empty entry; write "{",".join(parsed.entries)}"')
 
 
 def socket_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
@@ -108,19 +108,19 @@ def socket_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
         )
         return
     yield from _grammar(name, value, "interface", "=eth0")
-    found = read_filter(value)
-    for entry in found.entries:
+    parsed = read_filter(value)
+    for entry in parsed.entries:
         yield from _interface(name, value, entry)
-    if len(found.entries) > MOST_NETDEVS:
+    if len(parsed.entries) > MOST_NETDEVS:
         yield error(
             name,
             value,
             f"NCCL reads {MOST_NETDEVS} names and drops the other "
-            f"{len(found.entries) - MOST_NETDEVS}; write {MOST_NETDEVS} at most, or a beginning",
+            f"{len(parsed.entries) - MOST_NETDEVS}; write {MOST_NETDEVS} at most, or a beginning",
         )
-    if not found.excludes:
-        yield from _loopback(name, value, found.entries, context)
-        yield from _missing(name, value, found, context.netdevs, "interface")
+    if not parsed.excludes:
+        yield from _loopback(name, value, parsed.entries, context)
+        yield from _missing(name, value, parsed, context.netdevs, "interface")
 
 
 def _interface(name: str, value: str, entry: str) -> Iterator[Problem]:
@@ -234,24 +234,24 @@ def _gloo_name(name: str, value: str, entry: str) -> Iterator[Problem]:
 def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_HCA: beginnings of adapter names, or whole ones after =, each with its port."""
     yield from _grammar(name, value, "adapter", "=mlx5_0")
-    found = read_filter(value)
-    for entry in found.entries:
-        yield from _adapter(name, value, entry, found, context)
-    hcas = [entry.partition(":")[0] for entry in found.entries]
+    parsed = read_filter(value)
+    for entry in parsed.entries:
+        yield from _adapter(name, value, entry, parsed, context)
+    hcas = [entry.partition(":")[0] for entry in parsed.entries]
     wide = [hca for hca in hcas if _AMBIGUOUS.fullmatch(hca) and not _MODEL.fullmatch(hca)]
-    if wide and not found.exact:
+    if wide and not parsed.exact:
         yield warning(
             name,
             value,
             f'without = each is a beginning, so "{wide[0]}" takes {wide[0]}0 to {wide[0]}9 too; '
-            f'write "{"^" * found.excludes}={",".join(found.entries)}"',
+            f'write "{"^" * parsed.excludes}={",".join(parsed.entries)}"',
         )
-    if len(found.entries) > MOST_HCAS:
+    if len(parsed.entries) > MOST_HCAS:
         yield error(
             name,
             value,
             f"NCCL reads {MOST_HCAS} adapters and drops the other "
-            f'{len(found.entries) - MOST_HCAS}; write {MOST_HCAS} at most, or a beginning: "mlx5"',
+            f'{len(parsed.entries) - MOST_HCAS}; write {MOST_HCAS} at most, or a beginning: "mlx5"',
         )
 
 

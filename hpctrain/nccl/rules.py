@@ -61,13 +61,13 @@ def check_environment(env: Mapping[str, str], context: Context) -> dict[str, lis
     Returns:
         Name to problems, errors first; names without any are left out.
     """
-    found = {name: check_variable(name, value, context) for name, value in env.items()}
+    by_name = {name: check_variable(name, value, context) for name, value in env.items()}
     for rule in PAIR_RULES:
         for name, problem in rule(env, context):
-            found[name].append(problem)
+            by_name[name].append(problem)
     order = (ERROR, WARNING, DEBUG)
     return {
         name: sorted(problems, key=lambda problem: order.index(problem.level))
-        for name, problems in found.items()
+        for name, problems in by_name.items()
         if problems
     }

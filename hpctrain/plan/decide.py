@@ -249,8 +249,8 @@ def _lives(events: Sequence[Event]) -> dict[int, _Life]:
         elif event.kind == "attempt_ended":
             # Its successor may write that hours later.
             late = event.data.get("by") == "successor"
-            told = as_number(event.data.get("ended_at")) or as_number(event.data.get("heard"))
-            life.ended = event.t if not late else told or -math.inf
+            ended_at = as_number(event.data.get("ended_at")) or as_number(event.data.get("heard"))
+            life.ended = event.t if not late else ended_at or -math.inf
         elif event.kind == "failure":
             life.error = str(event.data.get("summary", ""))
         life.stepped = life.stepped or _is_of_a_step(event)

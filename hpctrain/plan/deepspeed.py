@@ -334,12 +334,12 @@ def read_user_config(text: str, where: str) -> dict[str, Any]:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in parsed:
                 raise UsageError(f"{where}: {key} stands there twice; keep one")
-            found[key] = value
-        return found
+            parsed[key] = value
+        return parsed
 
     def no_number(word: str) -> Any:
         raise UsageError(f"{where}: {word} is not a number in JSON; write one")
@@ -509,9 +509,9 @@ def _known(user: Mapping[str, Any], where: str) -> None:
     """Every key is one that DeepSpeed reads."""
     for path, value in _walk(user):
         section, _, key = path.rpartition(".")
-        known = SECTIONS.get(section) if section else TOP
-        if known is not None and key not in known:
-            near = nearest(key, known)
+        keys = SECTIONS.get(section) if section else TOP
+        if keys is not None and key not in keys:
+            near = nearest(key, keys)
             prefix = f"{section}." if section else ""
             hint = f"did you mean {prefix}{near[0]}?" if near else "take it out"
             raise UsageError(f"{where}: {path} is not a key that DeepSpeed knows; {hint}")
@@ -618,8 +618,10 @@ def _batch(
             raise UsageError(f"{where}: {key} is {shown(value)}; it takes a whole number from 1 on")
     if train is None:
         _product(said, data_ranks, where)
-        told = ", ".join(said)
-        return [f"{where}: {told}: no effect, the program cuts its batches itself"] if said else []
+        listed = ", ".join(said)
+        return (
+            [f"{where}: {listed}: no effect, the program cuts its batches itself"] if said else []
+        )
     if said.get(BATCH, train.global_batch) != train.global_batch:
         raise UsageError(
             f"{where}: {BATCH} is {said[BATCH]}, and train.global_batch is {train.global_batch}; "

@@ -101,11 +101,14 @@ def failures(events: Sequence[Event]) -> Failures:
     Attempts that never came to train are left out with their time: they had nothing to lose.
     """
     heard = {event.attempt: event.t for event in events}
-    trained = [one for one in attempts(events) if one.last_step is not None]
-    count = sum(1 for one in trained if one.ended is not None and _is_failure(one))
+    trained = [attempt for attempt in attempts(events) if attempt.last_step is not None]
+    count = sum(1 for attempt in trained if attempt.ended is not None and _is_failure(attempt))
     seconds = sum(
-        max(0.0, (heard[one.number] if one.ended is None else one.ended) - one.started)
-        for one in trained
+        max(
+            0.0,
+            (heard[attempt.number] if attempt.ended is None else attempt.ended) - attempt.started,
+        )
+        for attempt in trained
     )
     return Failures(count, seconds)
 

@@ -172,16 +172,16 @@ def summary(verdict: ParityResult) -> str:
     """The verdict in one line."""
     if verdict.holds:
         return f"parity holds: {_largest(verdict)}, within {verdict.tolerance:g}"
-    found = []
+    lines = []
     if verdict.without_gradient:
-        found.append(f"without a gradient: {_some(verdict.without_gradient)}")
+        lines.append(f"without a gradient: {_some(verdict.without_gradient)}")
     if verdict.different:
         names = [f"{name} ({apart:.1e})" for name, apart in verdict.different]
-        found.append(f"another gradient: {_some(names)}")
+        lines.append(f"another gradient: {_some(names)}")
     if verdict.first_off is not None:
-        found.append(f"out of tolerance from step {verdict.first_off} on")
-    found.append(f"{_largest(verdict)}, tolerance {verdict.tolerance:g}")
-    return f"parity does not hold: {'; '.join(found)}"
+        lines.append(f"out of tolerance from step {verdict.first_off} on")
+    lines.append(f"{_largest(verdict)}, tolerance {verdict.tolerance:g}")
+    return f"parity does not hold: {'; '.join(lines)}"
 
 
 def least_ranks(engine: EngineSettings) -> int:

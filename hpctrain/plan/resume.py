@@ -85,16 +85,16 @@ def by_nodes(meshes: Mapping[int, Mesh], ranks_per_node: int) -> list[NodeMesh]:
 
 def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
     """The batch arithmetic on each mesh."""
-    found = []
+    cuts = []
     batch = settings.train.global_batch
-    for one in meshes:
-        ranks = one.mesh.data_ranks
-        passes = passes_of(settings.engine, one.mesh)
+    for node_mesh in meshes:
+        ranks = node_mesh.mesh.data_ranks
+        passes = passes_of(settings.engine, node_mesh.mesh)
         plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
-        found.append(
+        cuts.append(
             Batching(
-                nodes=one.nodes,
-                world_size=one.mesh.world_size,
+                nodes=node_mesh.nodes,
+                world_size=node_mesh.mesh.world_size,
                 data_ranks=ranks,
                 global_batch=batch,
                 micro_batches=plan.micro_batches,
@@ -102,7 +102,7 @@ def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
                 is_even=batch % (ranks * plan.micro_batches) == 0,
             )
         )
-    return found
+    return cuts
 
 
 def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
@@ -128,12 +128,15 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {plan.saved_world_size} ranks, {plan.saved_engine}")
     cuts = {item.nodes: item for item in plan.batching}
-    for one in plan.meshes:
-        ranks = f"{in_nodes([one.nodes])} x {count(one.ranks_per_node, 'rank')}"
-        lines.append(f"mesh         {ranks}: {plan.engine}, {one.mesh.text}{_was(plan, one.mesh)}")
-        if one.nodes in cuts:
-            lines.append(f"batch        {_batch_text(cuts[one.nodes])}")
-        lines += [f"{'':13}{row}" for row in _map_of(one, width - 13)]
+    for node_mesh in plan.meshes:
+        ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
+        lines.append(
+            f"mesh         {ranks}: {plan.engine}, {node_mesh.mesh.text}"
+            f"{_was(plan, node_mesh.mesh)}"
+        )
+        if node_mesh.nodes in cuts:
+            lines.append(f"batch        {_batch_text(cuts[node_mesh.nodes])}")
+        lines += [f"{'':13}{row}" for row in _map_of(node_mesh, width - 13)]
     return "\n".join(lines)
 
 

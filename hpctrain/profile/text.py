@@ -89,14 +89,14 @@ def _rows(ranks: Sequence[RankShares], verdict: ProfileVerdict) -> list[str]:
 
 def _memory_lines(memories: dict[int, RankMemory]) -> list[str]:
     lines = []
-    for rank, one in list(memories.items())[:MOST_RANKS]:
-        loose = one.fragmentation_bytes
+    for rank, memory in list(memories.items())[:MOST_RANKS]:
+        loose = memory.fragmentation_bytes
         if loose is None:
             continue
         numbers = (
-            f"allocated {_gib(one.allocated_bytes)} (peak {_gib(one.allocated_peak_bytes)}), "
-            f"reserved {_gib(one.reserved_bytes)}, fragmentation {_gib(loose)} GiB, "
-            f"retries {one.alloc_retries}, out of memory {one.ooms}"
+            f"allocated {_gib(memory.allocated_bytes)} (peak {_gib(memory.allocated_peak_bytes)}), "
+            f"reserved {_gib(memory.reserved_bytes)}, fragmentation {_gib(loose)} GiB, "
+            f"retries {memory.alloc_retries}, out of memory {memory.ooms}"
         )
         lines += _wrapped(f"memory of rank {rank}: {numbers}", "  ", "    ")
     return lines

@@ -157,8 +157,11 @@ class Profile:
                 for r in self.ranks
             },
             "memory": {
-                str(rank): {**vars(one), "fragmentation_bytes": one.fragmentation_bytes}
-                for rank, one in self.memories.items()
+                str(rank): {
+                    **vars(memory_of_rank),
+                    "fragmentation_bytes": memory_of_rank.fragmentation_bytes,
+                }
+                for rank, memory_of_rank in self.memories.items()
             },
             "snapshots": [
                 str(files[SNAPSHOT]) for files in self.found.files.values() if SNAPSHOT in files

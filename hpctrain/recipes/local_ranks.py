@@ -163,8 +163,8 @@ def _rank(
         code = 0
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent tells it
         summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        mine = error if isinstance(error, HpctrainError) else None
-        failure = RankFailure(rank, time.monotonic(), mine, summary)
+        own_error = error if isinstance(error, HpctrainError) else None
+        failure = RankFailure(rank, time.monotonic(), own_error, summary)
         (out / f"{rank}.failure").write_bytes(pickle.dumps(failure))
     finally:
         sys.stdout.flush()

@@ -107,9 +107,9 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
     share, saves = _share(data, TimeClass.SAVE), data.history.saves
     if share <= SAVE_SHARE or not saves:
         return
-    stall = curves.median([one.stall_s for one in saves])
-    waited = sum(one.waited_s for one in saves)
-    stopped = sum((one.stall_s or 0.0) + one.waited_s for one in saves)
+    stall = curves.median([save.stall_s for save in saves])
+    waited = sum(save.waited_s for save in saves)
+    stopped = sum((save.stall_s or 0.0) + save.waited_s for save in saves)
     evidence = (
         f"{_of_allocated(share)}; {count(len(saves), 'save')}, "
         f"each stopping training for {step_seconds(stall)} in the middle"
@@ -127,12 +127,12 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
 
 def data_wait(data: ReportData) -> Iterator[Advice]:
     """Training waits for its data."""
-    share, found = _share(data, TimeClass.DATA), curves.waits(data.ranks)
+    share, waits = _share(data, TimeClass.DATA), curves.waits(data.ranks)
     if share <= DATA_SHARE:
         return
     evidence = f"{_of_allocated(share)} on rank 0"
-    if found is not None:
-        parts = [d / w if w else 0.0 for d, w in zip(found.data_s, found.wall_s, strict=True)]
+    if waits is not None:
+        parts = [d / w if w else 0.0 for d, w in zip(waits.data_s, waits.wall_s, strict=True)]
         worst = max(range(len(parts)), key=parts.__getitem__)
         evidence += f"; rank {worst} waited most, {percent(parts[worst])} of its time"
     do = "more workers for the data loader, with the cores for them (`--set "
@@ -185,9 +185,9 @@ def _one_error(data: ReportData, attempts: list[AttemptView]) -> bool:
 def same_failure(data: ReportData) -> Iterator[Advice]:
     """The same error again and again: starting anew does not help."""
     seen: dict[str, list[int]] = defaultdict(list)
-    for one in data.status.attempts:
-        if one.failure is not None and one.cause not in _WARNED:
-            seen[one.failure.summary].append(one.number)
+    for attempt in data.status.attempts:
+        if attempt.failure is not None and attempt.cause not in _WARNED:
+            seen[attempt.failure.summary].append(attempt.number)
     for summary, numbers in seen.items():
         if len(numbers) >= SAME_FAILURE:
             yield Advice(
@@ -238,23 +238,23 @@ def warm_up(data: ReportData) -> Iterator[Advice]:
 
 def slow_rank(data: ReportData) -> Iterator[Advice]:
     """One rank is slower than the others most of the time, and they wait for it."""
-    found = curves.waits(data.ranks)
-    if found is None or found.own_s is None or found.samples < LEAST_SAMPLES:
+    waits = curves.waits(data.ranks)
+    if waits is None or waits.own_s is None or waits.samples < LEAST_SAMPLES:
         return
-    rank, times = found.slowest.most_common(1)[0]
-    if found.behind[rank] <= SLOW_BY or times < SLOW_IN * found.samples:
+    rank, times = waits.slowest.most_common(1)[0]
+    if waits.behind[rank] <= SLOW_BY or times < SLOW_IN * waits.samples:
         return
-    node = _node_of(data, rank, len(found.wall_s))
+    node = _node_of(data, rank, len(waits.wall_s))
     on = f" on {node}" if node else ""
     yield Advice(
         "slow-rank",
         f"Rank {rank}{on} is slower than the others",
-        f"slowest in {times} of {count(found.samples, 'sample')}, its own work "
-        f"{percent(found.behind[rank])} above the median of the ranks",
+        f"slowest in {times} of {count(waits.samples, 'sample')}, its own work "
+        f"{percent(waits.behind[rank])} above the median of the ranks",
         "look at its node with `hpctrain preflight`"
         + (f"; keep it out with `--set slurm.exclude={node}`" if node else "")
         + ". If it is slow on every node, its share of the work is larger",
-        found.behind[rank],
+        waits.behind[rank],
     )
 
 
@@ -272,7 +272,7 @@ def queue_wait(data: ReportData) -> Iterator[Advice]:
     spent = data.status.goodput
     queued = spent.seconds[TimeClass.QUEUE]
     share = queued / spent.submitted_s if spent.submitted_s > 0 else 0.0
-    waits = [one.queued_s for one in data.status.attempts if one.queued_s is not None]
+    waits = [attempt.queued_s for attempt in data.status.attempts if attempt.queued_s is not None]
     if share <= QUEUE_SHARE or queued < LEAST_ALLOCATED_S or not waits:
         return
     asked = data.spec.settings.slurm.time if data.spec is not None else ""
@@ -293,10 +293,10 @@ def queue_wait(data: ReportData) -> Iterator[Advice]:
 def memory_limit(data: ReportData) -> Iterator[Advice]:
     """A device's memory is nearly used up; only where the device's name tells its size."""
     held = curves.memory(data.ranks)
-    told = re.search(r"\b(\d{2,3})\s?GB\b", data.history.device)
-    if held is None or told is None:
+    match = re.search(r"\b(\d{2,3})\s?GB\b", data.history.device)
+    if held is None or match is None:
         return
-    whole = int(told[1]) * 2**30
+    whole = int(match[1]) * 2**30
     values = held.reserved or held.peak
     top = max(range(len(values)), key=values.__getitem__)
     if values[top] < MEMORY_SHARE * whole:
@@ -334,7 +334,7 @@ def interval(data: ReportData) -> Iterator[Advice]:
         return
     step_s = curves.median([curves.step_p50(mark) for mark in data.history.marks])
     seconds = chosen.steps * step_s if chosen.steps and step_s is not None else chosen.seconds
-    nodes = max((len(one.nodes) for one in data.status.attempts), default=1)
+    nodes = max((len(attempt.nodes) for attempt in data.status.attempts), default=1)
     between = mtbf_s(data.failures, nodes)
     best = max(daly_s(cost.cost_s, between), 10.0)
     limit = data.spec.settings.checkpoint.max_loss_s
@@ -384,9 +384,9 @@ def stall(data: ReportData) -> Iterator[Advice]:
     if share <= STALL_SHARE:
         return
     silent: dict[int, float] = defaultdict(float)
-    for one in data.status.goodput.slices:
-        if one.kind is TimeClass.STALL and one.attempt is not None:
-            silent[one.attempt] += one.end - one.start
+    for slice_ in data.status.goodput.slices:
+        if slice_.kind is TimeClass.STALL and slice_.attempt is not None:
+            silent[slice_.attempt] += slice_.end - slice_.start
     worst = max(silent, key=lambda number: silent[number], default=0)
     yield Advice(
         "stall",

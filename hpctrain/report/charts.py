@@ -231,24 +231,24 @@ def loss(data: ReportData) -> Chart:
 
 def _resume_marks(data: ReportData) -> dict[str, Any]:
     """A triangle on the loss where an attempt went on from a checkpoint."""
-    views = {one.number: one for one in data.status.attempts}
+    views = {resume.number: resume for resume in data.status.attempts}
     at = {mark.last: mark.loss for mark in data.history.kept if mark.loss is not None}
-    resumes = [one for one in data.history.resumes if one.step in at]
+    resumes = [resume for resume in data.history.resumes if resume.step in at]
     stride = max(1, len(resumes) // MOST_RESUMES)
     resumes = resumes[-1::-stride][::-1]
     texts = []
-    for one in resumes:
-        view, before = views.get(one.attempt or 0), views.get((one.attempt or 0) - 1)
+    for resume in resumes:
+        view, before = views.get(resume.attempt or 0), views.get((resume.attempt or 0) - 1)
         why = f" after {ended(before)}" if before is not None else ""
         on = f" on {escape(where(view))}" if view is not None else ""
-        texts.append(f"attempt {one.attempt} went on from step {one.step:,}{on}{escape(why)}")
+        texts.append(f"attempt {resume.attempt} went on from step {resume.step:,}{on}{escape(why)}")
     return {
         "type": "scatter",
         "mode": "markers",
         "name": "resumed",
         "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]},
-        "x": [one.step for one in resumes],
-        "y": [at[one.step] for one in resumes],
+        "x": [resume.step for resume in resumes],
+        "y": [at[resume.step] for resume in resumes],
         "hovertext": texts,
         "hoverinfo": "text",
     }

@@ -191,10 +191,10 @@ def saves_chart(data: ReportData) -> Chart:
     if not saves:
         return Chart(key, title, "No checkpoint was committed.")
     shown = curves.thin_saves(saves)
-    x = [one.step for one in shown]
+    x = [save.step for save in shown]
     rows = (
-        ("until committed", [one.seconds for one in shown], "#b7c3d3", "y"),
-        ("training stopped", [one.stall_s for one in shown], COLOURS[TimeClass.SAVE], "y"),
+        ("until committed", [save.seconds for save in shown], "#b7c3d3", "y"),
+        ("training stopped", [save.stall_s for save in shown], COLOURS[TimeClass.SAVE], "y"),
         (
             "size",
             [None if b is None else b / GIB for b in (s.size_bytes for s in shown)],
@@ -203,7 +203,8 @@ def saves_chart(data: ReportData) -> Chart:
         ),
     )
     hover = [
-        f"step {one.step:,}, attempt {one.attempt}, {escape(one.mode or 'sync')}" for one in shown
+        f"step {save.step:,}, attempt {save.attempt}, {escape(save.mode or 'sync')}"
+        for save in shown
     ]
     traces = [
         {
@@ -235,10 +236,10 @@ def saves_chart(data: ReportData) -> Chart:
 def _saves_words(data: ReportData) -> str:
     saves = data.history.saves
     stall, whole = (
-        curves.median([one.stall_s for one in saves]),
-        curves.median([one.seconds for one in saves]),
+        curves.median([save.stall_s for save in saves]),
+        curves.median([save.seconds for save in saves]),
     )
-    weight = next((one.size_bytes for one in reversed(saves) if one.size_bytes), None)
+    weight = next((save.size_bytes for save in reversed(saves) if save.size_bytes), None)
     words = f"{count(len(saves), 'save')}: training stopped {step_seconds(stall)} for one"
     words += f", committed after {step_seconds(whole)} (medians)"
     words += f", {size(weight)} each" if weight else ""
@@ -277,8 +278,8 @@ class Timeline:
 
 def timeline(slices: Sequence[TimeSlice]) -> Timeline:
     """Lines of bars, the first attempt first; the queue before an attempt stands in its line."""
-    lasting = [one for one in slices if one.end > one.start]
-    numbers = sorted({one.attempt for one in lasting if one.attempt is not None})
+    lasting = [slice_ for slice_ in slices if slice_.end > slice_.start]
+    numbers = sorted({slice_.attempt for slice_ in lasting if slice_.attempt is not None})
     if not numbers:
         numbers = [0] if lasting else []
     lines = [(numbers[g.start], numbers[g.stop - 1]) for g in groups(len(numbers), MOST_LINES)]
@@ -288,10 +289,12 @@ def timeline(slices: Sequence[TimeSlice]) -> Timeline:
         for number in numbers[group.start : group.stop]
     }
     by_line: dict[int, list[Bar]] = defaultdict(list)
-    for one, number in zip(lasting, _owners(lasting, numbers), strict=True):
+    for slice_, number in zip(lasting, _owners(lasting, numbers), strict=True):
         line = where[number]
-        kind = TimeClass.STEP if one.kind in TRAINING else one.kind
-        _add(by_line[line], Bar(line, one.start, one.end, kind, (number, number)), one.kind)
+        kind = TimeClass.STEP if slice_.kind in TRAINING else slice_.kind
+        _add(
+            by_line[line], Bar(line, slice_.start, slice_.end, kind, (number, number)), slice_.kind
+        )
     begin = min((b.start for b in lasting), default=0)
     pixel = (max((b.end for b in lasting), default=0) - begin) / PIXELS
     crowded = len(numbers) > MOST_LINES
@@ -326,14 +329,14 @@ def _add(bars: list[Bar], bar: Bar, kind: TimeClass) -> None:
 
 def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
     """The bars with those shorter than a pixel put together, under what fills most of them."""
-    found: list[Bar] = []
+    bars_drawn: list[Bar] = []
     for bar in bars:
-        last = found[-1] if found else None
+        last = bars_drawn[-1] if bars_drawn else None
         if last is None or (last.end - last.start >= pixel and bar.end - bar.start >= pixel):
-            found.append(bar)
+            bars_drawn.append(bar)
             continue
         if last.end - last.start >= pixel and last.kind is not bar.kind:
-            found.append(bar)
+            bars_drawn.append(bar)
             continue
         for kind, seconds in bar.shares.items():
             last.shares[kind] = last.shares.get(kind, 0.0) + seconds
@@ -341,7 +344,7 @@ def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
         last.attempts = _both(last.attempts, bar.attempts)
         most = max(last.shares, key=lambda kind: last.shares[kind])
         last.kind = TimeClass.STEP if most in TRAINING else most
-    return found
+    return bars_drawn
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:

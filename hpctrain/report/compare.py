@@ -50,49 +50,49 @@ def comparison_charts(runs: Sequence[ReportData]) -> list[Chart]:
 def _goodput(runs: Sequence[ReportData]) -> Chart:
     key, title = "compare-goodput", "Where the allocated time went"
     names = unique_names(runs)
-    known = [
+    with_rate = [
         (name, data.status.goodput)
         for name, data in zip(names, runs, strict=True)
         if data.status.goodput.allocated_s > 0
     ]
-    if not known:
+    if not with_rate:
         return Chart(key, title, "Nothing was allocated to any of them.")
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": NAMES[kind],
-            "y": [escape(name) for name, _ in known],
-            "x": [round(100 * g.node_seconds[kind] / g.allocated_s, 3) for _, g in known],
+            "y": [escape(name) for name, _ in with_rate],
+            "x": [round(100 * g.node_seconds[kind] / g.allocated_s, 3) for _, g in with_rate],
             "marker": {"color": COLOURS[kind]},
             "hovertemplate": "%{y}<br>%{x:.2f} %<extra>" + NAMES[kind] + "</extra>",
         }
         for kind in NAMES
-        if kind is not TimeClass.QUEUE and any(g.node_seconds[kind] for _, g in known)
+        if kind is not TimeClass.QUEUE and any(g.node_seconds[kind] for _, g in with_rate)
     ]
     shape = layout(
-        110 + 40 * len(known),
+        110 + 40 * len(with_rate),
         barmode="stack",
         xaxis=axis("% of allocated time", range=[0, 100]),
         yaxis=axis("", type="category", autorange="reversed"),
     )
     drawn = {"data": traces, "layout": shape}
-    shares = ", ".join(f"{name} {percent(g.useful_of_allocated)}" for name, g in known)
+    shares = ", ".join(f"{name} {percent(g.useful_of_allocated)}" for name, g in with_rate)
     return Chart(key, title, f"Useful of allocated: {shares}.", drawn, has_legend=True)
 
 
 def _loss(runs: Sequence[ReportData]) -> Chart:
     key, title = "compare-loss", "Loss"
     sets = [curves.by_step(data.history.kept, lambda mark: mark.loss) for data in runs]
-    found = _overlaid(runs, sets, "step", "loss")
-    if found is None:
+    lines = _overlaid(runs, sets, "step", "loss")
+    if lines is None:
         return Chart(key, title, "None of them has a loss on record.")
     last = ", ".join(
         f"{name} {data.status.progress.loss:.4g} at step {data.status.progress.step:,}"
         for name, data in zip(unique_names(runs), runs, strict=True)
         if data.status.progress.loss is not None and data.status.progress.step is not None
     )
-    return Chart(key, title, f"Each step once. {last}.", found, has_legend=True)
+    return Chart(key, title, f"Each step once. {last}.", lines, has_legend=True)
 
 
 def _throughput(runs: Sequence[ReportData]) -> Chart:
@@ -106,15 +106,15 @@ def _throughput(runs: Sequence[ReportData]) -> Chart:
         points = curves.by_time(data.history.marks, unit.rate)
         sets.append([((t - begin) / 3600, rate) for t, rate in points])
     name = f"{unit.name}/s"
-    found = _overlaid(runs, sets, "hours since the first step", name)
-    if found is None:
+    lines = _overlaid(runs, sets, "hours since the first step", name)
+    if lines is None:
         return Chart(key, title, "None of them has a step on record.")
     middles = ", ".join(
         f"{label} {figure(curves.median([unit.rate(m) for m in data.history.marks]), name)}"
         for label, data in zip(unique_names(runs), runs, strict=True)
         if data.history.marks
     )
-    return Chart(key, title, f"Medians: {middles}.", found, has_legend=True)
+    return Chart(key, title, f"Medians: {middles}.", lines, has_legend=True)
 
 
 def _overlaid(

@@ -139,11 +139,13 @@ def heat_map(samples: Sequence[RankSample]) -> HeatMap | None:
     """
     if not samples:
         return None
-    spans = [(one.t - max(0.0, *one.wall_s), one.t) for one in samples]
+    spans = [
+        (rank_sample.t - max(0.0, *rank_sample.wall_s), rank_sample.t) for rank_sample in samples
+    ]
     begin, end = min(low for low, _ in spans), max(high for _, high in spans)
     columns = max(1, min(MOST_COLUMNS, 2 * len(samples)))
     width = max((end - begin) / columns, 1e-3)
-    rows = groups(max(len(one.wall_s) for one in samples), MOST_ROWS)
+    rows = groups(max(len(rank_sample.wall_s) for rank_sample in samples), MOST_ROWS)
     sums = [[0.0] * columns for _ in rows]
     counts = [[0] * columns for _ in rows]
     for sample, (low, high) in zip(samples, spans, strict=True):
@@ -160,7 +162,9 @@ def heat_map(samples: Sequence[RankSample]) -> HeatMap | None:
         for row, count in zip(sums, counts, strict=True)
     ]
     times = [begin + width * column for column in range(columns + 1)]
-    return HeatMap(times, rows, cells, all(one.own_s is not None for one in samples))
+    return HeatMap(
+        times, rows, cells, all(rank_sample.own_s is not None for rank_sample in samples)
+    )
 
 
 @dataclass(frozen=True)
@@ -190,19 +194,19 @@ def waits(samples: Sequence[RankSample]) -> Waits | None:
     if not crew:
         return None
     size = len(crew[-1].wall_s)
-    all_known = all(one.own_s is not None for one in crew)
+    all_known = all(sample.own_s is not None for sample in crew)
     none = (0.0,) * size
     slowest: Counter[int] = Counter()
     shares: list[list[float]] = []
-    for one in crew:
-        busy = one.busy_s
+    for sample in crew:
+        busy = sample.busy_s
         middle = statistics.median(busy)
         slowest[max(range(size), key=busy.__getitem__)] += 1
         shares.append([value / middle - 1 if middle > 0 else 0.0 for value in busy])
     return Waits(
-        wall_s=_sums([one.wall_s for one in crew]),
-        data_s=_sums([one.data_s or none for one in crew]),
-        own_s=_sums([one.own_s or none for one in crew]) if all_known else None,
+        wall_s=_sums([sample.wall_s for sample in crew]),
+        data_s=_sums([sample.data_s or none for sample in crew]),
+        own_s=_sums([sample.own_s or none for sample in crew]) if all_known else None,
         slowest=slowest,
         samples=len(crew),
         behind=[statistics.median(column) for column in zip(*shares, strict=True)],
@@ -225,12 +229,12 @@ class MemoryPeaks:
 
 def memory(samples: Sequence[RankSample]) -> MemoryPeaks | None:
     """The highest of all its samples; None where no attempt told."""
-    crew = newest_crew([one for one in samples if one.peak_bytes is not None])
+    crew = newest_crew([sample for sample in samples if sample.peak_bytes is not None])
     if not crew:
         return None
-    peaks = [one.peak_bytes for one in crew if one.peak_bytes is not None]
-    reserved = [one.reserved_bytes for one in crew if one.reserved_bytes is not None]
-    retries = [one.retries for one in crew if one.retries is not None]
+    peaks = [sample.peak_bytes for sample in crew if sample.peak_bytes is not None]
+    reserved = [sample.reserved_bytes for sample in crew if sample.reserved_bytes is not None]
+    retries = [sample.retries for sample in crew if sample.retries is not None]
     return MemoryPeaks(
         attempt=crew[-1].attempt,
         peak=[max(column) for column in zip(*peaks, strict=True)],

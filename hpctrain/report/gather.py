@@ -242,7 +242,7 @@ def _spec(run: RunDir) -> tuple[Spec | None, str]:
 
 def _samples(run: RunDir, numbers: Sequence[int]) -> tuple[list[RankSample], list[str]]:
     """Samples of all attempts in order, and what could not be read."""
-    found: list[RankSample] = []
+    samples: list[RankSample] = []
     problems: list[str] = []
     for number in numbers:
         path = run.rank_times(number)
@@ -254,8 +254,8 @@ def _samples(run: RunDir, numbers: Sequence[int]) -> tuple[list[RankSample], lis
             problems.append(f"{path} cannot be read: {error.strerror}")
             continue
         whole = [sample for line in lines if (sample := rank_sample(line, number)) is not None]
-        found += whole
+        samples += whole
         # The last line is torn in every file that is being written; more are worth a word.
         if len(whole) < len(lines) - 1:
             problems.append(f"{path}: {len(lines) - len(whole)} of {len(lines)} lines are torn")
-    return found, problems
+    return samples, problems

@@ -73,7 +73,7 @@ def comparison_page(runs: Sequence[ReportData]) -> str:
     drawn = comparison_charts(runs)
     titles, *rows = comparison_rows(runs)
     names = unique_names(runs)
-    told = "".join(
+    notes = "".join(
         f"<h3>{escape(name)}</h3>{_advice(data)}" for name, data in zip(names, runs, strict=True)
     )
     title = " and ".join(names) if len(names) <= 3 else f"{len(names)} runs"  # noqa: PLR2004
@@ -82,7 +82,7 @@ def comparison_page(runs: Sequence[ReportData]) -> str:
         "<main>",
         _section("numbers", "Numbers", _table(titles, rows, frozenset(titles[1:]))),
         *(_chart(chart) for chart in drawn),
-        _section("advice", "Advice", told),
+        _section("advice", "Advice", notes),
         "</main>",
         _foot(runs),
     ]

@@ -109,13 +109,15 @@ def _speed(data: ReportData) -> list[Fact]:
     marks = data.history.marks
     unit = curves.unit_of(marks)
     rate = curves.median([unit.rate(mark) for mark in marks])
-    found = []
+    facts_of_speed = []
     if rate is not None:
         step = step_seconds(curves.median([curves.step_p50(mark) for mark in marks]))
-        found.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
+        facts_of_speed.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
     if data.status.progress.loss is not None:
-        found.append(Fact("loss", f"{data.status.progress.loss:.4g}", "of the last step told"))
-    return found
+        facts_of_speed.append(
+            Fact("loss", f"{data.status.progress.loss:.4g}", "of the last step told")
+        )
+    return facts_of_speed
 
 
 def classes(spent: Goodput) -> list[tuple[str, float, float]]:
@@ -134,17 +136,17 @@ def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
     """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
     attempts = list(data.status.attempts)
     rows: list[tuple[str, ...]] = []
-    for one, following in zip_longest(attempts, attempts[1:]):
+    for attempt, following in zip_longest(attempts, attempts[1:]):
         rows.append(
             (
-                str(one.number),
-                one.job_id or NOTHING,
-                where(one),
-                when(one.started),
-                duration(_until(data, one) - one.started),
-                _end(data, one),
-                steps(one),
-                NOTHING if one.steps_lost is None else f"{one.steps_lost:,}",
+                str(attempt.number),
+                attempt.job_id or NOTHING,
+                where(attempt),
+                when(attempt.started),
+                duration(_until(data, attempt) - attempt.started),
+                _end(data, attempt),
+                steps(attempt),
+                NOTHING if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
                 recovered(following),
             )
         )
@@ -170,13 +172,13 @@ def _end(data: ReportData, attempt: AttemptView) -> str:
 def failure_groups(data: ReportData) -> list[FailureGroup]:
     """What attempts failed of, the newest kind first; the same failure counts once."""
     groups: dict[str, FailureGroup] = {}
-    for one in reversed(data.status.attempts):
-        failure = one.failure
+    for attempt in reversed(data.status.attempts):
+        failure = attempt.failure
         if failure is None:
             continue
         group = groups.get(failure.summary)
         if group is not None:
-            numbers = (one.number, *group.attempts)
+            numbers = (attempt.number, *group.attempts)
             groups[failure.summary] = FailureGroup(
                 group.summary, numbers, group.where, group.cause, group.traceback
             )
@@ -184,7 +186,9 @@ def failure_groups(data: ReportData) -> list[FailureGroup]:
         rank = "" if failure.rank is None else f"rank {failure.rank}"
         on = f"{rank} on {failure.node}" if failure.node else rank
         text = textwrap.dedent(failure.traceback).strip("\n")
-        groups[failure.summary] = FailureGroup(failure.summary, (one.number,), on, ended(one), text)
+        groups[failure.summary] = FailureGroup(
+            failure.summary, (attempt.number,), on, ended(attempt), text
+        )
     return list(groups.values())
 
 

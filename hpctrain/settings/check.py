@@ -147,8 +147,8 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
                 hint = "TensorBoard's files are always written, it needs no entry"
             else:
                 hint = f"did you mean {near[0]}?" if near else "e.g. mypackage.mymodule:make"
-            told = _told("track.loggers", origins)
-            raise UsageError(f'{told} has "{name}"; it takes wandb or module:name; {hint}')
+            where = _told("track.loggers", origins)
+            raise UsageError(f'{where} has "{name}"; it takes wandb or module:name; {hint}')
 
 
 def _check_notify(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -230,24 +230,24 @@ def parse_profile(text: str) -> dict[str, object]:
         UsageError: a word that is none of these, or no steps.
     """
     where = f"--profile {text}"
-    found: dict[str, object] = {}
+    parts: dict[str, object] = {}
     for part in re.split(r"[,\s]+", text.strip()):
         key, equals, value = part.partition("=")
-        if part.isdigit() and "ranks" in found:  # the second rank of ranks=0,7
-            found["ranks"] = f"{found['ranks']},{part}"
+        if part.isdigit() and "ranks" in parts:  # the second rank of ranks=0,7
+            parts["ranks"] = f"{parts['ranks']},{part}"
         elif key in {"steps", "ranks"} and equals:
-            if key in found:
+            if key in parts:
                 raise UsageError(f"{where}: {key} is given twice; keep one")
-            found[key] = value
+            parts[key] = value
         elif part == "memory":
-            found["memory"] = True
+            parts["memory"] = True
         else:
             raise UsageError(f'{where}: "{part}" is not understood; e.g. {EXAMPLE}')
-    if not found.get("steps"):
+    if not parts.get("steps"):
         raise UsageError(f"{where}: which steps? e.g. {EXAMPLE}")
-    step_range(str(found["steps"]), where=f"{where}: steps")
-    rank_set(str(found.get("ranks", "0")), where=f"{where}: ranks")
-    return found
+    step_range(str(parts["steps"]), where=f"{where}: steps")
+    rank_set(str(parts.get("ranks", "0")), where=f"{where}: ranks")
+    return parts
 
 
 def profile_flags(
@@ -411,17 +411,19 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
                 f"{_told(f'slurm.{key}', origins)} is {value!r}; it takes one word without blanks"
             )
     for key in ("extra", "srun_args"):
-        told = _told(f"slurm.{key}", origins)
+        where = _told(f"slurm.{key}", origins)
         for option in getattr(settings.slurm, key):
             if not option.startswith("-") or not option.isprintable():
-                raise UsageError(f"{told} has {option!r}; each takes one option, e.g. --switches=1")
+                raise UsageError(
+                    f"{where} has {option!r}; each takes one option, e.g. --switches=1"
+                )
             try:
                 names = names_of(option)
             except UsageError as error:
-                raise UsageError(f"{told}: {error}") from None
+                raise UsageError(f"{where}: {error}") from None
             ours = [name for name in names if name in _OURS] if key == "extra" else []
             if ours:
-                raise UsageError(f"{told} has {option}, which hpctrain sets; use {_OURS[ours[0]]}")
+                raise UsageError(f"{where} has {option}, which hpctrain sets; use {_OURS[ours[0]]}")
 
 
 def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -440,16 +442,16 @@ def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:
 
 def _fit_lead(settings: Settings, origins: dict[str, str]) -> list[str]:
     """Keep the warning well inside the time limit: past half of it a job would mostly save."""
-    told = _told("slurm.signal_lead_s", origins)
+    where = _told("slurm.signal_lead_s", origins)
     limit = time_s(settings.slurm.time, where=_told("slurm.time", origins))
     lead = settings.slurm.signal_lead_s
     if lead > _MAX_LEAD_S:
-        raise UsageError(f"{told} is {lead}; sbatch takes at most {_MAX_LEAD_S}")
+        raise UsageError(f"{where} is {lead}; sbatch takes at most {_MAX_LEAD_S}")
     if lead * 2 <= limit:
         return []
     if origins.get("slurm.signal_lead_s", "default") != "default":
         raise UsageError(
-            f"{told} is {lead}, more than half of the time limit of {limit} s "
+            f"{where} is {lead}, more than half of the time limit of {limit} s "
             f"({_told('slurm.time', origins)}); raise --time or lower it to {max(1, limit // 3)}"
         )
     settings.slurm.signal_lead_s = max(1, limit // 3)

@@ -75,16 +75,16 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     Raises:
         UsageError: settings that do not go together.
     """
-    engine, told = settings.engine, _Told(origins)
+    engine, where = settings.engine, _Told(origins)
     bounds(engine, origins)
     if engine.exact:
-        _check_exact(engine, told)
-    _check_precision(settings, told)
-    _check_offload(engine, told)
+        _check_exact(engine, where)
+    _check_precision(settings, where)
+    _check_offload(engine, where)
     if engine.offload == "nvme":
-        _check_nvme(settings, told)
-    _check_compile(engine, told)
-    return _unused(engine, told)
+        _check_nvme(settings, where)
+    _check_compile(engine, where)
+    return _unused(engine, where)
 
 
 def _unused(engine: EngineSettings, told: _Told) -> list[str]:

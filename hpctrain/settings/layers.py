@@ -125,17 +125,19 @@ def resolve(
         UsageError: an unknown section or key (with the nearest one), or a value of the wrong type.
     """
     settings = deepcopy(base) if base else Settings()
-    known = {name: {f.name: f for f in fields(cls)} for name, cls in sections().items()}
-    merged = {f"{s}.{k}": DEFAULT for s, keys in known.items() for k in keys} | dict(origins or {})
+    fields_of = {name: {f.name: f for f in fields(cls)} for name, cls in sections().items()}
+    merged = {f"{s}.{k}": DEFAULT for s, keys in fields_of.items() for k in keys} | dict(
+        origins or {}
+    )
     for layer in layers:
         for section, values in layer.values.items():
-            if section not in known:
+            if section not in fields_of:
                 raise UsageError(f"{layer.where(section, '')}: {_unknown(section, '', ())}")
             for key, value in values.items():
                 where = layer.where(section, key)
-                if key not in known[section]:
+                if key not in fields_of[section]:
                     raise UsageError(f"{where}: {_unknown(key, section, ())}")
-                setting = known[section][key]
+                setting = fields_of[section][key]
                 setattr(getattr(settings, section), key, convert(value, setting, section, where))
                 merged[f"{section}.{key}"] = where
     return settings, merged
@@ -187,11 +189,17 @@ def parse_set(text: str) -> tuple[str, str, Any]:
     where = f"--set {text}"
     if not equals or not dot or not key:
         raise UsageError(f"{where}: not of the form section.key=value, e.g. --set train.steps=500")
-    known = {f.name: f for f in fields(sections()[section])} if section in sections() else None
-    if known is None or key not in known:
-        unknown = _unknown(section, "", ()) if known is None else _unknown(key, section, ())
+    settings_of = (
+        {f.name: f for f in fields(sections()[section])} if section in sections() else None
+    )
+    if settings_of is None or key not in settings_of:
+        unknown = _unknown(section, "", ()) if settings_of is None else _unknown(key, section, ())
         raise UsageError(f"{where}: {unknown}")
-    return section, key, convert(_parse(value.strip(), known[key]), known[key], section, where)
+    return (
+        section,
+        key,
+        convert(_parse(value.strip(), settings_of[key]), settings_of[key], section, where),
+    )
 
 
 def _parse(text: str, setting: Field[Any]) -> Any:

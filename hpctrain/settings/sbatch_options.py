@@ -110,11 +110,11 @@ def _full(name: str) -> str:
     """The name that sbatch takes this one for."""
     if name in LONG:
         return SAME.get(name, name)
-    longer = sorted(one for one in LONG if one.startswith(name))
-    if len({SAME.get(one, one) for one in longer}) > 1:
+    longer = sorted(option for option in LONG if option.startswith(name))
+    if len({SAME.get(option, option) for option in longer}) > 1:
         raise UsageError(
             f"--{name} is short for several of sbatch's options "
-            f"({', '.join(f'--{one}' for one in longer[:4])}); write it out"
+            f"({', '.join(f'--{option}' for option in longer[:4])}); write it out"
         )
     return SAME.get(longer[0], longer[0]) if longer else name
 

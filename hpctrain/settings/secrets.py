@@ -70,22 +70,22 @@ def secrets_of(
         env_origins: Variable to its place.
         origins: Setting to its place.
     """
-    found = []
+    secrets = []
     for name, value in env.items():
         where = env_origins.get(name, "env")
-        found += _of_pair(where, name, value) or _of_urls(where, name, value)
-    found += _of_words("an argument of the script", args)
+        secrets += _of_pair(where, name, value) or _of_urls(where, name, value)
+    secrets += _of_words("an argument of the script", args)
     texts = [("slurm.setup", line) for line in settings.slurm.setup]
     texts.append(("notify.command", settings.notify.command))
     for path, text in texts:
         where = f"{origins.get(path, 'default')}: {path}"
-        found += [
-            one
+        secrets += [
+            secret
             for match in _SET.finditer(text)
-            for one in _of_pair(where, match["name"], match["value"].strip("\"'"))
+            for secret in _of_pair(where, match["name"], match["value"].strip("\"'"))
         ]
-        found += _of_words(where, _split(text))
-    return list(dict.fromkeys(found))
+        secrets += _of_words(where, _split(text))
+    return list(dict.fromkeys(secrets))
 
 
 def secrets_in(spec: Spec) -> list[SecretFinding]:

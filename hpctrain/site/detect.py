@@ -94,9 +94,9 @@ class Detected:
             UsageError: several match alike.
         """
         if self.tied:
-            told = "; ".join(f"{one.name} because {one.reasons[0]}" for one in self.tied)
+            listed = "; ".join(f"{match.name} because {match.reasons[0]}" for match in self.tied)
             raise UsageError(
-                f"{len(self.tied)} sites match here: {told}; name one with --site, or have an "
+                f"{len(self.tied)} sites match here: {listed}; name one with --site, or have an "
                 "admin give one of them a higher detect.priority"
             )
         return self.chosen
@@ -208,27 +208,27 @@ def _match(site: Site, here: Surroundings) -> Match | None:
 
 def _reasons(site: Site, here: Surroundings) -> list[tuple[Signal, str]]:
     """Everything that fits, the strongest first."""
-    found: list[tuple[Signal, str]] = []
+    reasons: list[tuple[Signal, str]] = []
     rules = site.detect
     for name, pattern in rules.env.items():
         value = here.environ.get(name)
         if value is not None and re.fullmatch(pattern, value):
-            found.append((Signal.VARIABLE, f"the variable {name} is {value}"))
+            reasons.append((Signal.VARIABLE, f"the variable {name} is {value}"))
     for path, pattern in rules.file.items():
         line = here.read_first_line(path)
         if line is not None and re.fullmatch(pattern, line):
-            found.append((Signal.FILE, f"the first line of {path} is {line}"))
+            reasons.append((Signal.FILE, f"the first line of {path} is {line}"))
     if rules.slurm_cluster:
         cluster = here.slurm_cluster()
         if cluster and _any(rules.slurm_cluster, cluster):
-            found.append((Signal.CLUSTER, f"SLURM's ClusterName is {cluster}"))
+            reasons.append((Signal.CLUSTER, f"SLURM's ClusterName is {cluster}"))
     if rules.hostname:
         host = here.hostname
         if not _any(rules.hostname, host):
             host = here.fqdn()
         if _any(rules.hostname, host):
-            found.append((Signal.HOSTNAME, f"the host is called {host}"))
-    return found
+            reasons.append((Signal.HOSTNAME, f"the host is called {host}"))
+    return reasons
 
 
 def _any(patterns: Sequence[str], text: str) -> bool:

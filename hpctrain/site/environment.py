@@ -233,11 +233,11 @@ def _conditions(when: When, where: str, versions: Versions, notes: list[str]) ->
         version = getattr(versions, what)
         try:
             yield bool(version) and holds(wanted, version)
-            told = bool(version)
+            is_known = bool(version)
         except ValueError:
-            told = False
+            is_known = False
             yield False
-        if not told:
+        if not is_known:
             shown = f'"{version}"' if version else "not known"
             notes.append(f"{where} does not apply: {what} {wanted} is wanted, it is {shown}")
     if when.gpu:

@@ -70,7 +70,7 @@ def site_files(environ: Mapping[str, str] | None = None) -> dict[str, list[tuple
             continue
         except OSError as error:
             raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
-        for path in (one for one in paths if one.suffix == ".toml"):
+        for path in (entry for entry in paths if entry.suffix == ".toml"):
             by_name.setdefault(path.stem, []).append((layer, path))
     return by_name
 

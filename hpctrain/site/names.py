@@ -51,16 +51,16 @@ def unknown(path: KeyPath, cls: type | None) -> str:
 
 def _hint(path: KeyPath, cls: type) -> str:
     table, name = ".".join(path[:-1]), path[-1]
-    known = keys_of(cls)
+    keys = keys_of(cls)
     if cls is schema.EnvGroups and name.isupper():
         return f"put it under {_ENV_GROUPS}"
     if path[0] in sections() and name in _setting_names(path[0]):
         return f"as a default of hpctrain's setting it belongs under [settings.{path[0]}]"
-    if near := nearest(name, known):
+    if near := nearest(name, keys):
         return f"did you mean {table}.{near[0]}?"
     if elsewhere := [place for place in _paths() if place.endswith(f".{name}")]:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"[{table}] has {', '.join(known)}"
+    return f"[{table}] has {', '.join(keys)}"
 
 
 def _hint_at_top(name: str) -> str:

@@ -46,9 +46,9 @@ def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
     text = environ.get(HPCTRAIN_SITE_PATH, "")
     named = [Path(entry) for entry in text.split(os.pathsep) if entry]
     system = [SYSTEM_SITES, *reversed(named)]
-    found = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]
+    folders = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]
     home = environ.get("HOME")
     config = environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")
     if config.startswith("/"):
-        found.append((USER, Path(config, "hpctrain", "sites")))
-    return found
+        folders.append((USER, Path(config, "hpctrain", "sites")))
+    return folders

@@ -234,7 +234,7 @@ def _leaf(site: Site, path: KeyPath) -> PresetValue | None:
 
 def sorted_findings(site: Site, found: Iterable[PresetFinding]) -> list[PresetFinding]:
     """Each finding once, in the order of files and lines, errors first on a line."""
-    files = {one.path: number for number, one in enumerate(site.files)}
+    files = {site_file.path: number for number, site_file in enumerate(site.files)}
     levels = {"error": 0, "warning": 1, "debug": 2}
 
     def key(finding: PresetFinding) -> tuple[int, str, int, int]:

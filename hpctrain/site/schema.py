@@ -464,16 +464,18 @@ def title_of(cls: type[Any]) -> str:
 
 def make(cls: type[_T], values: Mapping[str, Any]) -> _T:
     """An instance of one of the schema's classes from plain values, nested tables included."""
-    known = keys_of(cls)
+    keys = keys_of(cls)
     arguments: dict[str, Any] = {}
     for name, value in values.items():
-        inner, form = known[name].inner, known[name].form
+        inner, form = keys[name].inner, keys[name].form
         if inner is None:
             arguments[name] = value
         elif form == "table":
             arguments[name] = make(inner, value)
         else:
-            arguments[name] = {one: make(inner, table) for one, table in value.items()}
+            arguments[name] = {
+                inner_name: make(inner, table) for inner_name, table in value.items()
+            }
     return cls(**arguments)
 
 

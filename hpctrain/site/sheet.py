@@ -147,11 +147,11 @@ class _Reader:
             return
         values = dict(raw)
         source = self._source(values, path) or source
-        known = keys_of(cls)
+        keys = keys_of(cls)
         for name, value in values.items():
-            base = known.get(name.removesuffix(ADD))
-            if name in known:
-                self._value(known[name], value, (*path, name), source)
+            base = keys.get(name.removesuffix(ADD))
+            if name in keys:
+                self._value(keys[name], value, (*path, name), source)
             elif name.endswith(ADD) and base is not None and base.form == "texts":
                 self._leaf(base, value, (*path, name), source)
             else:
@@ -226,7 +226,7 @@ class _Reader:
 
     def _section(self, section: str, values: dict[str, Any], path: KeyPath, source: str) -> None:
         source = self._source(values, path) or source
-        kinds = {one.name: one.type for one in fields(sections()[section])}
+        kinds = {setting.name: setting.type for setting in fields(sections()[section])}
         for name, raw in values.items():
             adds = name not in kinds and kinds.get(name.removesuffix(ADD)) == "list[str]"
             key = name.removesuffix(ADD) if adds else name
@@ -263,10 +263,10 @@ class _Reader:
         """
         if not isinstance(raw, dict):
             return raw, source, ""
-        known = ("value", SOURCE, "why")
+        parts = ("value", SOURCE, "why")
         for name, inner in raw.items():
-            if name not in known:
-                near = nearest(name, known)
+            if name not in parts:
+                near = nearest(name, parts)
                 hint = f"did you mean {near[0]}?" if near else "it takes value, source and why"
                 raise _Fault(f"{dotted((*path, name))} is not known there; {hint}")
             if name != "value" and not isinstance(inner, str):
@@ -340,15 +340,15 @@ def check_locked(site: Site, overridden: Mapping[str, str], *, allow: bool) -> l
         UsageError: there is one and `allow` is False.
     """
     changes = {dotted(path): place for path, place in site.overridden.items()} | dict(overridden)
-    told = [
+    notes = [
         f"{path} is locked by {site.where('lock', 'keys')} and changed by {place}"
         for path, place in changes.items()
         if any(_covers(site, lock, path) for lock in site.lock.keys)
     ]
-    if told and not allow:
+    if notes and not allow:
         contact = f", or ask {site.about.contact}" if site.about.contact else ""
-        raise UsageError(f"{'; '.join(told)}; leave it out{contact}, or say --allow-locked")
-    return [f"{line} (--allow-locked)" for line in told]
+        raise UsageError(f"{'; '.join(notes)}; leave it out{contact}, or say --allow-locked")
+    return [f"{line} (--allow-locked)" for line in notes]
 
 
 def _covers(site: Site, lock: str, path: str) -> bool:
@@ -439,9 +439,9 @@ def _check_source(
 ) -> None:
     if not leaf.source or (schema.SOURCES, leaf.source) in leaves:
         return
-    known = [path[1] for path in leaves if path[0] == schema.SOURCES]
-    near = nearest(leaf.source, known)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+    source_names = [path[1] for path in leaves if path[0] == schema.SOURCES]
+    near = nearest(leaf.source, source_names)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(source_names) or 'none'}"
     raise UsageError(
         f'{site_file.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which '
         f"[sources] does not have; {hint}"

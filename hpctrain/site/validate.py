@@ -163,7 +163,11 @@ def _alone(site: Site) -> Iterator[PresetFinding]:
     if not any("disable_rdzv_get" in option for option in site.slurm.required):
         return
     name = "FI_CXI_RDZV_PROTO"
-    groups = (site.env.common, site.env.multi_node, *(one.set for one in site.env.when.values()))
+    groups = (
+        site.env.common,
+        site.env.multi_node,
+        *(condition.set for condition in site.env.when.values()),
+    )
     said = name in site.modules.provides_env or any(name in group for group in groups)
     if not said:
         yield warning(
@@ -183,7 +187,7 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         today: The day against which its review is held; this day by default.
     """
     today = today or date.today()  # noqa: DTZ011 - a review has a day, and no hour
-    found = [
+    findings = [
         *_about(site),
         *_reviewed(site, today),
         *_sources(site),
@@ -192,7 +196,7 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         *_settings(site),
         *_lock(site),
     ]
-    return sorted_findings(site, found)
+    return sorted_findings(site, findings)
 
 
 def _about(site: Site) -> Iterator[PresetFinding]:

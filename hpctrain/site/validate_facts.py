@@ -180,8 +180,8 @@ def _order(
 
 
 def _preemption(site: Site, name: str, partition: Partition) -> Iterator[PresetFinding]:
-    at, told = ("partitions", name, "preemption"), partition.preemption
-    if told.mode == "none":
+    at, preemption = ("partitions", name, "preemption"), partition.preemption
+    if preemption.mode == "none":
         for key in ("grace_s", "signal", "exempt_s"):
             if (*at, key) in site.leaves:
                 yield error(
@@ -189,10 +189,10 @@ def _preemption(site: Site, name: str, partition: Partition) -> Iterator[PresetF
                     (*at, key),
                     "says what a preemption does and mode is none, which has none; take one away",
                 )
-    if told.mode == "requeue":
+    if preemption.mode == "requeue":
         yield from _requeue(site, name)
-    if told.signal:
-        yield from _signal(site, at, told.signal, told.grace_s)
+    if preemption.signal:
+        yield from _signal(site, at, preemption.signal, preemption.grace_s)
 
 
 def _requeue(site: Site, name: str) -> Iterator[PresetFinding]:

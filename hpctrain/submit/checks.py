@@ -62,19 +62,19 @@ def check_hooks_here(
 def _check_webhook(settings: Settings, origins: Mapping[str, str], folder: Path) -> list[str]:
     if not settings.notify.webhook_file:
         return []
-    told = f"{origins.get('notify.webhook_file', 'default')}: notify.webhook_file"
+    setting = f"{origins.get('notify.webhook_file', 'default')}: notify.webhook_file"
     path = folder / Path(settings.notify.webhook_file).expanduser()
     try:
         url = path.read_text().strip()
         mode = path.stat().st_mode
     except OSError as error:
-        raise UsageError(f"{told} {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{setting} {path} cannot be read: {error.strerror}") from None
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
-        raise UsageError(f"{told} {path} holds no URL; it takes one line, https://...")
+        raise UsageError(f"{setting} {path} holds no URL; it takes one line, https://...")
     if url.startswith("http://") and not settings.notify.plain_http:
         raise UsageError(
-            f"{told} {path} holds an http:// URL, which is a secret that everybody on the way can "
-            "read; use https://, or set notify.plain_http"
+            f"{setting} {path} holds an http:// URL, which is a secret that everybody on the way "
+            "can read; use https://, or set notify.plain_http"
         )
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         return [f"others can read {path}, which holds a secret; chmod 600 it"]
@@ -225,10 +225,10 @@ def installed_version(package: str) -> str:
     """
     for place in sys.path:
         try:
-            found = list(Path(place).iterdir())
+            entries = list(Path(place).iterdir())
         except OSError:
             continue  # Python passes over it as well
-        for path in found:
+        for path in entries:
             if path.suffix in _INFO and path.stem.lower().startswith(f"{package}-"):
                 return path.stem[len(package) + 1 :].partition("-")[0]
     return ""

@@ -152,13 +152,13 @@ def _flushes(trial: Path) -> bool:
 def _appends(trial: Path) -> bool:
     path = trial / "facts"
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    one, other = os.open(path, flags), os.open(path, flags)
+    first, second = os.open(path, flags), os.open(path, flags)
     try:
-        for descriptor in (one, other, one):
+        for descriptor in (first, second, first):
             os.write(descriptor, b"fact\n")
     finally:
-        os.close(one)
-        os.close(other)
+        os.close(first)
+        os.close(second)
     return path.read_bytes() == b"fact\n" * 3
 
 

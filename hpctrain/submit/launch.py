@@ -204,11 +204,11 @@ def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
     deadline = time.monotonic() + ADOPT_WAIT_S
     while True:
         try:
-            found = cluster.find_job(token)
+            job = cluster.find_job(token)
         except ClusterUnreachable:
-            found = None  # still silent; asked again until the deadline
-        if found is not None:
-            return found.job_id
+            job = None  # still silent; asked again until the deadline
+        if job is not None:
+            return job.job_id
         if time.monotonic() > deadline:
             raise ClusterUnreachable(
                 f"{error}; no job with token {token} was found. Try again: if it was accepted "

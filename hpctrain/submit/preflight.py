@@ -323,14 +323,14 @@ def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> P
 
 def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> PreflightReport:
     root = preflight.run.root
-    told, ask_at, over_at = 0, 0.0, None
+    lines_told, ask_at, over_at = 0, 0.0, None
     began: float | None = None
     while True:
         with contextlib.suppress(OSError):
             return PreflightReport.load(root / REPORT)
-        told = _tell_progress(root / PROGRESS, told, say)
+        lines_told = _tell_progress(root / PROGRESS, lines_told, say)
         now = time.monotonic()
-        began = now if told and began is None else began
+        began = now if lines_told and began is None else began
         if over_at is not None and now > over_at + LAST_WORDS_S:
             return _without_report(preflight, f"{job.name} ended without a report")
         if began is not None and now > began + timeout_s:
@@ -339,7 +339,7 @@ def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> 
         if now > ask_at:
             ask_at = now + ASK_EVERY_S
             over_at = (over_at or now) if job.is_over() else None
-            if not told and over_at is None and (why := job.waits_for()):
+            if not lines_told and over_at is None and (why := job.waits_for()):
                 say(f"{job.name} waits: {why}")
         time.sleep(POLL_S)
 

@@ -168,8 +168,8 @@ def prepare(request: SubmitRequest) -> Prepared:
         changes = changed(site, settings, origins, env, env_origins) | changed_by_shell(
             site, request.environ, env
         )
-        told, changed_paths = take_locks(site, changes, allow=request.allow_locked)
-        notes += told
+        lock_notes, changed_paths = take_locks(site, changes, allow=request.allow_locked)
+        notes += lock_notes
         unlocked += changed_paths
         if cluster == "slurm":
             is_script = entry.kind == "script"

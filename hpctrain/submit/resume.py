@@ -83,8 +83,8 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     unlocked = list(spec.unlocked)
     site = site_of(spec)
     if site is not None:
-        told, more = _check_with_site(spec, site, settings, origins, request)
-        notes += told
+        site_notes, more = _check_with_site(spec, site, settings, origins, request)
+        notes += site_notes
         unlocked += [path for path in more if path not in unlocked]
     notes += check_versions(settings, site if spec.cluster == "slurm" else None, python=spec.python)
     for name in SAME_RUN:
@@ -101,8 +101,10 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     if settings.engine.kind.startswith("zero"):
         notes += take_ds_config(settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks)
     fresh = replace(spec, settings=settings, origins=origins, unlocked=unlocked)
-    known = {one[1:] for one in secrets_in(spec)}
-    notes += secret_warnings([one for one in secrets_in(fresh) if one[1:] not in known])
+    secrets_before = {secret[1:] for secret in secrets_in(spec)}
+    notes += secret_warnings(
+        [secret for secret in secrets_in(fresh) if secret[1:] not in secrets_before]
+    )
     return fresh, notes
 
 
@@ -141,22 +143,24 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         )
     look_anew(run.root, run.checkpoints)
     choice = find.choose(run, at_step=from_step)
-    found = choice.found
-    if found is None and from_step is None:
-        refuse_to_forget(run, [asdict(one) for one in choice.skipped])
-    manifest = found.manifest if found is not None else None
+    checkpoint = choice.found
+    if checkpoint is None and from_step is None:
+        refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
+    manifest = checkpoint.manifest if checkpoint is not None else None
     is_recipe = spec.entry.kind == "recipe"
     found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     return ResumePlan(
         run=run.name,
-        step=found.step if found else 0,
-        checkpoint=found.path.name if found else None,
+        step=checkpoint.step if checkpoint else 0,
+        checkpoint=checkpoint.path.name if checkpoint else None,
         saved_world_size=manifest.world_size if manifest else None,
         saved_engine=manifest.engine if manifest else None,
         saved_mesh=manifest.mesh if manifest else None,
         engine=spec.settings.engine.kind,
-        looked_at=looked_at((found.step, found.path.name) if found else None, choice.skipped),
+        looked_at=looked_at(
+            (checkpoint.step, checkpoint.path.name) if checkpoint else None, choice.skipped
+        ),
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
     )

@@ -91,14 +91,14 @@ def _partitions(site: Site, named: Sequence[str]) -> list[str]:
     for name in named:
         if name not in site.partitions:
             near = nearest(name, site.partitions)
-            known = ", ".join(site.partitions) or "none"
-            hint = f"did you mean {near[0]}?" if near else f"there are: {known}"
+            listed = ", ".join(site.partitions) or "none"
+            hint = f"did you mean {near[0]}?" if near else f"there are: {listed}"
             raise UsageError(
                 f"--partition {name}: {site.where('partitions')} has none such; {hint}"
             )
     if named:
         return list(named)
-    return [name for name, one in site.partitions.items() if one.auto] or [""]
+    return [name for name, partition in site.partitions.items() if partition.auto] or [""]
 
 
 def _fits(site: Site, name: str, nodes: int) -> bool:

@@ -131,7 +131,7 @@ def _no_account(site: Site) -> str:
 def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -> list[str]:
     """Refuse a job that none of the named partitions takes; of several some may."""
     names = [name for name in settings.slurm.partition.split(",") if name]
-    told = f"{origins.get('slurm.partition', DEFAULT)}: slurm.partition"
+    setting = f"{origins.get('slurm.partition', DEFAULT)}: slurm.partition"
     notes, refused = [], []
     for name in names:
         partition = site.partitions.get(name)
@@ -139,7 +139,7 @@ def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -
             if site.partitions:
                 near = nearest(name, site.partitions)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                notes.append(f"{told}: {site.where()} knows no limits of {name}{hint}")
+                notes.append(f"{setting}: {site.where()} knows no limits of {name}{hint}")
             continue
         if len(names) == 1:
             notes += _lower_default_time(settings, origins, site, partition)
@@ -149,10 +149,10 @@ def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -
             refused.append(f"{name} takes {', '.join(why)} ({where})")
     if refused and len(refused) == len(names):
         raise UsageError(
-            f"{told} is {settings.slurm.partition}, which does not take "
+            f"{setting} is {settings.slurm.partition}, which does not take "
             f"{need_of(settings).text}: {'; '.join(refused)}"
         )
-    return notes + [f"{told}: {why}" for why in refused]
+    return notes + [f"{setting}: {why}" for why in refused]
 
 
 def _lower_default_time(
@@ -270,11 +270,15 @@ def _refuse_unknown(
     origins: Mapping[str, str],
 ) -> None:
     """Refuse an account or quality of service that accounting does not give the user."""
-    known = ask() if value else None
-    if known is None or value in known:
+    known_names = ask() if value else None
+    if known_names is None or value in known_names:
         return
-    near = nearest(value, known)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known)) or 'none'}"
+    near = nearest(value, known_names)
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"there are {', '.join(sorted(known_names)) or 'none'}"
+    )
     raise UsageError(
         f"{origins.get(f'slurm.{key}', DEFAULT)}: slurm.{key} is {value}, which SLURM's accounting "
         f"does not know for you; {hint}"
@@ -336,12 +340,12 @@ def take_locks(
     Raises:
         UsageError: one is changed and `allow` is False.
     """
-    told = check_locked(site, changes, allow=allow)
+    notes = check_locked(site, changes, allow=allow)
     alone = replace(site, overridden={})
     of_files = {dotted(path): place for path, place in site.overridden.items()}
     every = of_files | dict(changes)
     paths = [path for path in every if check_locked(alone, {path: every[path]}, allow=True)]
-    return told, paths
+    return notes, paths
 
 
 def _differs(site: Site, name: str, value: str) -> bool:

@@ -192,8 +192,8 @@ def choose_partition(
     Raises:
         UsageError: none fits, with what each would take.
     """
-    offered = {name: one for name, one in partitions.items() if one.auto}
-    reasons = {name: misfits(one, need) for name, one in offered.items()}
+    offered = {name: partition for name, partition in partitions.items() if partition.auto}
+    reasons = {name: misfits(partition, need) for name, partition in offered.items()}
     fitting = [name for name, why in reasons.items() if not why]
     if not fitting:
         each = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())

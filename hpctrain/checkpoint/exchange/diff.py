@@ -196,10 +196,12 @@ def _distance(
     elements, largest = 0, 0.0
     for low in range(0, count, SLICE):
         part = slice(low * size, min(low + SLICE, count) * size)
-        one, other = left[part], right[part]
-        elements += int((one.reshape(-1, size) != other.reshape(-1, size)).any(axis=1).sum())
+        left_part, right_part = left[part], right[part]
+        elements += int(
+            (left_part.reshape(-1, size) != right_part.reshape(-1, size)).any(axis=1).sum()
+        )
         if is_floating(dtype):
-            largest = _largest(widened(one, dtype), widened(other, dtype), largest)
+            largest = _largest(widened(left_part, dtype), widened(right_part, dtype), largest)
     return elements, largest if is_floating(dtype) else None
 
 

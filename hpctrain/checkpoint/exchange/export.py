@@ -56,7 +56,7 @@ def chosen(
     Raises:
         CheckpointError: there are no weights, or a name is not free after the stripping.
     """
-    found: list[Tensor] = []
+    taken: list[Tensor] = []
     hits = 0
     for tensor in contents.tensors(path, manifest):
         is_weight = tensor.name.startswith(contents.MODEL)
@@ -68,19 +68,19 @@ def chosen(
             hits += bool(strip) and name.startswith(strip)
             name = name.removeprefix(strip)
             name = contents.MODEL + name if everything else name
-        one = to_dtype(tensor, dtype) if is_weight and dtype else tensor
-        found.append(replace(one, name=name))
-    if not found:
+        converted = to_dtype(tensor, dtype) if is_weight and dtype else tensor
+        taken.append(replace(converted, name=name))
+    if not taken:
         raise CheckpointError(f"{path} holds no weights, whose names start with {contents.MODEL}")
     if strip and not hits:
         raise UsageError(
-            f"--strip-prefix {strip}: no weight's name starts so, e.g. {found[0].name}"
+            f"--strip-prefix {strip}: no weight's name starts so, e.g. {taken[0].name}"
         )
-    names = [tensor.name for tensor in found]
+    names = [tensor.name for tensor in taken]
     for name in names:
         if not name or names.count(name) > 1:
             raise UsageError(f"--strip-prefix {strip}: several weights would be called {name!r}")
-    return found
+    return taken
 
 
 def state_of(manifest: Manifest) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def _take_first_format(contents: Contents) -> None:
         return
     try:
         raw_manifest = json.loads(path.read_text())
-        files = {str(one["name"]): str(one["digest"]) for one in raw_manifest["files"]}
+        files = {str(entry["name"]): str(entry["digest"]) for entry in raw_manifest["files"]}
         contents.step = int(raw_manifest["step"])
         contents.state = carried(raw_manifest, str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

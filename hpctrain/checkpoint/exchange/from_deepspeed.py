@@ -144,7 +144,7 @@ def _contents(directory: Path, states: list[Any], shards: list[Any]) -> Contents
     stage = stage.number if isinstance(stage, Stage) else int(stage)
     if stage not in {1, 2, 3}:
         raise CheckpointError(f"{directory} is of ZeRO stage {stage}; 1, 2 and 3 are read")
-    counts = {count for one in shards for count in _listed(one["partition_count"])}
+    counts = {count for shard in shards for count in _listed(shard["partition_count"])}
     if counts != {len(shards)}:
         raise CheckpointError(
             f"{directory} has {len(shards)} ranks' files and was saved by {sorted(counts)}"
@@ -186,11 +186,11 @@ def _rows(directory: Path, weights: list[list[torch.Tensor]], bases: list[Any]) 
     groups: list[dict[str, list[torch.Tensor]]] = []
     numbers: list[dict[str, torch.Tensor]] = []
     for number in range(len(weights[0])):
-        groups.append({FP32: [mine[number] for mine in weights]})
+        groups.append({FP32: [of_rank[number] for of_rank in weights]})
         numbers.append({})
         states = [base["state"].get(number, {}) for base in bases]
         for key in states[0]:
-            values = [torch.as_tensor(one[key]) for one in states]
+            values = [torch.as_tensor(state[key]) for state in states]
             if values[0].dim():
                 groups[-1][str(key)] = values
                 continue
@@ -201,18 +201,18 @@ def _rows(directory: Path, weights: list[list[torch.Tensor]], bases: list[Any]) 
 
 
 def _rows_of_1(directory: Path, shards: list[Any]) -> _Rows:
-    bases = [one["base_optimizer_state"] for one in shards]
+    bases = [shard["base_optimizer_state"] for shard in shards]
     if not all(isinstance(base, dict) and "state" in base for base in bases):
         raise CheckpointError(
             f"{directory} was saved with elastic_checkpoint, whose optimizer state is not read"
         )
-    weights = [one["single_partition_of_fp32_groups"] for one in shards]
+    weights = [shard["single_partition_of_fp32_groups"] for shard in shards]
     rows = _rows(directory, weights, bases)
     for number in range(len(rows.groups)):
         # The end of the row, which is padding, is cut off in the weights and not in the moments.
         sizes = {
-            len(mine[number]) + int(one["group_paddings"][number])
-            for mine, one in zip(weights, shards, strict=True)
+            len(own_rows[number]) + int(shard["group_paddings"][number])
+            for own_rows, shard in zip(weights, shards, strict=True)
         }
         if len(sizes) != 1:
             raise CheckpointError(f"{directory}: group {number} is not cut in equal parts")
@@ -334,7 +334,7 @@ def _frozen(directory: Path, states: list[Any]) -> list[NestedValue]:
     """Parameters that are not trained: ZeRO-3 has a part of each beside the model's states."""
     leaves = []
     for name, size in (states[0].get("frozen_param_shapes") or {}).items():
-        shape = tuple(int(one) for one in size)
+        shape = tuple(int(length) for length in size)
         parts = [state["frozen_param_fragments"][name].reshape(-1) for state in states]
         left, spans = math.prod(shape), []
         for rank, part in enumerate(parts):

@@ -103,7 +103,10 @@ def write(
         with _errors_named(run):
             manifest = _manifest(run, run_id, step, contents)
             _write(staged, manifest, tensors, on_bytes)
-            got = {one.name: one for one in source_contents.tensors(staged, manifest)}
+            got = {
+                written_tensor.name: written_tensor
+                for written_tensor in source_contents.tensors(staged, manifest)
+            }
             verified = compare(tensors, got, on_bytes)
         path = commit.publish(run, staged, manifest, attempt)
     except BaseException:  # also Ctrl-C: nothing half is left
@@ -118,8 +121,8 @@ def write(
 
 def _write(staged: Path, manifest: Manifest, tensors: Sequence[Tensor], on_bytes: OnBytes) -> None:
     pieces = [
-        ShardPiece(one.name, one.dtype, one.shape, (0,) * len(one.shape), one.shape)
-        for one in tensors
+        ShardPiece(tensor.name, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+        for tensor in tensors
     ]
     sources = _OneAtATime(tensors, on_bytes)
     path = staged / shard.file_name(0)

@@ -80,10 +80,10 @@ def name_all(contents: Contents, request: NameRequest) -> tuple[list[Tensor], li
     if prefix and not prefix.startswith(MODEL):
         raise UsageError(f"--prefix {prefix} does not start with {MODEL}; training looks there")
     if prefix:
-        named = [replace(one, name=prefix.removeprefix(MODEL) + one.name) for one in named]
+        named = [replace(entry, name=prefix.removeprefix(MODEL) + entry.name) for entry in named]
     else:
-        named = [replace(one, name=_without_model(one.name)) for one in named]
-    tensors = [replace(one.tensor, name=one.full) for one in named]
+        named = [replace(entry, name=_without_model(entry.name)) for entry in named]
+    tensors = [replace(entry.tensor, name=entry.full) for entry in named]
     _check(tensors)
     return tensors, finder.notes
 
@@ -109,8 +109,8 @@ def _as_they_are(contents: Contents, request: NameRequest) -> tuple[list[Tensor]
         else:
             rest.append(leaf.tensor)
     if request.model_only:
-        named, rest = [one for one in named if not one.key], []
-    tensors = [replace(one.tensor, name=one.full) for one in _renamed(named, request)] + rest
+        named, rest = [entry for entry in named if not entry.key], []
+    tensors = [replace(entry.tensor, name=entry.full) for entry in _renamed(named, request)] + rest
     _check(tensors)
     return tensors, []
 
@@ -175,8 +175,8 @@ class _StateFinder:
                     continue
         if by_number:
             self._take_numbered(named, leaves, by_number)
-        known = {one.name for one in self._weights}
-        unknown = [one.name for one in named if one.name not in known]
+        weights = {entry.name for entry in self._weights}
+        unknown = [entry.name for entry in named if entry.name not in weights]
         if unknown:
             raise CheckpointError(
                 f"{self._contents.source} has optimizer state for {unknown[0]}, and no weights of "
@@ -260,7 +260,7 @@ class _StateFinder:
         weights = self._distinct()
         if len(numbers) != len(weights):
             return f"counts {len(numbers)} weights where there are {len(weights)}"
-        shapes = {n: one.tensor.shape for n, one in zip(numbers, weights, strict=True)}
+        shapes = {n: weight.tensor.shape for n, weight in zip(numbers, weights, strict=True)}
         for leaf in by_number:
             number, key = int(leaf.path[1]), leaf.path[2]
             if number not in shapes:
@@ -337,25 +337,25 @@ def _renamed(named: list[_Named], request: NameRequest) -> list[_Named]:
     table, unused = request.table or {}, set(request.table or {})
     hits = [0] * len(request.renames)
     done = []
-    for one in named:
-        name: str | None = one.name
-        if one.name in table:
-            unused.discard(one.name)
-            name = table[one.name]
+    for entry in named:
+        name: str | None = entry.name
+        if entry.name in table:
+            unused.discard(entry.name)
+            name = table[entry.name]
         else:
             for at, (old, new) in enumerate(request.renames):
-                if one.name == old or (old.endswith(".") and one.name.startswith(old)):
+                if entry.name == old or (old.endswith(".") and entry.name.startswith(old)):
                     hits[at] += 1
-                    name = new + one.name[len(old) :]
+                    name = new + entry.name[len(old) :]
                     break
         if name is not None:
-            done.append(replace(one, name=name))
+            done.append(replace(entry, name=name))
     for (old, _), count in zip(request.renames, hits, strict=True):
         if not count:
             raise UsageError(
                 f"--rename {old}=...: no name is {old!r}"
                 f"{' or starts so' if old.endswith('.') else ''}; there are "
-                f"{_some([one.name for one in named])}"
+                f"{_some([entry.name for entry in named])}"
             )
     if unused:
         raise UsageError(f"--map names {min(unused)!r}, which is not in the source")
@@ -365,26 +365,27 @@ def _renamed(named: list[_Named], request: NameRequest) -> list[_Named]:
 def _check(tensors: Sequence[Tensor]) -> None:
     """Refuse what could not be stored, or would be stored twice, or cannot belong together."""
     by_name: dict[str, Tensor] = {}
-    for one in tensors:
-        if not one.name.isprintable() or not one.name.startswith(PREFIXES):
+    for tensor in tensors:
+        if not tensor.name.isprintable() or not tensor.name.startswith(PREFIXES):
             raise UsageError(
-                f"{one.name!r} cannot be a tensor's name here: it must start with "
+                f"{tensor.name!r} cannot be a tensor's name here: it must start with "
                 f"{' or '.join(PREFIXES)} and be printable"
             )
-        other = by_name.setdefault(one.name, one)
-        if other is not one:
+        other = by_name.setdefault(tensor.name, tensor)
+        if other is not tensor:
             raise UsageError(
-                f"two tensors would be called {one.name}: {other.text} and {one.text}; rename one"
+                f"two tensors would be called {tensor.name}: {other.text} and {tensor.text}; "
+                "rename one"
             )
-    for one in tensors:
-        stem, _, key = one.name.removeprefix(OPTIM).rpartition(".")
+    for tensor in tensors:
+        stem, _, key = tensor.name.removeprefix(OPTIM).rpartition(".")
         weight = by_name.get(MODEL + stem)
-        if not one.name.startswith(OPTIM) or key not in LIKE_WEIGHTS or weight is None:
+        if not tensor.name.startswith(OPTIM) or key not in LIKE_WEIGHTS or weight is None:
             continue
-        if one.shape != weight.shape:
+        if tensor.shape != weight.shape:
             raise UsageError(
-                f"{one.name} is {one.text} and {weight.name} is {weight.text}: their names do not "
-                "belong together"
+                f"{tensor.name} is {tensor.text} and {weight.name} is {weight.text}: their names "
+                "do not belong together"
             )
 
 

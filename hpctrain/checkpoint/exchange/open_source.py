@@ -144,7 +144,8 @@ def _ours(source: Path) -> Contents:
         manifest = manifests.load(source / manifests.MANIFEST_NAME)
         _require_sizes(source, manifest)
         leaves = [
-            NestedValue((one.name,), one) for one in source_contents.tensors(source, manifest)
+            NestedValue((tensor.name,), tensor)
+            for tensor in source_contents.tensors(source, manifest)
         ]
     except TornCheckpoint as error:
         raise TornCheckpoint(f"{source} is torn: {error}") from error

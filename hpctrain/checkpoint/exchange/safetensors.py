@@ -101,7 +101,7 @@ def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> Tensor:
     dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, which is not known here")
-    if not all(type(one) is int and one >= 0 for one in (*shape, low, high)):
+    if not all(type(number) is int and number >= 0 for number in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or an offset that is no whole number")
     if math.prod(shape) * DTYPES[dtype] != high - low:
         raise ValueError(f"{name} takes {high - low:,} bytes, which is not {dtype}{shape}")
@@ -173,11 +173,13 @@ def write(
             flush(path)
         verified = 0
         for file in files:
-            got = {one.name: one for one in read_header(place.temporary(file.name)).tensors}
+            got = {
+                tensor.name: tensor for tensor in read_header(place.temporary(file.name)).tensors
+            }
             verified += compare(file.tensors, got, on_bytes)
         paths = place.finish()
     sizes = [(path, path.stat().st_size) for path in paths]
-    return Written(sizes, len(tensors), sum(one.nbytes for one in tensors), verified)
+    return Written(sizes, len(tensors), sum(tensor.nbytes for tensor in tensors), verified)
 
 
 def _split_files(

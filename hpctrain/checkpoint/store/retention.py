@@ -552,9 +552,9 @@ def _looked_at(
     for step in find.steps(run):
         pinned = carries(find.step_path(run, step))
         if step not in known and (enough is None or valid < enough):
-            found = find.look(run, step)
-            if found.problem is None and found.manifest is not None:
-                known[step] = CheckpointRow(step, valid=True, metrics=found.manifest.metrics)
+            checkpoint = find.look(run, step)
+            if checkpoint.problem is None and checkpoint.manifest is not None:
+                known[step] = CheckpointRow(step, valid=True, metrics=checkpoint.manifest.metrics)
         row = replace(known.get(step, CheckpointRow(step, valid=False)), pinned=pinned)
         rows.append(row)
         valid += row.valid

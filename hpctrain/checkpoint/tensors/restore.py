@@ -346,7 +346,7 @@ def _batches(
 ) -> Iterator[list[tuple[torch.Tensor, ShardPiece]]]:
     batch: list[tuple[torch.Tensor, ShardPiece]] = []
     for view, piece in through:
-        if batch and sum(one.nbytes for _, one in batch) + piece.nbytes > BATCH_BYTES:
+        if batch and sum(earlier.nbytes for _, earlier in batch) + piece.nbytes > BATCH_BYTES:
             yield batch
             batch = []
         batch.append((view, piece))

@@ -200,7 +200,11 @@ class Disk:
             value: These masters, or a moment of theirs.
         """
         held = self._rows[id(row)]
-        path = next(one.swap_path for one in held.tensors if one.compute_tensor is value)
+        path = next(
+            row_tensor.swap_path
+            for row_tensor in held.tensors
+            if row_tensor.compute_tensor is value
+        )
         # DeepSpeed writes past the page cache: pages from before must not be read for the file's.
         _each_file([path], lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
         return torch.from_file(path, shared=True, size=held.numel(), dtype=row.dtype)
@@ -214,7 +218,7 @@ class Disk:
             changes: Write them back, with moments that have been made meanwhile.
         """
         # DeepSpeed reads past the page cache: what was written to a mapping must be on the disk.
-        _each_file([one.swap_path for one in self._rows[id(row)].tensors], os.fsync)
+        _each_file([row_tensor.swap_path for row_tensor in self._rows[id(row)].tensors], os.fsync)
         self._swapper.swap_in_optimizer_state(row)
         try:
             yield
@@ -232,9 +236,9 @@ class Disk:
         be updated by whatever lies there.
         """
         for held in self._rows.values():
-            found = [(gap.offset, gap.length) for gap in held.swapped_gradients.values()]
-            found += [(offset, part.numel()) for offset, part in held.unswapped_gradients.items()]
-            for first, count in gaps(found, held.numel()):
+            filled = [(gap.offset, gap.length) for gap in held.swapped_gradients.values()]
+            filled += [(offset, part.numel()) for offset, part in held.unswapped_gradients.items()]
+            for first, count in gaps(filled, held.numel()):
                 held.unswapped_gradients[first] = torch.zeros((), dtype=held.dtype()).expand(count)
 
     def forget_gradients(self) -> None:

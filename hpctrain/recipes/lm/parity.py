@@ -139,7 +139,7 @@ def train_steps(settings: Settings, place: Path, steps: int) -> Steps:
             unclip = 1 / ((1 - BETAS[0]) * clip_factor(norm, settings.engine.clip_norm))
             gradients = _gradients(engine, world, place / "gradients.pt", unclip)
     dtype = precision_of(settings.engine.precision, world.device)
-    (precision,) = (name for name, known in DTYPES.items() if known is dtype)
+    (precision,) = (name for name, dtype_of_name in DTYPES.items() if dtype_of_name is dtype)
     return Steps(records, gradients or {}, precision)
 
 
