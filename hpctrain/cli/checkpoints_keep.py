@@ -96,14 +96,14 @@ def prune_command(
     spec = load_spec(directory.spec)
     rules = _rules(spec.settings.checkpoint, highest=highest, **flags)
     idle = _idle(directory, spec.cluster)
-    verdicts = retention.plan(directory, rules, idle=idle)
-    _require_metric(directory, rules, verdicts)
-    _refuse_if_all_in_use(directory, verdicts, idle)
+    decisions = retention.plan(directory, rules, idle=idle)
+    _require_metric(directory, rules, decisions)
+    _refuse_if_all_in_use(directory, decisions, idle)
     if not dry_run:
         gone = retention.prune(directory, **vars(rules), idle=idle)
         # Those that really went: the run may have saved, or restored, since they were looked at.
-        verdicts = [_settled(verdict, gone=verdict.row.step in gone) for verdict in verdicts]
-    _tell_pruned(directory, rules, verdicts, dry_run=dry_run, as_json=as_json)
+        decisions = [_settled(decision, gone=decision.row.step in gone) for decision in decisions]
+    _tell_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)
 
 
 @click.command(
@@ -202,12 +202,12 @@ def _rules(
     )
 
 
-def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[KeepDecision]) -> None:
+def _require_metric(run: RunDir, rules: Rules, decisions: Sequence[KeepDecision]) -> None:
     """A name that is spelled wrong must not delete what is best by the right one."""
     from hpctrain.errors import UsageError
 
-    known = sorted({name for verdict in verdicts for name in verdict.row.metrics})
-    if rules.keep_best and verdicts and rules.best_metric not in known:
+    known = sorted({name for decision in decisions for name in decision.row.metrics})
+    if rules.keep_best and decisions and rules.best_metric not in known:
         raise UsageError(
             f"no checkpoint of {run.name} has the metric {rules.best_metric!r}, nothing was "
             f"deleted; there are: {', '.join(known) or 'none'}; --keep-best 0 does without"
@@ -215,7 +215,7 @@ def _require_metric(run: RunDir, rules: Rules, verdicts: Sequence[KeepDecision])
 
 
 def _refuse_if_all_in_use(
-    run: RunDir, verdicts: Sequence[KeepDecision], idle: LedgerState | None
+    run: RunDir, decisions: Sequence[KeepDecision], idle: LedgerState | None
 ) -> None:
     """Say so where a live attempt is the only reason that nothing goes.
 
@@ -227,36 +227,36 @@ def _refuse_if_all_in_use(
     from hpctrain.run import events as ledger
 
     usage = in_use(ledger.read(run), idle)
-    only = any(verdict.why == (Why.IN_USE,) for verdict in verdicts)
-    if usage is not None and only and all(verdict.why for verdict in verdicts):
+    only = any(decision.why == (Why.IN_USE,) for decision in decisions)
+    if usage is not None and only and all(decision.why for decision in decisions):
         raise RunAlive(f"nothing of {run.name} was pruned: {usage.reason}; {WAIT}")
 
 
-def _settled(verdict: KeepDecision, *, gone: bool) -> KeepDecision:
+def _settled(decision: KeepDecision, *, gone: bool) -> KeepDecision:
     """What became of a checkpoint, which may be other than was planned."""
     from dataclasses import replace
 
     from hpctrain.checkpoint.store.retention import Why
 
-    return replace(verdict, why=() if gone else verdict.why or (Why.IN_USE,))
+    return replace(decision, why=() if gone else decision.why or (Why.IN_USE,))
 
 
 def _tell_pruned(
-    run: RunDir, rules: Rules, verdicts: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
+    run: RunDir, rules: Rules, decisions: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
 ) -> None:
     from hpctrain.base.text import size
     from hpctrain.checkpoint.store.retention import pinned
     from hpctrain.terminal import echo_json, table
 
-    going = [verdict for verdict in verdicts if not verdict.why]
-    freed = sum(verdict.size_bytes for verdict in going)
+    going = [decision for decision in decisions if not decision.why]
+    freed = sum(decision.size_bytes for decision in going)
     if as_json:
         facts: dict[str, Any] = {"run": run.name, "dry_run": dry_run, "freed_bytes": freed}
-        facts["deleted"] = [_fact(verdict) for verdict in going]
+        facts["deleted"] = [_fact(decision) for decision in going]
         facts["kept"] = [
-            _fact(verdict) | {"why": [why.value for why in verdict.why]}
-            for verdict in verdicts
-            if verdict.why
+            _fact(decision) | {"why": [why.value for why in decision.why]}
+            for decision in decisions
+            if decision.why
         ]
         echo_json(facts)
         return
@@ -264,12 +264,12 @@ def _tell_pruned(
     gone = "would go" if dry_run else "deleted"
     cells = [
         (
-            verdict.row.step,
-            size(verdict.size_bytes),
-            "stays" if verdict.why else gone,
-            _in_words(verdict, rules, reasons),
+            decision.row.step,
+            size(decision.size_bytes),
+            "stays" if decision.why else gone,
+            _in_words(decision, rules, reasons),
         )
-        for verdict in verdicts
+        for decision in decisions
     ]
     if cells:
         click.echo(table(cells, header=("STEP", "SIZE", "WHAT", "WHY"), right=(0, 1)) + "\n")
@@ -280,20 +280,20 @@ def _tell_pruned(
         click.echo(f"deleted {_counted(len(going))} of {run.name}, {size(freed)} freed")
 
 
-def _fact(verdict: KeepDecision) -> dict[str, Any]:
-    return {"step": verdict.row.step, "size_bytes": verdict.size_bytes}
+def _fact(decision: KeepDecision) -> dict[str, Any]:
+    return {"step": decision.row.step, "size_bytes": decision.size_bytes}
 
 
-def _in_words(verdict: KeepDecision, rules: Rules, reasons: dict[int, str]) -> str:
+def _in_words(decision: KeepDecision, rules: Rules, reasons: dict[int, str]) -> str:
     from hpctrain.checkpoint.store.retention import Why
 
-    row = verdict.row
+    row = decision.row
     said = {Why.EVERY: f"every {rules.keep_every}"}
-    if Why.BEST in verdict.why:
+    if Why.BEST in decision.why:
         said[Why.BEST] = f"best {rules.best_metric} ({row.metrics[rules.best_metric]:g})"
     if reasons.get(row.step):
         said[Why.PINNED] = f"pinned ({reasons[row.step]})"
-    words = [said.get(why, why.value) for why in verdict.why]
+    words = [said.get(why, why.value) for why in decision.why]
     return ", ".join(words if row.valid else ["torn", *words])
 
 

@@ -62,23 +62,23 @@ def parity(
         echo_warning(note)
     from hpctrain.recipes.lm.parity import check_parity
 
-    verdict = check_parity(settings, ranks=ranks, steps=steps, tolerance=tolerance)
+    result = check_parity(settings, ranks=ranks, steps=steps, tolerance=tolerance)
     if as_json:
         echo_json(
             {
                 "engine": settings.engine.kind,
                 "ranks": ranks,
                 "mesh": mesh.as_dict(),
-                **verdict.as_dict(),
+                **result.as_dict(),
             }
         )
     else:
         click.echo(_title(settings, ranks, mesh))
-        click.echo(_steps(verdict))
-    if not verdict.holds:
-        raise ChecksFailed(summary(verdict))
+        click.echo(_steps(result))
+    if not result.holds:
+        raise ChecksFailed(summary(result))
     if not as_json:
-        click.echo(summary(verdict))
+        click.echo(summary(result))
 
 
 def _settings(request: SubmitRequest, existing: RunDir | None) -> tuple[Settings, dict[str, str]]:
@@ -97,12 +97,12 @@ def _title(settings: Settings, ranks: int, mesh: Mesh) -> str:
     return f"engine {settings.engine.kind} on {ranks} ranks ({axes}) against one process"
 
 
-def _steps(verdict: ParityResult) -> str:
+def _steps(result: ParityResult) -> str:
     def cells(record: StepRecord) -> tuple[str, str]:
         return f"{record.loss:.6f}", f"{record.norm:.6f}"
 
     rows = []
-    for row in verdict.rows:
+    for row in result.rows:
         (one, norm_one), (engine, norm) = cells(row.one), cells(row.engine)
         mark = "off" if row.off else ""
         rows.append((row.step, one, engine, f"{row.difference:.1e}", norm_one, norm, mark))

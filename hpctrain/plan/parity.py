@@ -168,19 +168,19 @@ def relative(value: float, wanted: float) -> float:
     return abs(value - wanted) / max(abs(wanted), math.ulp(0.0))
 
 
-def summary(verdict: ParityResult) -> str:
-    """The verdict in one line."""
-    if verdict.holds:
-        return f"parity holds: {_largest(verdict)}, within {verdict.tolerance:g}"
+def summary(result: ParityResult) -> str:
+    """The result in one line."""
+    if result.holds:
+        return f"parity holds: {_largest(result)}, within {result.tolerance:g}"
     lines = []
-    if verdict.without_gradient:
-        lines.append(f"without a gradient: {_some(verdict.without_gradient)}")
-    if verdict.different:
-        names = [f"{name} ({apart:.1e})" for name, apart in verdict.different]
+    if result.without_gradient:
+        lines.append(f"without a gradient: {_some(result.without_gradient)}")
+    if result.different:
+        names = [f"{name} ({apart:.1e})" for name, apart in result.different]
         lines.append(f"another gradient: {_some(names)}")
-    if verdict.first_off is not None:
-        lines.append(f"out of tolerance from step {verdict.first_off} on")
-    lines.append(f"{_largest(verdict)}, tolerance {verdict.tolerance:g}")
+    if result.first_off is not None:
+        lines.append(f"out of tolerance from step {result.first_off} on")
+    lines.append(f"{_largest(result)}, tolerance {result.tolerance:g}")
     return f"parity does not hold: {'; '.join(lines)}"
 
 
@@ -198,8 +198,8 @@ def _both_overflow(one: StepRecord, engine: StepRecord) -> bool:
     return not math.isfinite(one.norm) and not math.isfinite(engine.norm)
 
 
-def _largest(verdict: ParityResult) -> str:
-    return f"largest difference of a loss {verdict.largest:.1e}"
+def _largest(result: ParityResult) -> str:
+    return f"largest difference of a loss {result.largest:.1e}"
 
 
 def _some(names: Sequence[str]) -> str:

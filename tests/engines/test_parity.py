@@ -211,7 +211,7 @@ def test_no_rank_outlives_the_command(signum):
     os.close(reading)
 
 
-# ---- the verdict by itself
+# ---- the result by itself
 
 ONE = [StepRecord(4.0, 1.0), StepRecord(3.0, 1.0)]
 SAME = {"a": GradientSums(1.0, 1.0, 0.0)}
@@ -234,11 +234,11 @@ SAME = {"a": GradientSums(1.0, 1.0, 0.0)}
          "many"],
 )  # fmt: skip
 def test_the_verdict_says_what_is_off(engine, gradients, said):
-    verdict = compare(ONE, engine, gradients, 1e-4)
+    result = compare(ONE, engine, gradients, 1e-4)
 
-    assert said in summary(verdict)
-    assert verdict.holds is summary(verdict).startswith("parity holds: ")
-    json.dumps(verdict.as_dict(), allow_nan=False)
+    assert said in summary(result)
+    assert result.holds is summary(result).startswith("parity holds: ")
+    json.dumps(result.as_dict(), allow_nan=False)
 
 
 def test_a_step_that_both_leave_out_for_an_overflow_is_none():
