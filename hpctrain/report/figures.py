@@ -1,4 +1,7 @@
-"""What all charts share: a chart's record, its layout, axes and lines. Pure."""
+"""What all charts share: a chart's record, its layout, axes and lines. Pure.
+
+tests/unit/test_report.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Words and colours that charts, page and text share. Pure."""
+"""Words and colours that charts, page and text share. Pure.
+
+tests/unit/test_report.py holds the promises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where the files lie that come with hpctrain, and the layers in which sites are looked for."""
+"""Where the files lie that come with hpctrain, and the layers in which sites are looked for.
+
+tests/unit/test_site.py holds the promises.
+"""
 
 from __future__ import annotations
 

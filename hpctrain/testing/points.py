@@ -1,7 +1,8 @@
 """The places of a save and a restore at which a fault can be put in. Does nothing unless armed.
 
 Product code says `points.reach("shard.write", path=path, bytes=size)` just before it does what the
-point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use.
+point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use,
+tests/unit/test_faults.py holds the promises.
 """
 
 from __future__ import annotations

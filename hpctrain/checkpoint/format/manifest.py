@@ -47,12 +47,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-MAX_STEP = 10**10 - 1
+FORMAT = 2
+MANIFEST_NAME = "MANIFEST.json"
+TABLE_NAME = "chunks.table"
+PINNED_NAME = "PINNED"
+"""Made by `checkpoints pin`; not part of what the manifest proves."""
 
+MAX_STEP = 10**10 - 1
 _STEP = re.compile(r"step-([0-9]{10})")  # not \d, which takes digits of every script
 _STAGED = re.compile(r"step-([0-9]{10})\.staged-([0-9]{4,})")
 _SET_ASIDE = re.compile(r"step-([0-9]{10})\.set-aside-([1-9][0-9]*)")
 _DELETING = re.compile(r"step-([0-9]{10})\.deleting-([1-9][0-9]*)")
+
+MOST_BYTES = 1 << 30
+"""Of a manifest; millions of tensors take less."""
+MOST_BLOCK_BYTES = 64 << 20
+"""A reader has memory for one block at least, in each of its threads."""
+MOST = 2**53
+"""Larger whole numbers are not exact in every reader of JSON."""
+MOST_ELEMENTS = 2**58
+"""So that their bytes, and sums of those, are numbers of 64 bits."""
+MOST_DIMENSIONS = 32
+LAST_TIME = 250_000_000_000.0
+"""A little before the year 9900: what comes later no calendar can show."""
+_TENSOR = re.compile(r"([A-Z0-9_]{1,16})\[((?:[0-9]{1,19},?)*)\]")
+
+PREFIX = "xxh3_64:"
+BLOCKS_PREFIX = "xxh3_64-blocks:"
+BLOCK_BYTES = 256 << 10
+"""Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
+is still in the cache when it is written or used after its digest was taken."""
+READ_BYTES = 1 << 20
 
 
 def step_name(step: int) -> str:
@@ -123,19 +148,6 @@ def _counted(number: int) -> int:
     if number < 1:
         raise ValueError(f"{number} is not a number counted from 1")
     return number
-
-
-MOST_BLOCK_BYTES = 64 << 20
-"""A reader has memory for one block at least, in each of its threads."""
-MOST = 2**53
-"""Larger whole numbers are not exact in every reader of JSON."""
-MOST_ELEMENTS = 2**58
-"""So that their bytes, and sums of those, are numbers of 64 bits."""
-MOST_DIMENSIONS = 32
-LAST_TIME = 250_000_000_000.0
-"""A little before the year 9900: what comes later no calendar can show."""
-
-_TENSOR = re.compile(r"([A-Z0-9_]{1,16})\[((?:[0-9]{1,19},?)*)\]")
 
 
 def count(value: object, most: int = MOST) -> bool:
@@ -241,14 +253,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004
 
 
-PREFIX = "xxh3_64:"
-BLOCKS_PREFIX = "xxh3_64-blocks:"
-BLOCK_BYTES = 256 << 10
-"""Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
-is still in the cache when it is written or used after its digest was taken."""
-READ_BYTES = 1 << 20
-
-
 def bytes_digest(content: bytes) -> str:
     """The digest of some bytes, e.g. ``xxh3_64:2d06800538d394c2``."""
     return PREFIX + xxhash.xxh3_64_hexdigest(content)
@@ -278,15 +282,6 @@ def block_digest(block: memoryview | bytes) -> int:
     """The digest of one block as an unsigned number of 64 bits."""
     value: int = xxhash.xxh3_64_intdigest(block)
     return value
-
-
-FORMAT = 2
-MANIFEST_NAME = "MANIFEST.json"
-TABLE_NAME = "chunks.table"
-MOST_BYTES = 1 << 30
-"""Of a manifest; millions of tensors take less."""
-PINNED_NAME = "PINNED"
-"""Made by `checkpoints pin`; not part of what the manifest proves."""
 
 
 @dataclass(frozen=True)
