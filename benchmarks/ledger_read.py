@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import goodput
 from hpctrain.history.lineage import progress
-from hpctrain.history.run_state import standing
+from hpctrain.history.run_state import ledger_state
 from hpctrain.history.save_record import saving
 from hpctrain.history.timeline import timeline_of
 from hpctrain.run.events import read
@@ -70,7 +70,7 @@ def _answer(run: RunDir) -> None:
     attempts(events, timeline=timeline)
     progress(events)
     saving(events)
-    standing(events)
+    ledger_state(events)
     goodput(events, now=events[-1].t, timeline=timeline)
 
 

@@ -76,11 +76,11 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
         UsageError: there is nothing to cancel.
     """
     from hpctrain.errors import ClusterUnreachable, UsageError
-    from hpctrain.history.run_state import OVER, run_state, standing
+    from hpctrain.history.run_state import OVER, ledger_state, run_state
 
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
-    state, job_id = run_state(events, answer.job, asked=answer.asked), standing(events).job_id
+    state, job_id = run_state(events, answer.job, asked=answer.asked), ledger_state(events).job_id
     if not answer.asked and state not in OVER:
         if job_id is None:
             raise ClusterUnreachable(
@@ -105,10 +105,10 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
 
     from hpctrain.base.files import write_plain
     from hpctrain.errors import HpctrainError
-    from hpctrain.history.run_state import standing
+    from hpctrain.history.run_state import ledger_state
     from hpctrain.run import events as ledger
 
-    request = {"time": time.time(), "job_id": job_id, "token": standing(events).token}
+    request = {"time": time.time(), "job_id": job_id, "token": ledger_state(events).token}
     staged = run.stop_request.with_suffix(".new")
     try:
         write_plain(staged, json.dumps(request) + "\n")

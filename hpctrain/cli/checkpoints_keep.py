@@ -161,12 +161,12 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.history.run_state import OVER, standing
+    from hpctrain.history.run_state import OVER, ledger_state
     from hpctrain.run import events as ledger
     from hpctrain.status.reader import ask
 
     events = ledger.read(run)
-    now = standing(events)
+    now = ledger_state(events)
     if now.phase in OVER:  # no need to ask
         return now
     answer = ask(run, cluster, events)

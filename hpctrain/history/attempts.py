@@ -142,7 +142,7 @@ def attempts(
             draft.seen = event.t
     _add_losses([drafts[number] for number in sorted(drafts)])
     held = allocations_of(timeline_of(counted) if timeline is None else timeline, starts)
-    where = {one.number: (stay, one) for stay in held for one in stay.attempts}
+    where = {one.number: (allocation, one) for allocation in held for one in allocation.attempts}
     return [_view(drafts[number], where.get(number)) for number in sorted(drafts)]
 
 

@@ -187,7 +187,7 @@ def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
 def cut(
     allocation: Allocation, until: float, kept: Mapping[int, int], *, tells: bool
 ) -> Iterator[TimeSlice]:
-    """All the time of one start, from `stay.begin` to `until`, without a gap.
+    """All the time of one start, from `allocation.begin` to `until`, without a gap.
 
     Args:
         allocation: The start.

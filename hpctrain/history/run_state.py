@@ -100,7 +100,7 @@ def condensed(events: Iterable[Event]) -> Iterator[Event]:
         yield mark
 
 
-def standing(events: Iterable[Event]) -> LedgerState:
+def ledger_state(events: Iterable[Event]) -> LedgerState:
     """Where the run stands by the ledger alone."""
     now = LedgerState()
     for event in live(events):
@@ -123,7 +123,7 @@ def run_state(events: Iterable[Event], job: JobInfo | None, *, asked: bool = Tru
         job: What the scheduler knows of the run's newest job; None when it knows of none.
         asked: False where the scheduler gave no answer; then the ledger alone must do.
     """
-    now = standing(events)
+    now = ledger_state(events)
     if now.phase in OVER:
         return now.phase
     if job is not None and job.alive:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_state import OVER, RunState, run_state, standing
+from hpctrain.history.run_state import OVER, RunState, ledger_state, run_state
 from hpctrain.run.events import LONGEST_BYTES, parse
 from hpctrain.run.log_files import LogFile
 
@@ -77,7 +77,7 @@ class EndWatch:
         Args:
             heard: Somebody wrote just now: no scheduler is to be asked whether the job lives.
         """
-        now, only = standing(self.events), self.only
+        now, only = ledger_state(self.events), self.only
         if self._has_ended(only or now.attempt) and (only or now.phase in OVER):
             return True
         if only is not None and now.attempt is not None and now.attempt > only:

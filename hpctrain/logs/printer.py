@@ -48,7 +48,7 @@ class LogSelection:
     """What of a run's output is shown, and how.
 
     Attributes:
-        ranks: Whose: ranks, or ALL, BATCH, TROUBLE of `log_sections`.
+        ranks: Whose: ranks, or ALL, BATCH, TROUBLE of `sections`.
         attempt: Of this attempt only.
         since: Nothing that is known to be older, seconds since the epoch.
         lines: Makes what says whether a line is shown, anew for each log; None shows all.

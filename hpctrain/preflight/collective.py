@@ -78,14 +78,14 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
     order = {**order, "parent": os.getpid()}
     ranks = [start(partial(_measure, order, local)) for local in range(int(order["ranks"]))]
     deadline = time.monotonic() + float(order["timeout_s"])
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     why = ""
     for rank in ranks:
         try:
-            found.append(_awaited(rank, deadline, hurry=bool(why)))
+            measured.append(_awaited(rank, deadline, hurry=bool(why)))
         except Unanswered as error:
             why = why or str(error)
-    return {"error": why} if why else {"ranks": found}
+    return {"error": why} if why else {"ranks": measured}
 
 
 def _awaited(rank: Child, deadline: float, *, hurry: bool) -> dict[str, Any]:

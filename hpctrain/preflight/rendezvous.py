@@ -37,7 +37,7 @@ HELLO_BYTES = 4096
 """More than any line before both ends know each other."""
 LINE_BYTES = 64 << 20
 TELL_S = 10.0
-HOST, MEMBER = "host", "member"
+COORDINATOR, PEER = "host", "member"
 HELLO_S = 5.0
 """Who connects and says nothing is sent away after so long."""
 STRANGERS = 256
@@ -94,9 +94,9 @@ class Coordinator:
         """
         self.missing: dict[int, str] = {}
         with listen(address, port, BACKLOG) as server:
-            self._members = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
+            self._peers = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
         for rank in range(1, size):
-            if rank not in self._members:
+            if rank not in self._peers:
                 self.missing[rank] = f"did not connect in {timeout_s:g} s"
 
     def __enter__(self) -> Self:
@@ -110,7 +110,7 @@ class Coordinator:
     def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
         """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
         skews = {}
-        for rank in list(self._members):
+        for rank in list(self._peers):
             samples = [self._ping(rank, clock) for _ in range(PINGS)]
             known = [sample for sample in samples if sample is not None]
             if known:
@@ -118,7 +118,7 @@ class Coordinator:
         return skews
 
     def _ping(self, rank: int, clock: Callable[[], float]) -> Skew | None:
-        line = self._members.get(rank)
+        line = self._peers.get(rank)
         if line is None:
             return None
         began, mark = clock(), time.monotonic()
@@ -143,12 +143,12 @@ class Coordinator:
         """
         deadline = time.monotonic() + timeout_s
         values = {0: own}
-        for rank, line in list(self._members.items()):
+        for rank, line in list(self._peers.items()):
             heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
             if heard is not None:
                 values[rank] = heard["value"]
         answer = decide(values)
-        for rank, line in list(self._members.items()):
+        for rank, line in list(self._peers.items()):
             self._with(rank, partial(line.tell, {"answer": answer}))
         return answer
 
@@ -157,14 +157,14 @@ class Coordinator:
         try:
             return act()
         except (OSError, ValueError, TypeError) as error:
-            self._members.pop(rank).close()
+            self._peers.pop(rank).close()
             silent = isinstance(error, TimeoutError)
             self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
             return None
 
     def close(self) -> None:
         """Let all go."""
-        for line in self._members.values():
+        for line in self._peers.values():
             line.close()
 
 
@@ -262,7 +262,7 @@ class Connection:
         Args:
             connection: The socket.
             session: The secret of this connection; "" until `begin`.
-            side: HOST or MEMBER, whichever this end is.
+            side: COORDINATOR or PEER, whichever this end is.
         """
         connection.settimeout(TELL_S)
         if connection.family != socket.AF_UNIX:
@@ -274,7 +274,7 @@ class Connection:
         self._said = self._heard = 0
 
     def begin(self, key: str, rank: int, timeout_s: float) -> None:
-        """A member's first words; the host's are `challenge_of`, `rank_of` and `welcome`.
+        """A peer's first words; the coordinator's are in `Acceptor` and `welcome`.
 
         Raises:
             Stranger: who answers does not know the secret.
@@ -285,11 +285,11 @@ class Connection:
         if not isinstance(theirs, str):
             raise Stranger("it does not speak as hpctrain's nodes do")
         words = (theirs, own, rank)
-        proof = code(key, MEMBER, *words)
+        proof = code(key, PEER, *words)
         self._send(json.dumps({"rank": rank, "challenge": own, "proof": proof}))
-        if not is_code(self._plain(timeout_s).get("proof"), key, HOST, *words):
+        if not is_code(self._plain(timeout_s).get("proof"), key, COORDINATOR, *words):
             raise Stranger("it does not know the secret of this job")
-        self._session, self._side = code(key, "session", *words), MEMBER
+        self._session, self._side = code(key, "session", *words), PEER
 
     def tell(self, value: Any) -> None:
         """Say something that JSON holds.
@@ -308,7 +308,7 @@ class Connection:
             OSError: nothing came in time, the other end has gone, or somebody else said it.
         """
         line = self._line(timeout_s, LINE_BYTES)
-        about = f"{MEMBER if self._side == HOST else HOST} {self._heard}"
+        about = f"{PEER if self._side == COORDINATOR else COORDINATOR} {self._heard}"
         try:
             value = json.loads(verify(self._session, about, line))
         except (Forged, ValueError, RecursionError):
@@ -360,12 +360,12 @@ def plain(line: bytes) -> dict[str, Any]:
 def welcome(
     connection: socket.socket, key: str, own: str, line: bytes, size: int
 ) -> tuple[int, Connection]:
-    """A host's answer to a member's first line: its rank, and the connection from here on.
+    """The coordinator's answer to a peer's first line: its rank, and the connection from here on.
 
     Args:
         connection: The socket; nothing but this line was received.
         key: The job's secret.
-        own: The challenge that the member got.
+        own: The challenge that the peer got.
         line: What it answered.
         size: Number of nodes.
 
@@ -378,11 +378,11 @@ def welcome(
     if type(rank) is not int or not 0 < rank < size or not isinstance(theirs, str):
         raise Stranger("it is none of our nodes")
     words = (own, theirs, rank)
-    if not is_code(hello.get("proof"), key, MEMBER, *words):
+    if not is_code(hello.get("proof"), key, PEER, *words):
         raise Stranger("it does not know the secret of this job")
     connection.settimeout(TELL_S)
-    connection.sendall(json.dumps({"proof": code(key, HOST, *words)}).encode() + b"\n")
-    return rank, Connection(connection, code(key, "session", *words), side=HOST)
+    connection.sendall(json.dumps({"proof": code(key, COORDINATOR, *words)}).encode() + b"\n")
+    return rank, Connection(connection, code(key, "session", *words), side=COORDINATOR)
 
 
 @dataclass
@@ -411,14 +411,14 @@ class Acceptor:
         self._key = key
         self._selector = selectors.DefaultSelector()
         self._guests: dict[socket.socket, _Guest] = {}
-        self._members: dict[int, Connection] = {}
+        self._peers: dict[int, Connection] = {}
 
     def admit(self, deadline: float) -> dict[int, Connection]:
         """Rank to connection of those who have come before the deadline, of the monotonic clock."""
         self._server.settimeout(0)
         self._selector.register(self._server, selectors.EVENT_READ)
         try:
-            while len(self._members) < self._size - 1:
+            while len(self._peers) < self._size - 1:
                 until = min([deadline, *(guest.until for guest in self._guests.values())])
                 ready = self._selector.select(max(until - time.monotonic(), 0.0))
                 if time.monotonic() >= deadline:
@@ -428,7 +428,7 @@ class Acceptor:
             for connection in list(self._guests):
                 self._send_away(connection)
             self._selector.close()
-        return self._members
+        return self._peers
 
     def _serve(self, ready: list[object]) -> None:
         for connection, guest in list(self._guests.items()):
@@ -476,15 +476,15 @@ class Acceptor:
     def _let_in(self, guest: _Guest, line: bytes) -> None:
         """The first who proves to be a rank is it."""
         try:
-            rank, member = welcome(guest.connection, self._key, guest.challenge, line, self._size)
+            rank, peer = welcome(guest.connection, self._key, guest.challenge, line, self._size)
         except (Stranger, OSError):
             self._send_away(guest.connection)
             return
         self._forget(guest.connection)
-        if rank in self._members:
-            member.close()
+        if rank in self._peers:
+            peer.close()
         else:
-            self._members[rank] = member
+            self._peers[rank] = peer
 
     def _forget(self, connection: socket.socket) -> None:
         del self._guests[connection]

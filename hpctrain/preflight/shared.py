@@ -87,14 +87,14 @@ class HeldLock:
     def __init__(self, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         """Take it."""
         reading, self._go = os.pipe()
-        answer, told = os.pipe()
+        answer, lock_answer = os.pipe()
         self._child = os.fork()
         if self._child == 0:
             os.close(self._go)
             os.close(answer)
-            _hold(folder / LOCK, told, reading)
+            _hold(folder / LOCK, lock_answer, reading)
         os.close(reading)
-        os.close(told)
+        os.close(lock_answer)
         self.held = _heard(answer, timeout_s)
         os.close(answer)
 

@@ -106,7 +106,7 @@ def groups(count: int, most: int) -> list[range]:
     return [range(low, min(count, low + size)) for low in range(0, count, size)]
 
 
-def newest_crew(samples: Sequence[RankSample]) -> list[RankSample]:
+def newest_samples(samples: Sequence[RankSample]) -> list[RankSample]:
     """The samples of the newest attempt that has some: one world size, one set of nodes."""
     if not samples:
         return []
@@ -190,25 +190,25 @@ class Waits:
 
 def waits(samples: Sequence[RankSample]) -> Waits | None:
     """Sums over the newest attempt's samples; None without any."""
-    crew = newest_crew(samples)
-    if not crew:
+    latest = newest_samples(samples)
+    if not latest:
         return None
-    size = len(crew[-1].wall_s)
-    all_known = all(sample.own_s is not None for sample in crew)
+    size = len(latest[-1].wall_s)
+    all_known = all(sample.own_s is not None for sample in latest)
     none = (0.0,) * size
     slowest: Counter[int] = Counter()
     shares: list[list[float]] = []
-    for sample in crew:
+    for sample in latest:
         busy = sample.busy_s
         middle = statistics.median(busy)
         slowest[max(range(size), key=busy.__getitem__)] += 1
         shares.append([value / middle - 1 if middle > 0 else 0.0 for value in busy])
     return Waits(
-        wall_s=_sums([sample.wall_s for sample in crew]),
-        data_s=_sums([sample.data_s or none for sample in crew]),
-        own_s=_sums([sample.own_s or none for sample in crew]) if all_known else None,
+        wall_s=_sums([sample.wall_s for sample in latest]),
+        data_s=_sums([sample.data_s or none for sample in latest]),
+        own_s=_sums([sample.own_s or none for sample in latest]) if all_known else None,
         slowest=slowest,
-        samples=len(crew),
+        samples=len(latest),
         behind=[statistics.median(column) for column in zip(*shares, strict=True)],
     )
 
@@ -229,14 +229,14 @@ class MemoryPeaks:
 
 def memory(samples: Sequence[RankSample]) -> MemoryPeaks | None:
     """The highest of all its samples; None where no attempt told."""
-    crew = newest_crew([sample for sample in samples if sample.peak_bytes is not None])
-    if not crew:
+    latest = newest_samples([sample for sample in samples if sample.peak_bytes is not None])
+    if not latest:
         return None
-    peaks = [sample.peak_bytes for sample in crew if sample.peak_bytes is not None]
-    reserved = [sample.reserved_bytes for sample in crew if sample.reserved_bytes is not None]
-    retries = [sample.retries for sample in crew if sample.retries is not None]
+    peaks = [sample.peak_bytes for sample in latest if sample.peak_bytes is not None]
+    reserved = [sample.reserved_bytes for sample in latest if sample.reserved_bytes is not None]
+    retries = [sample.retries for sample in latest if sample.retries is not None]
     return MemoryPeaks(
-        attempt=crew[-1].attempt,
+        attempt=latest[-1].attempt,
         peak=[max(column) for column in zip(*peaks, strict=True)],
         reserved=[max(column) for column in zip(*reserved, strict=True)] if reserved else None,
         retries=sum(max(column) for column in zip(*retries, strict=True)) if retries else 0.0,

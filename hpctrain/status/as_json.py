@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def as_json(status: RunStatus) -> dict[str, Any]:
     """Everything that the screen shows, and what it leaves out."""
-    far, now = status.progress, status.standing
+    far, now = status.progress, status.ledger_state
     value = {
         "run": status.name,
         "run_dir": status.root,

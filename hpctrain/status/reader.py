@@ -274,12 +274,12 @@ class _RunFiles:
 
 
 def _read(run: RunDir) -> _RunFiles:
-    from hpctrain.history.run_state import OVER, standing
+    from hpctrain.history.run_state import OVER, ledger_state
     from hpctrain.run import events as ledger
 
     events = ledger.read(run, marks="few")
     spec, problem = _spec(run)
-    return _RunFiles(run, events, spec, problem, standing(events).phase in OVER)
+    return _RunFiles(run, events, spec, problem, ledger_state(events).phase in OVER)
 
 
 def _lately(
@@ -330,10 +330,10 @@ def _checkpoints(
 def _being_written(run: RunDir, events: Sequence[Event]) -> set[str]:
     """Checkpoints that the newest attempt has begun, and may yet commit."""
     from hpctrain.checkpoint.store import find
-    from hpctrain.history.run_state import RunState, standing
+    from hpctrain.history.run_state import RunState, ledger_state
 
     begun = find.staged(run)
-    now = standing(events) if begun else None
+    now = ledger_state(events) if begun else None
     if now is None or now.phase is not RunState.RUNNING:
         return set()
     return {one.path.name for one in begun if one.attempt == now.attempt}

@@ -97,7 +97,7 @@ def runs_as_text(runs: Sequence[RunStatus], *, width: int = 80, color: bool = Fa
         Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
         Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
         Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
-        Column("job", [run.standing.job_id or "-" for run in runs], drop=2),
+        Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
         Column("for", [_age(run) for run in runs], right=True),
     ]
     lines = fit(columns, width)
@@ -121,9 +121,9 @@ def runs_as_text(runs: Sequence[RunStatus], *, width: int = 80, color: bool = Fa
 def _header(status: RunStatus, width: int, *, color: bool) -> str:
     far = status.progress
     state = status.state.value
-    since = status.now - status.standing.t
+    since = status.now - status.ledger_state.t
     facts = [status.name, state]
-    if status.state in _WAITING and status.standing.t:
+    if status.state in _WAITING and status.ledger_state.t:
         facts[1] += f" for {duration(since)}"
     if far.step is not None:
         facts.append(f"step {_of(far)}{_percent(far)}")
@@ -209,7 +209,7 @@ def _following(status: RunStatus) -> str:
 
 def _age(run: RunStatus) -> str:
     """How long the run has been in its state."""
-    return duration(run.now - run.standing.t) if run.standing.t else "-"
+    return duration(run.now - run.ledger_state.t) if run.ledger_state.t else "-"
 
 
 def _speed(run: RunStatus) -> str:

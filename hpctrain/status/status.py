@@ -15,7 +15,7 @@ from hpctrain.base.records import JobInfo, Skipped
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
 from hpctrain.history.lineage import Progress, progress
-from hpctrain.history.run_state import LedgerState, RunState, live, run_state, standing
+from hpctrain.history.run_state import LedgerState, RunState, ledger_state, live, run_state
 from hpctrain.history.save_record import Saving, saving
 from hpctrain.history.timeline import timeline_of
 from hpctrain.run.event_fields import text, whole
@@ -81,7 +81,7 @@ class RunStatus:
     name: str
     root: str
     state: RunState
-    standing: LedgerState
+    ledger_state: LedgerState
     progress: Progress
     answer: Answer
     cluster: str
@@ -166,7 +166,7 @@ def status_of(
         name=name,
         root=root,
         state=state,
-        standing=standing(events),
+        ledger_state=ledger_state(events),
         progress=far,
         answer=answer,
         cluster=cluster,
@@ -212,7 +212,7 @@ def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
 def exit_status(status: RunStatus) -> int:
     """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
     if status.state in {RunState.DONE, RunState.STOPPED}:
-        return status.standing.exit_code or 0
+        return status.ledger_state.exit_code or 0
     under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
     return UNDER_WAY if under_way else 1
 

@@ -113,7 +113,7 @@ def next_commands(status: RunStatus) -> list[str]:
 
 
 def _job(status: RunStatus) -> str:
-    return f"job {status.standing.job_id}" if status.standing.job_id else "its job"
+    return f"job {status.ledger_state.job_id}" if status.ledger_state.job_id else "its job"
 
 
 def _created(status: RunStatus, job: str) -> str:
@@ -128,7 +128,7 @@ def _submitting(status: RunStatus, job: str) -> str:
 
 
 def _queued(status: RunStatus, job: str) -> str:
-    now = status.standing
+    now = status.ledger_state
     why = now.reason.value.replace("_", " ") if now.reason else ""
     before = f" after attempt {now.attempt} ({why})" if why else ""
     return f"{job} waits in the queue{before}{_waiting(status)}{_asked_to_end(now)}"
@@ -138,7 +138,7 @@ def _running(status: RunStatus, job: str) -> str:
     nodes, info = fold_nodes(nodes_of(status)), status.answer.job
     where = f" on {nodes}" if nodes else ""
     ending = ", which is ending" if info is not None and info.state == "COMPLETING" else ""
-    return f"{job}{where}{ending}{_sign_of_life(status)}{_asked_to_end(status.standing)}"
+    return f"{job}{where}{ending}{_sign_of_life(status)}{_asked_to_end(status.ledger_state)}"
 
 
 def _completing(status: RunStatus, job: str) -> str:
@@ -152,7 +152,7 @@ def _done(status: RunStatus, job: str) -> str:
 
 
 def _failed(status: RunStatus, job: str) -> str:
-    info, detail = status.answer.job, status.standing.detail
+    info, detail = status.answer.job, status.ledger_state.detail
     if not detail and info is not None and not info.alive:
         return f"{job} ended as {info.state} before the run could say why"
     return f"ended: {detail}" if detail else ""
@@ -160,9 +160,11 @@ def _failed(status: RunStatus, job: str) -> str:
 
 def _stopped(status: RunStatus, job: str) -> str:
     del job
-    detail = status.standing.detail
+    detail = status.ledger_state.detail
     return (
-        f"stopped for good: {detail}" if status.standing.exit_code else "saved and left, as asked"
+        f"stopped for good: {detail}"
+        if status.ledger_state.exit_code
+        else "saved and left, as asked"
     )
 
 
@@ -177,8 +179,8 @@ def _lost(status: RunStatus, known: str) -> str:
     what = f"{who} no longer knows {known}"
     if job is not None:
         what = f"{known} is over ({job.state}), and the run is not"
-    if status.standing.detail:
-        what += f" ({status.standing.detail})"
+    if status.ledger_state.detail:
+        what += f" ({status.ledger_state.detail})"
     onward = f"goes on from step {newest.step}" if newest else "starts it again"
     return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
-from hpctrain.history.run_state import OVER, standing
+from hpctrain.history.run_state import OVER, ledger_state
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import run_lock
@@ -98,7 +98,7 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
     if token is None and job_id is None:
         return None
     if copied_from(run, events) is None and (why := elsewhere(events, cluster)):
-        now = standing(events)
+        now = ledger_state(events)
         if now.phase in OVER or now.cancel == "cancel":  # it ends itself, should it start yet
             return None
         raise ClusterUnreachable(

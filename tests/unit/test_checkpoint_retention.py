@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import CheckpointRow, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
-from hpctrain.history.run_state import standing
+from hpctrain.history.run_state import ledger_state
 from hpctrain.run import events as ledger
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
@@ -446,7 +446,7 @@ def test_a_step_that_was_asked_for_in_vain_is_free_once_the_run_has_ended(run):
 
 def test_a_dead_attempt_without_an_end_uses_nothing_until_another_begins(run):
     story = Story(run.root).submitted().started(1).restored(1, 1000)
-    idle = standing(ledger.read(run))
+    idle = ledger_state(ledger.read(run))
 
     assert held(story) == [1000, 2000, 3000, 4000]
     assert in_use(story, idle) is None
@@ -536,7 +536,7 @@ def test_force_takes_a_pinned_one_whole_so_that_the_next_sweep_finds_nothing(
 def test_force_takes_nothing_that_is_in_use(run, attempt):
     support.save(run, attempt, 1000, 2000)
     story = Story(run.root).submitted().started(1)
-    idle = standing(ledger.read(run))
+    idle = ledger_state(ledger.read(run))
 
     refused(run, [1000], RunAlive, "attempt 1 is choosing which checkpoint to load", force=True)
     assert retention.remove(run, [1000], idle=idle) == [1000]

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.base.records import EndReason, JobInfo, Next
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import progress
-from hpctrain.history.run_state import RunState, run_state, standing
+from hpctrain.history.run_state import RunState, ledger_state, run_state
 from hpctrain.run.events import read
 from tests.support.ledger_runs import Story
 
@@ -201,13 +201,13 @@ def test_an_unconfirmed_submission_is_submitting_until_its_job_is_found(tmp_path
     assert state(story, job("PENDING")) is RunState.PENDING
     story.add("submit_failed", token="t", why="invalid account")
     assert state(story, None) is RunState.FAILED
-    assert "invalid account" in standing(read(story.run)).detail
+    assert "invalid account" in ledger_state(read(story.run)).detail
 
 
 def test_a_job_may_start_before_sbatchs_answer_is_written_down(tmp_path):
     story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)
     story.add("submitted", token="t", job_id="17")
-    assert standing(read(story.run)).phase is RunState.RUNNING
+    assert ledger_state(read(story.run)).phase is RunState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -281,14 +281,14 @@ def test_a_run_that_was_stopped_for_good_says_why(story, reason, code, expected)
     story.started(1).ended(1, reason, "stop")
     story.add("run_stopped", 1, reason=reason, exit_code=code, detail="3 attempts without a step")
     assert state(story, None) is expected
-    now = standing(read(story.run))
+    now = ledger_state(read(story.run))
     assert (now.detail, now.exit_code) == ("3 attempts without a step", code)
 
 
 def test_saved_and_left_as_asked_is_stopped(story):
     story.started(1).add("cancel_requested", save=True, job_id="17")
     assert state(story, job()) is RunState.RUNNING
-    assert standing(read(story.run)).cancel == "save"
+    assert ledger_state(read(story.run)).cancel == "save"
     story.add("stopped", 1, step=3).ended(1, "stopped", "stop")
     assert state(story, None) is RunState.STOPPED
 
@@ -312,13 +312,13 @@ def test_a_cancelled_run_that_is_resumed_is_no_longer_cancelled(story):
 
 def test_a_job_that_somebody_starts_by_hand_after_a_cancel_is_not_cancelled(story):
     story.started(1).add("cancel_requested", save=False, job_id="17").started(2, "18")
-    assert standing(read(story.run)).cancel == ""
+    assert ledger_state(read(story.run)).cancel == ""
     assert state(story, None, asked=False) is RunState.RUNNING
 
 
 def test_a_cancel_stands_while_the_same_job_starts_once_more(story):
     story.started(1).add("cancel_requested", save=True, job_id="17").started(2)
-    assert standing(read(story.run)).cancel == "save"
+    assert ledger_state(read(story.run)).cancel == "save"
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_restart_inside_the_allocation_is_running(story):
 def test_an_unknown_end_without_a_follow_up_is_a_failure(story):
     story.started(1).ended(1, "user_error", "stop", detail="ValueError: x")
     assert state(story, None) is RunState.FAILED
-    assert standing(read(story.run)).detail == "ValueError: x"
+    assert ledger_state(read(story.run)).detail == "ValueError: x"
 
 
 def test_of_step_marks_in_a_row_the_last_counts_and_none_is_lost_at_a_change_of_attempt(story):

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import code, sign
-from hpctrain.preflight.rendezvous import HOST, MEMBER, Connection, Coordinator, Peer, Stranger
+from hpctrain.preflight.rendezvous import COORDINATOR, PEER, Connection, Coordinator, Peer, Stranger
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]
@@ -78,7 +78,7 @@ def test_nothing_that_was_not_said_so_is_heard_on_a_connection(begin, end):
     for number, chance in chances(begin, end):
         value = chance.choice(VALUES)
         left, right = socket.socketpair()
-        speaker, hearer = Connection(left, "s", side=HOST), Connection(right, "s", side=MEMBER)
+        speaker, hearer = Connection(left, "s", side=COORDINATOR), Connection(right, "s", side=PEER)
         left_out = chance.randrange(3)  # lines that never came
         for _ in range(left_out):
             speaker.tell("left out")
@@ -120,7 +120,7 @@ def test_strangers_of_all_kinds_neither_come_in_nor_break_the_meeting(begin, end
     for _, chance in chances(begin, end):
         with connected(port) as one:
             their = json.loads(one.makefile("rb").readline())["challenge"]
-            hello = {"rank": 1, "challenge": "mine", "proof": code("no", MEMBER, their, "mine", 1)}
+            hello = {"rank": 1, "challenge": "mine", "proof": code("no", PEER, their, "mine", 1)}
             hello[chance.choice(list(hello))] = odd(chance)
             line = json.dumps(hello).encode() + b"\n"
             try:

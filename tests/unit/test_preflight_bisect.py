@@ -21,12 +21,12 @@ BASELINE = Limits({1: 60.0, 2: 40.0, 8: 38.0})
 
 def drive(nodes, limits, measure):
     """The verdict, and every round's groups."""
-    hunt = search(nodes, limits)
-    rounds = [next(hunt)]
+    state = search(nodes, limits)
+    rounds = [next(state)]
     while True:
         results = {group: measure(group, len(rounds)) for group in rounds[-1]}
         try:
-            rounds.append(hunt.send(results))
+            rounds.append(state.send(results))
         except StopIteration as end:
             return end.value, rounds
 
@@ -171,6 +171,6 @@ def test_what_one_node_does_is_no_yardstick_for_several(baseline, nodes, yardsti
     """All pairs would be tried at each start, and on two nodes nobody could be named."""
     assert Expected(baseline=baseline).has_yardstick(nodes) == yardstick
     context = SimpleNamespace(nodes=["n"] * nodes)
-    fitness = NodeCheck(SimpleNamespace(), SimpleNamespace(settings=Settings()), context, "s")
+    node_check = NodeCheck(SimpleNamespace(), SimpleNamespace(settings=Settings()), context, "s")
     if nodes > 1 and not yardstick:
-        assert not fitness._tries_collective(Expected(baseline=baseline))
+        assert not node_check._tries_collective(Expected(baseline=baseline))

@@ -16,9 +16,9 @@ from hpctrain.preflight import rendezvous
 from hpctrain.preflight import run as preflight_run
 from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.rendezvous import (
+    COORDINATOR,
     HELLO_S,
-    HOST,
-    MEMBER,
+    PEER,
     Alone,
     Connection,
     Coordinator,
@@ -118,9 +118,9 @@ def connected(port):
 
 def words_of_a_stranger(their):
     """What one may say who does not know the secret."""
-    proof = code("another secret", MEMBER, their, "mine", 1)
+    proof = code("another secret", PEER, their, "mine", 1)
     hello = {"rank": 1, "challenge": "mine", "proof": proof}
-    right = code(KEY, MEMBER, their, "mine", 1)
+    right = code(KEY, PEER, their, "mine", 1)
     return [
         b"GET / HTTP/1.1\r\n\r\n",
         b"[]\n",
@@ -300,8 +300,8 @@ def test_a_node_that_says_something_odd_is_named_and_left_out(port, nodes, odd):
 def test_no_line_can_be_said_twice_or_in_anothers_place(nodes):
     left, right = socket.socketpair()
     with left, right:
-        one = Connection(left, "session", side=HOST)
-        other = Connection(right, "session", side=MEMBER)
+        one = Connection(left, "session", side=COORDINATOR)
+        other = Connection(right, "session", side=PEER)
         one.tell(1)
         line = right.recv(1000)
         left.sendall(line + line)

@@ -34,7 +34,7 @@ from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
 from hpctrain.checkpoint.store.find import asked_step
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
-from hpctrain.history.run_state import OVER, RunState, live, standing
+from hpctrain.history.run_state import OVER, RunState, ledger_state, live
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import whole
 from hpctrain.run.fence import look_anew, publishing, run_lock
@@ -186,7 +186,7 @@ def in_use(events: Sequence[Event], idle: LedgerState | None = None) -> Usage | 
         idle: Where the run stood by the ledger when the scheduler knew of no live job for it. It
             counts as long as nothing has begun since then.
     """
-    now = standing(events)
+    now = ledger_state(events)
     if now.phase in OVER:
         return None
     if idle is not None and (now.attempt, now.token) == (idle.attempt, idle.token):

@@ -117,8 +117,9 @@ def own_end(env: Mapping[str, str]) -> float | None:
 def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:
     """An address of the first node that every node of the job can connect to.
 
-    The batch side exports what it has found out (`batch.py`). Where it could not ask, the node's
-    name does if it resolves, else the address from which srun was launched: that is the first node.
+    The batch script exports what it has found out (`entry/slurm_batch.py`). Where it could not ask,
+    the node's name does if it resolves, else the address from which srun was launched: that is the
+    first node.
     """
     if exported := env.get(HPCTRAIN_MASTER_ADDR):
         return exported
