@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
-OUTCOME = "outcome.json"
-"""Written by rank 0 into the attempt's directory when it leaves: {"outcome", "step", "cause"}."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 """Ends that come at the scheduler's pace. A requeue after another one that could not be written
 down, and so is not counted, is left to the batch side, which pauses first."""
@@ -52,7 +50,7 @@ down, and so is not counted, is left to the batch side, which pauses first."""
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     """What rank 0 left behind; empty for a program that does not use hpctrain."""
     try:
-        outcome = json.loads(read_plain(run.attempt(attempt) / OUTCOME))
+        outcome = json.loads(read_plain(run.outcome(attempt)))
     except (FileNotFoundError, ValueError):
         return {}
     if not isinstance(outcome, dict) or outcome.get("outcome") not in {"done", "stopped", "left"}:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 THE_JOB = "the job's own environment"
-RECORD = "environment.json"
 
 
 class RankEnvironment:
@@ -123,11 +122,11 @@ class RankEnvironment:
             name: _shown(name, value.value) | {"origin": value.origin}
             for name, value in sorted(final.values.items())
         }
-        directory = self._run.attempt(number)
-        directory.mkdir(parents=True, exist_ok=True)
-        staged = directory / f"{RECORD}.new"
+        path = self._run.environment(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f"{path.name}.new")
         staged.write_text(json.dumps(facts | {"values": shown}, indent=1) + "\n")
-        staged.replace(directory / RECORD)
+        staged.replace(path)
 
 
 def versions_here() -> Versions:

@@ -22,11 +22,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
-from hpctrain.agent.ranks import collect, first_causal, torch_error_path
+from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.signals import Orphans
 from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR
 from hpctrain.base.records import FailureReport
+from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +204,7 @@ class NodeAgent(LocalElasticAgent):
     def _logs(self) -> list[Path]:
         """The logs of this node's ranks."""
         directory, workers = self._attempt_dir(self.attempt_number), self._worker_group.workers
-        return [directory / f"rank-{one.global_rank:05d}.log" for one in workers]
+        return [rank_log_path(directory, one.global_rank) for one in workers]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # Torch before 2.10 knows no time-out here; what is killed leaves without one.
@@ -268,7 +269,7 @@ class NodeAgent(LocalElasticAgent):
         directory = self._attempt_dir(self.attempt_number)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         for worker in self._worker_group.workers:
-            if (directory / f"failure-{worker.global_rank:05d}.json").exists():
+            if failure_path(directory, worker.global_rank).exists():
                 codes.setdefault(worker.global_rank, 1)
         return collect(directory, codes, self._node)
 

@@ -30,6 +30,7 @@ from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.base.records import FailureReport
+from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -68,26 +69,13 @@ class RankTask:
     """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""
 
 
-def failure_path(attempt_dir: Path, rank: int) -> Path:
-    """Where a rank leaves the report of its own failure."""
-    return attempt_dir / f"failure-{rank:05d}.json"
-
-
-def torch_error_path(attempt_dir: Path, rank: int) -> Path:
-    """Where torch's `@record` leaves what a rank has raised.
-
-    torch's agent must not read it: it dies of one that is not whole.
-    """
-    return attempt_dir / f"torch-error-{rank}.json"
-
-
 def run_rank(task: RankTask) -> None:
     """Run the program as one rank, in the rank's own process and with torchrun's environment."""
     signals.ignore_all()
     die_with_parent(os.getppid())
     rank = int(os.environ["RANK"])
     attempt_dir = Path(os.environ[HPCTRAIN_ATTEMPT_DIR])
-    print_to(attempt_dir / f"rank-{rank:05d}.log")
+    print_to(rank_log_path(attempt_dir, rank))
     bind(task.cpus)
     try:
         if not nsys.run_below(task, rank, attempt_dir):

@@ -25,10 +25,11 @@ def main(argv: list[str]) -> int:
 
     folder = Path(argv[0])
     try:
+        from hpctrain.run.layout import RunDir
         from hpctrain.scheduler.slurm.executor import AgentTask
 
         for root in (folder, folder.parent.parent):
-            if (root / "spec.json").exists():
+            if RunDir(root).spec.exists():
                 return AgentTask(root)()
         raise UsageError(
             f"{folder} holds no spec.json: {HPCTRAIN_RUN_DIR} must be a run's directory, seen "

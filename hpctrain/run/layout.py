@@ -90,7 +90,15 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Output of one rank in one attempt, stdout and stderr together."""
-        return self.attempt(attempt) / f"rank-{rank:05d}.log"
+        return rank_log_path(self.attempt(attempt), rank)
+
+    def outcome(self, attempt: int) -> Path:
+        """How the program left, by rank 0: {"outcome", "step", "cause"}."""
+        return self.attempt(attempt) / "outcome.json"
+
+    def environment(self, attempt: int) -> Path:
+        """What the ranks' environment was and where each variable came from, by node 0's agent."""
+        return self.attempt(attempt) / "environment.json"
 
     def heartbeat(self, attempt: int) -> Path:
         """How far an attempt is, rewritten every few seconds by rank 0."""
@@ -118,3 +126,21 @@ class RunDir:
     def script(self, token: str) -> Path:
         """The batch script of one submission; its name is how the job is found again."""
         return self.jobs / f"{token}.sh"
+
+
+def rank_log_path(attempt_dir: Path, rank: int) -> Path:
+    """Output of one rank; ranks know the attempt's folder alone."""
+    return attempt_dir / f"rank-{rank:05d}.log"
+
+
+def failure_path(attempt_dir: Path, rank: int) -> Path:
+    """Where a rank leaves the report of its own failure."""
+    return attempt_dir / f"failure-{rank:05d}.json"
+
+
+def torch_error_path(attempt_dir: Path, rank: int) -> Path:
+    """Where torch's `@record` leaves what a rank has raised.
+
+    torch's agent must not read it: it dies of one that is not whole.
+    """
+    return attempt_dir / f"torch-error-{rank}.json"

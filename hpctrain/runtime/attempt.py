@@ -59,7 +59,7 @@ def write_outcome(
         step: The step it came to.
         cause: Of a stop.
     """
-    path = run.attempt(attempt.number) / "outcome.json"
+    path = run.outcome(attempt.number)
     text = {"outcome": outcome, "step": step, "cause": cause.value if cause else None}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,21 @@ def test_what_users_set_reaches_the_job_and_what_a_job_sets_does_not():
     assert {"HPCTRAIN_RUNS", "HPCTRAIN_SITE", "HPCTRAIN_FAULTS"}.isdisjoint(env.OF_ONE_JOB)
 
 
+def test_names_of_files_through_which_processes_speak_are_the_layouts_own():
+    """But for the batch script's helper, which starts without what the layout imports."""
+    layout, helper = "hpctrain/run/layout.py", "hpctrain/entry/slurm_batch.py"
+    shared = ("events.jsonl", "outcome.json", "environment.json", "heartbeat.json", "spec.json")
+    names = re.compile("|".join([*(rf'"{re.escape(name)}"' for name in shared),
+                                 r'f"(?:failure|torch-error)-\{', r'f"rank-.*\.log"']))  # fmt: skip
+    written = {
+        str(path.relative_to(TOP))
+        for path in (TOP / "hpctrain").rglob("*.py")
+        if names.search(path.read_text())
+    }
+
+    assert written == {layout, helper}
+
+
 def test_a_submit_from_inside_a_job_takes_nothing_of_that_job_along():
     inside = dict.fromkeys(env.OF_ONE_JOB, "1")
 

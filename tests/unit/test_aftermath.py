@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.ending import OUTCOME, AttemptEnding, read_outcome
+from hpctrain.agent.ending import AttemptEnding, read_outcome
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.errors import ClusterUnreachable
@@ -420,11 +420,11 @@ def test_a_cancelled_job_does_not_start_again(story, job_id, save, why):
     "text", ["", "{", "[]", '"done"', '{"outcome": "vanished"}', '{"outcome": 5, "step": 3}']
 )
 def test_an_outcome_of_no_sense_is_no_word_at_all(story, text):
-    (story.run.attempt(1) / OUTCOME).write_text(text)
+    story.run.outcome(1).write_text(text)
     assert read_outcome(story.run, 1) == {}
 
 
 def test_an_outcome_of_another_version_keeps_what_is_known(story):
     told = {"outcome": "stopped", "step": "x", "cause": "meteor", "more": [1]}
-    (story.run.attempt(1) / OUTCOME).write_text(json.dumps(told))
+    story.run.outcome(1).write_text(json.dumps(told))
     assert read_outcome(story.run, 1) == {"outcome": "stopped", "step": None, "cause": None}

@@ -10,7 +10,8 @@ import pytest
 
 from hpctrain.agent import ranks
 from hpctrain.agent.node import NoRedirect
-from hpctrain.agent.ranks import collect, failure_path, torch_error_path
+from hpctrain.agent.ranks import collect
+from hpctrain.run.layout import failure_path, torch_error_path
 
 RAISED = {
     "message": {

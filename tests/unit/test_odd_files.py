@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.agent.ending import OUTCOME
 from hpctrain.agent.log_index import times_path
 from hpctrain.cli.main import main
 from hpctrain.preflight import node_lists
@@ -101,7 +100,7 @@ def _fill(run) -> None:
         (run.attempt(1) / f"failure-{rank}.json").write_text("{}")
         (run.attempt(1) / f"torch-error-{rank}.json").write_text("{}")
     write_heartbeat(run, 1, Heartbeat(1_763_700_060.0, 50))
-    (run.attempt(1) / OUTCOME).write_text('{"outcome": "left"}')
+    run.outcome(1).write_text('{"outcome": "left"}')
     (run.attempt(1) / "environment.json").write_text("{}")
     run.rank_times(1).write_text(json.dumps({"t": 1_763_700_060.0, "step": 50, "ranks": {}}) + "\n")
     run.jobs.mkdir()

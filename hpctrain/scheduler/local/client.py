@@ -20,6 +20,7 @@ from hpctrain.base.process import own_program
 from hpctrain.base.records import JobInfo, JobStart
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
 
@@ -177,7 +178,7 @@ class LocalCluster:
 
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
-        spec = load_spec(request.run_dir / "spec.json")
+        spec = load_spec(RunDir(request.run_dir).spec)
         low, high = node_range(spec.settings.slurm.nodes)
         record = create(
             LocalJobRecord(
