@@ -1,4 +1,8 @@
-"""The life of an agent, from its first signal handler to the decision on what follows."""
+"""The life of an agent, from its first signal handler to the decision on what follows.
+
+tests/unit/test_aftermath.py holds the promises of a start, tests/engines/test_node_agent.py those
+of the rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The batch script's last act, once its srun has ended: `agent/batch_side.py` with SLURM's facts.
-
-tests/unit/test_slurm_after.py holds the promises.
-"""
+"""The batch script's last act, after its srun: `agent/batch_side.py` with SLURM's facts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One node of `hpctrain preflight`: `python -m hpctrain.preflight.node FOLDER RANK`.
 
 Its place comes from the environment that the job's script exports (`entry.slurm_batch before`).
+tests/slurm/test_preflight.py holds the promises.
 """
 
 from __future__ import annotations

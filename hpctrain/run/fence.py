@@ -7,7 +7,7 @@ whether its token is still the newest. tests/unit/test_fence.py and test_locks.p
 `look_anew` and `left_text` show what another node has written just now. Clients of NFS keep for up
 to a minute what they know of a folder: its list, and which names are not in it, however often one
 asks. Opening a file that is there asks the server (close-to-open), as does every change of one's
-own. tests/unit/test_fresh.py and test_client_disk.py hold the promises.
+own. tests/unit/test_fresh.py holds the promises.
 """
 
 from __future__ import annotations
