@@ -65,6 +65,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.
             return RunAlive.exit_code
+    _allow_connections(spec, context)  # before the store's process and the ranks are forked
     environment = RankEnvironment(run, spec, context)
     environment.before_imports()
     secret = start_secret(run, context.job_id, context.restarts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,30 @@ def test_a_limit_that_is_large_enough_is_left_alone_and_not_told():
     assert warning(512, needed(512), "n1") == ""
     assert warning(512, needed(512) - 1, "n1") != ""
     assert needed(100_000) <= MOST
+
+
+SHOW = """
+import pathlib, resource
+pathlib.Path("limit.txt").write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)))
+"""
+
+
+def test_the_ranks_of_an_unchanged_program_have_the_limit_that_their_agent_raised(tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    words = ["submit", "--cluster=local", "--nodes=1", "--ranks-per-node=1", "--no-snapshot"]
+    words += ["--name=r", "--set=preflight.enabled=no", "--wait", "--", "show.py"]
+    low = ["sh", "-c", 'ulimit -Sn 300; ulimit -Hn 3000; exec "$@"', "sh"]
+
+    subprocess.run(
+        [*low, sys.executable, "-m", "hpctrain", *words],
+        cwd=tmp_path,
+        env={**os.environ, "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local")},
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
+
+    assert (tmp_path / "limit.txt").read_text() == "(3000, 3000)"
 
 
 def _open_files():
