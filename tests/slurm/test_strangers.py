@@ -283,6 +283,16 @@ def shared_folders(mode):
         shutil.rmtree(base)
 
 
+def left_in_time(cluster, run):
+    """The job ends soon after its program has; else what its agents said."""
+    try:
+        cluster.wait_job(run.job_id, ("COMPLETED",), timeout=90)
+    except AssertionError as error:
+        said = "".join(path.read_text() for path in sorted(run.dir.jobs.glob("*.out")))
+        kinds = [(event.kind, event.t) for event in run.events()[-12:]]
+        raise AssertionError(f"{error}\n{kinds}\n{said[-6000:]}") from None
+
+
 @pytest.fixture(scope="module")
 def siege(cluster):
     """The run, done, and all that was tried."""
@@ -352,7 +362,8 @@ def besiege(cluster, work, marks):
         cluster.cancel(urgent)
         run.wait_event("restored", attempt=2)
         _lock(siege, holder)
-        run.wait_done()
+        run.wait_event("done")
+        left_in_time(cluster, run)
         watcher.stdin.close()
         siege.ports += [json.loads(line) for line in watcher.stdout if line.startswith("{")]
     return siege
@@ -451,7 +462,7 @@ def test_the_stranger_was_there(siege):
     stores = [one for one in siege.ports if one["is"] == "store" and "set" in one]
     (meeting, *_) = [one for one in siege.ports if one["is"] == "meeting"]
     assert len({one["port"] for one in stores}) == 2, "of both attempts"
-    assert meeting["port"] == stores[0]["port"] + MEETING
+    assert meeting["port"] - MEETING in {one["port"] for one in stores}
     assert not [answer for answer in meeting["answers"] if "proof" in answer]
     assert "written round/0/news/0 into their store" in siege.output()
     assert "events.jsonl" in siege.held
