@@ -137,6 +137,8 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     ends = [event.data.get("step") for event in ledger.read(run) if event.kind == "done"]
     is_script = spec.entry.kind == "script"
     if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
+        if ends[-1] is None:  # a program that counts no steps with us
+            raise UsageError(f"{run.name} is done: its program has ended; submit it anew")
         raise UsageError(
             f"{run.name} is done (step {ends[-1]}); to train on, raise --set train.steps=N, "
             "or go back with --from STEP"

@@ -137,3 +137,16 @@ def test_damage_is_not_tried_again(slept):
     with pytest.raises(TornCheckpoint):
         Patience(60)(act)
     assert slept == []
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(None, "gpt-a is done: its program has ended"), (400, "gpt-a is done (step 400); to train")],
+)
+def test_a_run_that_is_done_says_so_with_a_step_only_where_one_is_known(run, capsys, step, says):
+    Spec("gpt-a", "id", 1e9, "local", "", Entry("script", "train.py")).dump(run.spec)
+    ledger.record(run, "done", attempt=1, step=step)
+
+    assert main(["resume", "gpt-a", "--dry-run"]) == 2
+
+    assert says in capsys.readouterr().err
