@@ -238,7 +238,7 @@ class NodeAgent(LocalElasticAgent):
         said_at = time.monotonic()
         while True:
             if time.monotonic() > said_at + LOOK_ANYWAY_S:
-                self._news_store.say_again()
+                self._say_again()
                 said_at = time.monotonic()
             multiprocessing.connection.wait(
                 [process.sentinel for process in self._processes()], timeout=POLL_S
@@ -254,6 +254,15 @@ class NodeAgent(LocalElasticAgent):
                 return verdict
             if reported:
                 time.sleep(POLL_S)  # sentinels of ended ranks are always ready: no busy loop
+
+    def _say_again(self) -> None:
+        """Say again what was written over, and have node 0 look at once.
+
+        It looks by itself as seldom as this is called. Somebody who writes over a report in between
+        would be seen by each of its looks, and the run held until its time limit.
+        """
+        if self._news_store.say_again():
+            self._news_store.count(self._key("reports"), 1)
 
     def _report_if_over(self) -> bool:
         result = self._monitor_workers(self._worker_group)

@@ -127,11 +127,16 @@ class SignedStore:
         self._said[key] = value
         self.of.set(key, sign(self._secret, key, json.dumps(value)))
 
-    def say_again(self) -> None:
-        """Say anew what somebody has written over or taken away since: others still wait for it."""
-        for key, value in self._said.items():
-            if self.get(key) is None:
-                self.set(key, value)
+    def say_again(self) -> bool:
+        """Say anew what somebody has written over or taken away since: others still wait for it.
+
+        Returns:
+            Whether there was anything to say.
+        """
+        lost = [key for key in self._said if self.get(key) is None]
+        for key in lost:
+            self.set(key, self._said[key])
+        return bool(lost)
 
     def get(self, key: str) -> Any:
         """What an agent has said; None where none has, whatever somebody else has written there."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.agent.node import NodeAgent, _Reports
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import sign
 
@@ -89,3 +91,32 @@ def test_what_was_lost_is_said_again_and_what_stands_is_left_alone(stores, loss)
 
     assert other.get("report/1") == []
     assert shared["news/0"] is kept
+
+
+def agent_of(store, group_rank):
+    agent = NodeAgent.__new__(NodeAgent)
+    agent._worker_group = SimpleNamespace(
+        store=store, group_rank=group_rank, group_world_size=2, master_port=0
+    )
+    agent._secret, agent._signed, agent._round = "key", None, 0
+    return agent
+
+
+def test_a_report_that_was_written_over_is_looked_at_as_soon_as_it_is_said_again():
+    store = Store()
+    first, other = agent_of(store, 0), agent_of(store, 1)
+    for agent in (first, other):
+        agent._news_store.set(f"round/0/report/{agent._worker_group.group_rank}", [])
+        agent._news_store.count("round/0/reports", 1)
+    store.set("round/0/report/1", b"forged")
+    reports = _Reports()
+    first._gather(reports)
+    assert reports.nodes == {0}
+
+    other._say_again()
+    first._gather(reports)  # long before it would look by itself
+
+    assert reports.nodes == {0, 1}
+    before = store.add("round/0/reports", 0)
+    other._say_again()
+    assert store.add("round/0/reports", 0) == before, "nothing was lost, so nobody need look"
