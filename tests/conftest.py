@@ -35,6 +35,7 @@ hypothesis_settings.register_profile(
 hypothesis_settings.load_profile("beside")
 
 REQUIRE = "HPCTRAIN_REQUIRE"
+PYTEST_CURRENT_TEST = "PYTEST_CURRENT_TEST"
 BESIDE_NICENESS = 15
 SLURM_TESTS = "tests/slurm/"
 NEEDS = {
@@ -59,6 +60,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """What a test's code exports ends with the test.
+
+    Agents export for the ranks of their process, torch where it compiles. What is left over would
+    go with the next job that a test of the same worker submits, and make it another job.
+    """
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before) - {PYTEST_CURRENT_TEST}:
+        del os.environ[name]
+    for name, value in before.items():
+        if name != PYTEST_CURRENT_TEST and os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @pytest.fixture

@@ -3,7 +3,12 @@
 The job's own environment (what sbatch handed on, what the site's modules and the setup lines have
 set) wins over `hpctrain.toml` and `--env`, and these over the site's preset. It is derived anew for
 each attempt, since the number of nodes, the versions and the attempt's directory change.
-tests/unit/test_agent_environment.py holds the promises.
+
+To it belongs the folder in which torch keeps what it has compiled: torch takes one from a name in
+the temporary folder that everybody can guess, whoever has made it, and runs what lies there. On a
+node that users share, the first to make that folder would run code as the others.
+
+tests/unit/test_agent_environment.py and tests/unit/test_compile_cache.py hold the promises.
 """
 
 from __future__ import annotations
@@ -11,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.compile_cache import VARIABLE as CACHE
-from hpctrain.agent.compile_cache import compile_cache
 from hpctrain.base.env import (
     HPCTRAIN_CLUSTER,
     HPCTRAIN_JOB_END,
@@ -43,6 +48,11 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobContext
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+COMPILE_CACHE_NAME = "hpctrain-compiled-{uid}"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 
 THE_JOB = "the job's own environment"
 
@@ -162,8 +172,8 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", spec.env.get("OMP_NUM_THREADS", "1")
     )  # as torchrun does; more fight for the node's cores
-    if CACHE not in os.environ and CACHE not in spec.env:
-        os.environ[CACHE] = str(compile_cache(run))
+    if COMPILE_CACHE_VARIABLE not in os.environ and COMPILE_CACHE_VARIABLE not in spec.env:
+        os.environ[COMPILE_CACHE_VARIABLE] = str(compile_cache(run))
     os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]
     os.environ[HPCTRAIN_JOB_ID] = context.job_id
@@ -193,3 +203,24 @@ def _who_won(derived: Environment, final: Environment) -> list[dict[str, str]]:
 
 def _shown(name: str, value: str) -> dict[str, str]:
     return {"value": value} if is_shown(name) else {}
+
+
+def compile_cache(run: RunDir) -> Path:
+    """The user's cache on this node, made if need be; where that is not his alone, the run's.
+
+    The caller exports it; torch makes the run's folder when it compiles something.
+    """
+    try:
+        folder = Path(tempfile.gettempdir(), COMPILE_CACHE_NAME.format(uid=os.geteuid()))
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:  # also where a file or a dangling link has the name
+        why = str(error)
+    else:
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if is_own and not status.st_mode & _OTHERS_WRITE:
+            return folder
+        why = f"{folder} is not this user's alone"
+    other = run.root / "compiled"
+    print(f"hpctrain: what torch compiles is kept in {other}: {why}", flush=True)
+    return other

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.agent.compile_cache import NAME as COMPILED
+from hpctrain.agent.environment import COMPILE_CACHE_NAME, COMPILE_CACHE_VARIABLE
 from hpctrain.agent.node_check import PORT as MEETING
 from hpctrain.base.process import PORTS, first_port, own_program
 from hpctrain.run.layout import RunDir
@@ -141,6 +141,7 @@ OF_A_FORGED_RUN = (
 @pytest.fixture(scope="module")
 def cluster(slurm_cluster):
     """The cluster, whose nodes can run the owner's jobs too."""
+    os.environ.pop(COMPILE_CACHE_VARIABLE, None)  # torch exports it where it compiles
     slurm_cluster.reset()
     with slurm_cluster.own_mounts(lambda _: open_command()):
         yield slurm_cluster
@@ -241,7 +242,7 @@ def forge(work, marks, job_id, token):
 def squatting(job_id, temporary):
     """Names and ports that the job is known to want, taken before it comes."""
     block = [str(first_port(job_id, 0) + n) for n in range(PORTS)]
-    for name in ("torchinductor_daemon", COMPILED.format(uid=OWNER.uid)):
+    for name in ("torchinductor_daemon", COMPILE_CACHE_NAME.format(uid=OWNER.uid)):
         run_as(STRANGER, ["mkdir", "-m", "0777", str(temporary / name)])
     with start_as(STRANGER, [sys.executable, "-c", LISTEN, *block]) as listener:
         assert listener.stdout.readline() == "listening\n"
@@ -472,7 +473,7 @@ def test_the_stranger_was_there(siege):
 def test_nothing_of_the_strangers_was_run(siege):
     assert list(siege.marks.iterdir()) == []
     said = siege.output()
-    assert f"/{COMPILED.format(uid=OWNER.uid)} is not this user's alone" in said
+    assert f"/{COMPILE_CACHE_NAME.format(uid=OWNER.uid)} is not this user's alone" in said
     assert f"kept in {siege.run.dir.root}/compiled" in said
     assert siege.open_names == set(), "names that somebody can have taken before"
 

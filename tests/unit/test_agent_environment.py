@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from hpctrain.agent import environment as agent
-from hpctrain.agent.compile_cache import compile_cache
+from hpctrain.agent.environment import compile_cache
 from hpctrain.base.records import JobContext
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir

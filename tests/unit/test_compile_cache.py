@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from hpctrain.agent.compile_cache import NAME, compile_cache
+from hpctrain.agent.environment import COMPILE_CACHE_NAME, compile_cache
 from hpctrain.run.layout import RunDir
 from tests.support.users import OWNER
 
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def usual(tmp_path, run):
     """Where everybody knows that it will be."""
-    return tmp_path / "tmp" / NAME.format(uid=os.geteuid())
+    return tmp_path / "tmp" / COMPILE_CACHE_NAME.format(uid=os.geteuid())
 
 
 def test_it_is_made_shut_and_used_again(run, usual, capsys):
