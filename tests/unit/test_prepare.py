@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ from hpctrain.submit.prepare import (
     prepare,
 )
 from hpctrain.submit.snapshot import Checkout
+from tests.support import small_disk
 
 
 @pytest.fixture
@@ -327,18 +329,12 @@ def test_a_folder_that_refuses_only_when_written_is_told_in_one_line(work):
         create_run(prepared.spec, Path("/proc/hpctrain-runs"))
 
 
-def read_only_folder():
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        place = line.split()[1]
-        if Path(place).is_dir() and os.statvfs(place).f_flag & os.ST_RDONLY:
-            return Path(place)
-    return None
+def test_a_read_only_file_system_is_told_even_to_root(work, tmp_path):
+    with small_disk.mounted(tmp_path / "disk", 1 << 20) as folder:
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
 
-
-@pytest.mark.skipif(read_only_folder() is None, reason="this machine has no read-only file system")
-def test_a_read_only_file_system_is_told_even_to_root(work):
-    with pytest.raises(ChecksFailed, match=r"mounted read-only; choose another folder with --runs"):
-        ask(work, runs=read_only_folder() / "runs")
+        with pytest.raises(ChecksFailed, match=r"mounted read-only; choose another folder"):
+            ask(work, runs=folder / "runs")
 
 
 def test_a_disk_that_cannot_hold_runs_is_refused_before_anything_is_made(work, monkeypatch):
