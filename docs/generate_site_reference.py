@@ -1,6 +1,6 @@
 """Writes docs/site-presets.md and docs/site.schema.json from hpctrain/site/schema.py.
 
-`make settings` calls it; tests/unit/test_site_schema.py fails where they are not what this gives.
+`make settings` calls it; tests/unit/site/test_schema.py fails where they are not what this gives.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What a run's files, names, nodes and error messages hold may contain sequences that move the cursor,
 hide lines or fill the clipboard. Whatever is printed, JSON for programs or aligned text for people,
 goes through here; colours as our own pass, all other control characters become question marks.
-tests/unit/test_escapes.py holds the promises.
+tests/unit/base/test_escapes.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Node 0's agent decides, writes the decision into the ledger and carries it out. Here it is carried
 out where the agent could not (no scontrol in a container, killed too early), and decided where no
 agent was left to do it. Standard library only, so that it starts within KillWait.
-tests/unit/test_slurm_after.py and test_full_disk.py hold the promises.
+tests/unit/agent/test_batch_side.py and test_full_disk.py hold the promises.
 """
 
 from __future__ import annotations

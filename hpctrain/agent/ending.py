@@ -4,7 +4,7 @@ The scheduler is asked, and `plan.decide` decides. The decision is written into 
 is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed; where
 it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`). Where
 it could not be written, on a full disk, it is carried out all the same.
-tests/unit/test_aftermath.py and tests/slurm/test_requeue_path.py hold the promises.
+tests/unit/agent/test_ending.py and tests/slurm/test_requeue_path.py hold the promises.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ To it belongs the folder in which torch keeps what it has compiled: torch takes 
 the temporary folder that everybody can guess, whoever has made it, and runs what lies there. On a
 node that users share, the first to make that folder would run code as the others.
 
-tests/unit/test_agent_environment.py and tests/unit/test_compile_cache.py hold the promises.
+tests/unit/agent/test_environment.py and tests/unit/agent/test_compile_cache.py hold the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Ranks write their logs themselves, so that a line is there even when everything else is dead; this
 looks at how long the logs are. It runs in a thread of its own and makes system calls only: a file
 system that stalls must keep neither the agent's watch nor a fork waiting. What cannot be written is
-left out. `run/log_files.py` says what is written; tests/unit/test_log_clock.py holds the promises.
+left out. `run/log_files.py` says what is written; tests/unit/agent/test_log_index.py holds the
+promises.
 """
 
 from __future__ import annotations

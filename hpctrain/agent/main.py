@@ -1,7 +1,7 @@
 """The life of an agent, from its first signal handler to the decision on what follows.
 
-tests/unit/test_aftermath.py holds the promises of a start, tests/engines/test_node_agent.py those
-of the rounds.
+tests/unit/agent/test_ending.py holds the promises of a start, tests/engines/test_node_agent.py
+those of the rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The check of a job's nodes while torch is imported; a few bad ones are left behind.
 
-Its parts are those of `hpctrain preflight` (`preflight/at_start.py`). tests/slurm/test_fitness.py
-holds the promises.
+Its parts are those of `hpctrain preflight` (`preflight/at_start.py`).
+tests/slurm/test_node_check.py holds the promises.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The telling is a process of its own (`notify_child.py`), in a session of its own
 its output or be missing, and nobody here waits for it. Started where its starter lives on: by node
 0's agent when ranks start again in the allocation, else by the batch side, since SLURM kills what a
 step leaves behind when its last task exits. docs/notifications.md documents every field;
-tests/unit/test_notify.py holds the promises.
+tests/unit/agent/test_notify.py holds the promises.
 """
 
 from __future__ import annotations

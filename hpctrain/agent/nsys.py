@@ -5,7 +5,7 @@ had replaced itself by nsys would never be seen to end. What runs below nsys is 
 other way: its signals, its log, its failure report, its share in the agent's death.
 
 Without an nsys on the node the rank trains without it and says so in its log.
-tests/unit/test_nsys.py and tests/engines/test_nsys_run.py hold the promises.
+tests/unit/agent/test_nsys.py and tests/engines/test_nsys_run.py hold the promises.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A rank is forked from an agent that has imported torch once (`docs/decisions.md`
 tests/engines/test_rank_life.py holds the promises.
 
 When one rank dies, the others fail in their collectives soon after: the agent collects all reports
-and shows the first that is no echo. tests/unit/test_first_failure.py and test_failure_files.py hold
-the promises.
+and shows the first that is no echo. tests/unit/agent/test_first_failure.py and
+test_failure_files.py hold the promises.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The store is served by a process of its own (`store_process.py`). It asks nobody who he is, and
 every user of the cluster may reach its port. What agents believe decides how a run ends, so each
 value has a code of the run's secret (`SignedStore`), and they believe nothing that another has
-written. Counts cannot be signed and are hints at most. tests/unit/test_signed_store.py holds the
-promises.
+written. Counts cannot be signed and are hints at most. tests/unit/agent/test_signed_store.py holds
+the promises.
 """
 
 from __future__ import annotations

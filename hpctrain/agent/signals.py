@@ -9,7 +9,7 @@ tests/slurm/test_early_signals.py holds the promises.
 What ranks leave behind ends with their attempt (`Orphans`). A program's children ignore SIGTERM as
 their rank did. Where SLURM has no cgroups it follows parents (proctrack/linuxproc) and so loses the
 children of a rank that has ended; and between two attempts inside one job nobody would look for
-them at all. tests/unit/test_orphans.py holds the promises.
+them at all. tests/unit/agent/test_orphans.py holds the promises.
 """
 
 from __future__ import annotations

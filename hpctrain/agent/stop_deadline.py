@@ -3,7 +3,7 @@
 One for each agent. Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this
 watches that they are gone before the scheduler kills the job, so that there is time left to
 requeue. A rank stuck in C code or in a collective cannot eat the whole grace time.
-tests/unit/test_stopwatch.py holds the promises.
+tests/unit/agent/test_stop_deadline.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Files in folders that others can write: only ordinary ones are opened, and none is waited for.
 
 A FIFO would keep its reader for ever, a device may do anything. Standard library only.
-tests/unit/test_plain_files.py and test_full_disk.py hold the promises.
+tests/unit/base/test_plain_files.py and tests/unit/agent/test_full_disk.py hold the promises.
 
 Many sites set umask 002 and share project folders by group. A run names a program that its owner's
 job executes, so nobody else writes into it, whatever the umask, unless `run.group_writable` says
 so; then the run's folder can be written by its group, and all that is made in it later follows the
-folder. tests/unit/test_modes.py holds the promises.
+folder. tests/unit/base/test_modes.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Never a file whose mere being there is the lock: one of a killed holder would stay for ever. And
 never a file that others may open: flock(2) asks for no right to write on most file systems, so
 whoever can read a lock's file could keep it. Standard library only; the ledger stands on it.
-tests/unit/test_locks.py holds the promises.
+tests/unit/base/test_locks.py holds the promises.
 """
 
 from __future__ import annotations

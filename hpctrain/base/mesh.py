@@ -2,7 +2,7 @@
 
 Ranks are numbered with the tensor-parallel axis fastest and the pipeline's slowest, so that the
 ranks that speak most often lie in one node: (pp, dp_replicate, dp_shard, tp).
-tests/unit/test_mesh.py holds the promises.
+tests/unit/plan/test_mesh.py holds the promises.
 """
 
 from __future__ import annotations

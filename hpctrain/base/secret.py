@@ -2,7 +2,7 @@
 
 Where the secret lies is `run/ownership.py`. A secret is never sent; what is sent carries a code
 (HMAC-SHA256) that nobody can make without it, over what it is about and not the value alone, so
-that a value cannot be taken from one place to another. tests/unit/test_secret.py holds the
+that a value cannot be taken from one place to another. tests/unit/base/test_secret.py holds the
 promises.
 """
 

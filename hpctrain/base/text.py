@@ -1,6 +1,7 @@
 """Text of facts on a screen: columns, durations, host lists, sizes, progress, ranks on nodes. Pure.
 
-tests/unit/test_status_cli.py, test_progress.py and test_mesh.py hold the promises.
+tests/unit/cli/test_status.py, tests/unit/base/test_progress.py and tests/unit/plan/test_mesh.py
+hold the promises.
 """
 
 from __future__ import annotations

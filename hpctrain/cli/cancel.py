@@ -1,6 +1,6 @@
 """`hpctrain cancel`: a run stopped for good, at once or after it has saved.
 
-tests/unit/test_cancel_cli.py and tests/slurm/test_cancel.py hold the promises.
+tests/unit/cli/test_cancel.py and tests/slurm/test_cancel.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain checkpoints`: what a run has saved, and whether its bytes are as written.
 
-tests/unit/test_checkpoint_cli.py holds the promises.
+tests/unit/cli/test_checkpoints.py holds the promises.
 """
 
 from __future__ import annotations

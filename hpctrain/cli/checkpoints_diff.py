@@ -1,6 +1,6 @@
 """`hpctrain checkpoints diff`: two checkpoints beside each other.
 
-tests/unit/test_exchange_diff.py holds the promises.
+tests/unit/checkpoint/test_exchange_diff.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain checkpoints export` and `import`: to and from other programs' formats.
 
-tests/unit/test_exchange_export.py and test_exchange_import.py hold the promises.
+tests/unit/checkpoint/test_exchange_export.py and test_exchange_import.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain checkpoints pin`, `prune` and `rm`: what a person keeps, and what a person deletes.
 
-tests/unit/test_checkpoint_keep_cli.py holds the promises.
+tests/unit/cli/test_checkpoints_keep.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain events`: what happened to a run, one line each, as its ledger has it.
 
-tests/unit/test_events_cli.py holds the promises.
+tests/unit/cli/test_events.py holds the promises.
 """
 
 from __future__ import annotations

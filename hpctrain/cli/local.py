@@ -1,6 +1,6 @@
 """`hpctrain local`: this machine's embedded cluster seen, and what SLURM does rehearsed.
 
-tests/unit/test_local_cli.py holds the promises.
+tests/unit/cli/test_local.py holds the promises.
 """
 
 from __future__ import annotations

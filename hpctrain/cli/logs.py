@@ -1,6 +1,6 @@
 """`hpctrain logs`: what the ranks printed, across attempts and requeues.
 
-tests/unit/test_logs_cli.py holds the promises.
+tests/unit/cli/test_logs.py holds the promises.
 """
 
 from __future__ import annotations

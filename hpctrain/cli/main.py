@@ -1,7 +1,7 @@
 """`hpctrain`: finds the command, runs it, and turns errors into one line and an exit code.
 
 Commands live in modules of their own, imported only when they are called: the table below is all
-that `--help` and completion of command names need. tests/unit/test_cli_main.py holds the promises.
+that `--help` and completion of command names need. tests/unit/cli/test_main.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain preflight`: whether these nodes are fit to train, and if not, which one is it.
 
-tests/unit/test_preflight_login.py and tests/slurm/test_preflight.py hold the promises.
+tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain profile`: what steps spend their time on, and a look at a live run.
 
-tests/unit/test_profile_cli.py holds the promises.
+tests/unit/cli/test_profile.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain profile --now`: a profile asked of a live run, and awaited.
 
-tests/unit/test_profile_cli.py holds the promises.
+tests/unit/cli/test_profile.py holds the promises.
 """
 
 from __future__ import annotations

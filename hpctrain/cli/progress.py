@@ -1,7 +1,7 @@
 """How far long work is, on stderr: drawn in place on a terminal, else a plain line now and then.
 
 Stdout is never written to: it belongs to the command's answer. Work that is over within seconds
-leaves nothing behind. tests/unit/test_progress.py holds the promises.
+leaves nothing behind. tests/unit/base/test_progress.py holds the promises.
 """
 
 from __future__ import annotations

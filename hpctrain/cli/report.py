@@ -1,6 +1,6 @@
 """`hpctrain report`: what runs did, as a page of their own or as text.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`hpctrain resume`: on from the newest whole checkpoint, on other nodes if need be.
 
-tests/unit/test_site_submit.py, tests/slurm/test_elastic.py and tests/e2e/test_damaged.py hold the
-promises.
+tests/unit/submit/test_site_submit.py, tests/slurm/test_elastic.py and tests/e2e/test_damaged.py
+hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain sites detect`: which preset fits here, and why.
 
-tests/unit/test_sites_cli.py holds the promises.
+tests/unit/cli/test_sites.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain sites init`: a first preset for this cluster, written to a file.
 
-tests/unit/test_site_draft.py holds the promises.
+tests/unit/site/test_draft.py holds the promises.
 """
 
 from __future__ import annotations

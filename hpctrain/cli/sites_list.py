@@ -1,6 +1,6 @@
 """`hpctrain sites list`: the presets that there are, and where each comes from.
 
-tests/unit/test_sites_cli.py holds the promises.
+tests/unit/cli/test_sites.py holds the promises.
 """
 
 from __future__ import annotations

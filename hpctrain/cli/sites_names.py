@@ -1,6 +1,6 @@
 """The argument for a site's name, and its completion.
 
-tests/unit/test_sites_cli.py holds the promises.
+tests/unit/cli/test_sites.py holds the promises.
 """
 
 from __future__ import annotations

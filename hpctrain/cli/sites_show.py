@@ -1,6 +1,6 @@
 """`hpctrain sites show`: one preset, its values and where each stands.
 
-tests/unit/test_sites_cli.py holds the promises.
+tests/unit/cli/test_sites.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain sites test`: a preset tried out with sbatch.
 
-tests/unit/test_site_trial.py holds the promises.
+tests/unit/submit/test_sbatch_test.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain sites validate`: presets held against what NCCL, SLURM and they themselves say.
 
-tests/unit/test_sites_validate_cli.py holds the promises.
+tests/unit/cli/test_sites_validate.py holds the promises.
 """
 
 from __future__ import annotations

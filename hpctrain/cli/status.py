@@ -1,6 +1,6 @@
 """`hpctrain status`: where runs are, what became of their attempts, what they lost.
 
-tests/unit/test_status_cli.py and test_status_questions.py hold the promises.
+tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py hold the promises.
 """
 
 from __future__ import annotations

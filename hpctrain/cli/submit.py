@@ -1,6 +1,6 @@
 """`hpctrain submit`: from a command line to a run directory and a job.
 
-tests/unit/test_cli_submit.py holds the promises.
+tests/unit/cli/test_submit.py holds the promises.
 """
 
 from __future__ import annotations

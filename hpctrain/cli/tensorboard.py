@@ -1,6 +1,6 @@
 """`hpctrain tensorboard`: TensorBoard over runs, and how to reach it from a laptop.
 
-tests/unit/test_tensorboard_cli.py holds the promises.
+tests/unit/cli/test_tensorboard.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`hpctrain train`: the shipped recipe in this terminal, without a cluster.
 
-tests/unit/test_mesh.py and tests/engines/test_parity.py hold the promises.
+tests/unit/plan/test_mesh.py and tests/engines/test_parity.py hold the promises.
 """
 
 from __future__ import annotations

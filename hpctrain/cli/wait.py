@@ -1,6 +1,6 @@
 """`--wait` of `submit` and `resume`: a look on until the run has done a step, or never will.
 
-tests/unit/test_wait_cli.py holds the promises.
+tests/unit/cli/test_wait.py holds the promises.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ things are kept whatever the numbers are: every position is taken exactly once, 
 the same number of forward and backward passes, since sharded engines communicate in each of them (a
 rank with one pass less would leave the others waiting for ever). `MicrobatchRules` is what an
 engine asks of that number. Standard library only. The promises are held by
-tests/unit/test_batches.py.
+tests/unit/data/test_batches.py.
 """
 
 from __future__ import annotations

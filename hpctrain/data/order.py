@@ -1,7 +1,8 @@
 """The order of the samples, as a function of seed and position alone. Standard library only.
 
 World size, node count, worker count and batch size do not enter, so the only state of the data is
-one number: how many samples have been consumed. The promises are held by tests/unit/test_order.py.
+one number: how many samples have been consumed. The promises are held by
+tests/unit/data/test_order.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The JSON file is written last, so a token file without it is unfinished. Reading maps the file into
 memory: only the pages that are used are read, and all ranks of a node share them. Numpy is needed
-to read only. The promises are held by tests/unit/test_tokens.py.
+to read only. The promises are held by tests/unit/data/test_tokens.py.
 """
 
 from __future__ import annotations

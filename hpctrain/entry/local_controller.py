@@ -1,8 +1,8 @@
 """The controller of one local job, in SLURM's place: starts nodes, signals, ends, starts again.
 
 It keeps to what SLURM was seen to do with jobs, their signals, limits and requeues, so that the
-agents meet the same order of events here as there. Run as
-``python -m hpctrain.entry.local_controller JOB_ID``. tests/unit/test_local_controller.py holds the
+agents meet the same order of events here as there. Run as ``python -m
+hpctrain.entry.local_controller JOB_ID``. tests/unit/entry/test_local_controller.py holds the
 promises.
 """
 

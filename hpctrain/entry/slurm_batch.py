@@ -6,7 +6,7 @@
 
 `before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
 without. `after` requeues where no agent could, and its exit code is the job's.
-tests/unit/test_slurm_environment.py and test_site_script.py hold the promises.
+tests/unit/scheduler/test_slurm_environment.py and test_site_script.py hold the promises.
 """
 
 from __future__ import annotations

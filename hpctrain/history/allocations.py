@@ -1,8 +1,8 @@
 """The allocations of a run on one line of time: when it waited, and when it held nodes. Pure.
 
 The scheduler's own times count where accounting told them, else those of the processes that ran.
-Clocks differ from node to node, and an old job may die slowly beside its successor: here
-everything is put in order, so that no moment counts twice. tests/unit/test_goodput.py holds the
+Clocks differ from node to node, and an old job may die slowly beside its successor: here everything
+is put in order, so that no moment counts twice. tests/unit/history/test_goodput.py holds the
 promises.
 """
 

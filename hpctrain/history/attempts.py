@@ -1,8 +1,8 @@
 """The attempts of a run: where, when, from which step to which, why they ended, what they cost.
 
 Pure. An old attempt may go on writing beside a newer one (seen for 35 s after a node failure): what
-it says after the newer one began counts for nothing, but for its end. tests/unit/test_derive.py
-holds the promises.
+it says after the newer one began counts for nothing, but for its end.
+tests/unit/history/test_attempts.py holds the promises.
 """
 
 from __future__ import annotations

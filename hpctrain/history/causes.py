@@ -2,7 +2,8 @@
 
 `EndReason` only has to tell what follows. For the cause, the scheduler's reason comes first, what
 the failed rank said second, the scheduler's state of the job third. Where none of them tells, the
-cause is `crashed` or `unknown`, never a guess. tests/unit/test_causes.py holds the promises.
+cause is `crashed` or `unknown`, never a guess. tests/unit/history/test_causes.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lineage and progress of a run: which samples made the weights, and how far it is. Pure.
 
 The lineage is the proof that each sample was used exactly once: attempt by attempt, with what a
-restore went back behind cut away. tests/unit/test_lineage.py holds its promises,
-tests/unit/test_derive.py those of the progress.
+restore went back behind cut away. tests/unit/history/test_lineage.py holds its promises,
+tests/unit/history/test_attempts.py those of the progress.
 """
 
 from __future__ import annotations

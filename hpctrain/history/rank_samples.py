@@ -3,7 +3,7 @@
 The peaks are for model FLOPs utilisation: dense bf16, fp16 where a GPU has no bf16. Only names that
 `torch.cuda.get_device_name` gives and whose makers' data sheets say a number are known; for any
 other, a slice of a GPU (MIG) among them, no MFU is better than a wrong one.
-tests/unit/test_speed.py holds the promises.
+tests/unit/history/test_speed.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The state of a run: what the ledger says, and the scheduler where the ledger has no end. Pure.
 
-tests/unit/test_derive.py holds the promises.
+tests/unit/history/test_attempts.py holds the promises.
 """
 
 from __future__ import annotations

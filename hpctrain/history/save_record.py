@@ -1,6 +1,6 @@
 """A record of the run's saves: how often, what failed or was left out, since when. Pure.
 
-tests/unit/test_status_cli.py holds the promises.
+tests/unit/cli/test_status.py holds the promises.
 """
 
 from __future__ import annotations

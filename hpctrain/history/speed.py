@@ -1,6 +1,6 @@
 """The speed of the newest attempt, from its newest step marks. Pure.
 
-tests/unit/test_speed.py holds the promises.
+tests/unit/history/test_speed.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The timeline of a run: what each attempt went through and when, and what was submitted. Pure.
 
 Read from the ledger in one go. Times are as their writers' clocks had them; who uses them puts them
-in order (`allocations_of`, `goodput.cut`). tests/unit/test_goodput.py holds the promises.
+in order (`allocations_of`, `goodput.cut`). tests/unit/history/test_goodput.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The follower of a run: prints its logs as they grow, across attempts, until it is over.
 
-It polls: inotify is blind to what other nodes write over NFS. tests/unit/test_logs_cli.py holds the
+It polls: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py holds the
 promises.
 """
 

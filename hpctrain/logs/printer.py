@@ -2,7 +2,7 @@
 
 Logs have no times of their own: what the agents noted beside them says about when a line was
 written (`run/log_files.py`), and where they noted nothing, its place in the file between the
-attempt's start and the file's last change. tests/unit/test_logs_cli.py holds the promises.
+attempt's start and the file's last change. tests/unit/cli/test_logs.py holds the promises.
 """
 
 from __future__ import annotations

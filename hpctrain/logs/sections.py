@@ -1,7 +1,7 @@
 """The sections of a run's output, by attempt or by job, and filters of their lines.
 
 A filter sees the lines of one log in order and remembers what it needs: a rank's traceback is whole
-also where other ranks print in between. tests/unit/test_logs_cli.py holds the promises.
+also where other ranks print in between. tests/unit/cli/test_logs.py holds the promises.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ nearest one that is known.
 
 Read from source: NVIDIA/nccl 2.30.7 (5067397), ROCm/rccl 2.21.5 (0cbce2a) and a few later names,
 aws/aws-ofi-nccl (2daf7d3), Mellanox/nccl-rdma-sharp-plugins, ofiwg/libfabric (af8ddbe), torch 2.13.
-tests/unit/test_site_rules.py holds the promises.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rules for what variables mean together, on this fabric, with these options of sbatch.
 
 Each rule takes a whole environment and yields (the variable to tell of, what). Values that are
-wrong by themselves are reported by the other rules and pass here. tests/unit/test_site_rules.py
-holds the promises.
+wrong by themselves are reported by the other rules and pass here.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the rules for environment values share: a problem, what is known of the site, the wording.
 
 A message says the value, what its reader would make of it and why that is wrong, what to write.
-tests/unit/test_site_rules.py holds the promises.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They parse values as NCCL, RCCL, libfabric, Gloo and torch do; `names.py` has the releases whose
 source was read. Pure: what is known of the site comes in as a `Context`.
-tests/unit/test_site_rules.py has a good and a wrong value for each rule.
+tests/unit/nccl/test_nccl_rules.py has a good and a wrong value for each rule.
 """
 
 from __future__ import annotations

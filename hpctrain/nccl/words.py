@@ -1,6 +1,6 @@
 """Rules for words, levels, files and names of networks.
 
-tests/unit/test_site_rules.py holds the promises.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

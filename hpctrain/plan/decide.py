@@ -14,7 +14,8 @@ was seen to run has shown that it can; what it raises after hours (a disk's or a
 worker) is a crash. A script that knows nothing of hpctrain reports no steps: then time decides.
 docs/preemption.md has the rule.
 
-Pure. The promises are held by tests/unit/test_decide.py, test_budget.py and test_user_error.py.
+Pure. The promises are held by tests/unit/plan/test_decide.py, test_budget.py and
+test_user_error.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the tables of all keys as deepspeed 0.19.8 reads them: it ignores a top-level ke
 know, so that `zero_optimisation` trains without ZeRO and says nothing, and in sections it finds the
 mistake when the job has started.
 
-Pure. tests/unit/test_ds_config.py holds the promises, compares the tables to what the installed
-DeepSpeed reads, and has its own parser take what comes out.
+Pure. tests/unit/plan/test_ds_config.py holds the promises, compares the tables to what the
+installed DeepSpeed reads, and has its own parser take what comes out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Pure. Saving too often wastes time on saves, too seldom wastes what a failure throws away; Young and
 Daly say where the two meet. The bounds are promises and beat the formula: what a hard kill may
-cost, and that every job leaves something behind. tests/unit/test_interval.py holds the promises.
+cost, and that every job leaves something behind. tests/unit/plan/test_interval.py holds the
+promises.
 """
 
 from __future__ import annotations

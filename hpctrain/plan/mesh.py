@@ -5,8 +5,8 @@ every number of nodes that a run may start on has one. `ModelShape` has the numb
 have to divide, and `passes_of` says what a mesh asks of the way a step is cut, before there is an
 engine to say so.
 
-Pure, without torch. tests/unit/test_mesh.py holds the promises, and compares `shape_of` with the
-recipe's model.
+Pure, without torch. tests/unit/plan/test_mesh.py holds the promises, and compares `shape_of` with
+the recipe's model.
 """
 
 from __future__ import annotations

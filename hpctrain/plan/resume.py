@@ -1,6 +1,6 @@
 """What a resume would do, as data: which checkpoint, which mesh, which batch arithmetic.
 
-The promises are held by tests/unit/test_mesh.py and tests/slurm/test_elastic.py.
+The promises are held by tests/unit/plan/test_mesh.py and tests/slurm/test_elastic.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The lower bounds were found by running the engines on older releases (docs/torch-versions.md). Asked
 at submit, of what is installed beside the interpreter, and again on the nodes, of what was
-imported: a job's own modules may bring another torch. tests/unit/test_versions.py holds the
+imported: a job's own modules may bring another torch. tests/unit/plan/test_versions.py holds the
 promises.
 """
 

@@ -2,7 +2,7 @@
 
 Each node, what lies between them, and where the order says so the collective. Without an answer the
 attempt goes on. Nodes that share no directory are refused: nothing could ever be saved.
-tests/slurm/test_fitness.py holds the promises.
+tests/slurm/test_node_check.py holds the promises.
 """
 
 from __future__ import annotations

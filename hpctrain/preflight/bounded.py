@@ -3,7 +3,7 @@
 A mount whose server is gone blocks whoever looks at it, for ever and deaf to SIGKILL. So the look
 is a child's, and a child that cannot be killed is left behind rather than waited for.
 `CollectiveProcess` is this node's part in the tries of `collective.py`, which imports torch.
-tests/unit/test_preflight_probe.py holds the promises.
+tests/unit/preflight/test_probe.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of what only several nodes show: clocks, names, the shared directory, bandwidth. Pure.
 
-tests/unit/test_preflight_checks.py holds the promises.
+tests/unit/preflight/test_checks.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of the network interfaces and adapters of all nodes. Pure.
 
-tests/unit/test_preflight_checks.py holds the promises.
+tests/unit/preflight/test_checks.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The lines of a preset that speak of nodes, drafted from one node's facts. Pure.
 
-tests/unit/test_preflight_probe.py holds the promises.
+tests/unit/preflight/test_probe.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The facts of one node, and which nodes differ from the others. None is unknown, not "none there".
 
-Pure. tests/unit/test_preflight_checks.py holds the promises.
+Pure. tests/unit/preflight/test_checks.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults put on purpose into a node's facts, for rehearsals (`testing/node_faults.py`).
 
-tests/unit/test_preflight_node_faults.py holds the promises.
+tests/unit/preflight/test_node_faults.py holds the promises.
 """
 
 from __future__ import annotations

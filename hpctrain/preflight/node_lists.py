@@ -1,9 +1,9 @@
 """Lists of nodes with a date: those found bad and kept out, those that were seen to reduce fast.
 
 Of bad nodes there is one file beside the user's state for `hpctrain preflight` and one in a run's
-directory for its attempts, with why and until when: tests/unit/test_preflight_bad_nodes.py. The
+directory for its attempts, with why and until when: tests/unit/preflight/test_bad_nodes.py. The
 nodes that a run knows to be good need not be tried again at a requeue:
-tests/unit/test_preflight_proven.py.
+tests/unit/preflight/test_known_good.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every source comes in from outside (`FactSources`), so that a test can show a node that it has not
 got. Nothing is changed, and nothing may hang: commands and file systems are asked with a time-out.
-tests/unit/test_preflight_probe.py holds the promises.
+tests/unit/preflight/test_probe.py holds the promises.
 """
 
 from __future__ import annotations

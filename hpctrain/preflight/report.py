@@ -1,6 +1,6 @@
 """The report of a preflight, as JSON and as one screen of text.
 
-tests/unit/test_preflight_checks.py holds the promises.
+tests/unit/preflight/test_checks.py holds the promises.
 """
 
 from __future__ import annotations

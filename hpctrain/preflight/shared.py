@@ -3,7 +3,7 @@
 Every node writes a file with a nonce of its own as a checkpoint is written (staged, fsync, rename,
 fsync of the folder), and then looks for those of all others. Then the first node holds a lock that
 the others try to take.
-tests/unit/test_preflight_probe.py holds the promises.
+tests/unit/preflight/test_probe.py holds the promises.
 """
 
 from __future__ import annotations

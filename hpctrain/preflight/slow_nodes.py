@@ -5,11 +5,12 @@
     while True: groups = groups_to_try.send(results)   # until StopIteration: its SearchResult
 
 A group is slow when one of its nodes is. All nodes together first; where they are slow, halves of
-halves down to pairs (without a baseline pairs at once, since halves that hold a bad node each
-look alike); then every suspect with a partner that is known to be good, and once more with
-another. A slow result counts only when it comes twice, so that one moment's noise names nobody.
+halves down to pairs (without a baseline pairs at once, since halves that hold a bad node each look
+alike); then every suspect with a partner that is known to be good, and once more with another. A
+slow result counts only when it comes twice, so that one moment's noise names nobody.
 `SlowNodeSearch` is the first node's part: orders out, measurements in.
-tests/unit/test_preflight_bisect.py holds the promise: the bad ones are named, and no healthy one.
+tests/unit/preflight/test_slow_nodes.py holds the promise: the bad ones are named, and no healthy
+one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
                          rank-00007.steps-100-103.problem.txt         why there is no trace
 
 A name that ends in `.pt.trace.json.gz` is what TensorBoard's profile plugin looks for.
-tests/unit/test_profile_cli.py and tests/engines/test_profile_run.py hold the promises.
+tests/unit/cli/test_profile.py and tests/engines/test_profile_run.py hold the promises.
 """
 
 from __future__ import annotations

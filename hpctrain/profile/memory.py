@@ -2,7 +2,7 @@
 
 Reserved less allocated is what the caching allocator holds and no tensor uses. Between two steps
 that is much in a healthy run too, since activations are gone: so the advice looks at what was not
-used even at the peak, and at allocations that had to be retried. tests/unit/test_profile_cli.py and
+used even at the peak, and at allocations that had to be retried. tests/unit/cli/test_profile.py and
 tests/engines/test_profile_run.py hold the promises.
 """
 

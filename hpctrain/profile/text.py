@@ -1,6 +1,6 @@
 """A profile in words, 80 columns wide. Pure.
 
-tests/unit/test_profile_cli.py holds the promises.
+tests/unit/cli/test_profile.py holds the promises.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ takes the place of computing:
 
 The functions for intervals (`union`, `minus`, `both`, `divide`) come first. An interval is (begin,
 end) in microseconds; a list of them that these functions return is sorted and without overlaps.
-tests/unit/test_profile_shares.py, test_profile_trace.py and tests/engines/test_profile_run.py hold
+tests/unit/profile/test_shares.py, test_trace.py and tests/engines/test_profile_run.py hold
 the promises.
 """
 

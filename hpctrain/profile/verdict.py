@@ -8,7 +8,7 @@ collective until it comes. Then the run is bound by what that rank is bound by, 
 communication is left out of the question. Else the run's shares are the ranks' mean.
 
 `judge` is pure. `examine` reads a profile's files and judges them; what cannot be read is listed
-beside the rest. tests/unit/test_profile_verdict.py holds the promises.
+beside the rest. tests/unit/profile/test_verdict.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Figures are plain dictionaries, so that plotly is needed for its drawing program alone. Whatever a
 user may have named (runs, nodes) is escaped: plotly reads a little HTML in its texts. Each chart
-that has no data has a line that says why. tests/unit/test_report.py holds the promises.
+that has no data has a line that says why. tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Times, memory and waits of ranks, what checkpoints cost, and what each moment of an attempt was
 spent on (`timeline`). Waits for data and saves inside a stretch of steps are known as sums only, so
 a stretch is one bar that says how it was shared. Where attempts are many, neighbours share a line,
-and what is shorter than a pixel goes to what fills most of its pixel. tests/unit/test_report.py
-holds the promises.
+and what is shorter than a pixel goes to what fills most of its pixel.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several runs side by side: their numbers, and charts that lay them over each other. Pure.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

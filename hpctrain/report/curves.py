@@ -1,7 +1,7 @@
 """Points of the charts: thinned curves, who waited, memory, the map of step times. Pure.
 
 A curve is a list of (x, y); y is None where nothing is known, which breaks the line. Thinning keeps
-the extremes, so that no spike is hidden. tests/unit/test_report.py holds the promises.
+the extremes, so that no spike is hidden. tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

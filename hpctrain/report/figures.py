@@ -1,6 +1,6 @@
 """What all charts share: a chart's record, its layout, axes and lines. Pure.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What is missing or torn is left out and named in `problems`; nothing that a run directory can hold
 makes it raise. `history` is the ledger as curves need it, and pure: step marks, saves and resumes.
 What a step mark lacks is None: older ledgers and other programs tell less.
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Whatever comes from a run (names, nodes, tracebacks) is text here, never markup: `escape` for what
 stands in the page, and in the JSON of the charts no "<" that could end a script. A policy in the
-page's head forbids the browser to ask anybody for anything. tests/unit/test_report.py and
+page's head forbids the browser to ask anybody for anything. tests/unit/report/test_report.py and
 tests/e2e/test_report_browser.py hold the promises.
 """
 

@@ -1,6 +1,6 @@
 """The numbers of a report, once: page, text and comparison show the same. Pure.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A report without charts, for a terminal. Pure.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

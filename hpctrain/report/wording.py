@@ -1,6 +1,6 @@
 """Words and colours that charts, page and text share. Pure.
 
-tests/unit/test_report.py holds the promises.
+tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

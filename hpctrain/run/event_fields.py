@@ -5,7 +5,7 @@ anybody who can write it. `typed` is the one place where what was read becomes t
 has the type, the range and the words that every reader counts on. A field that has not is left out
 as if it had not been told, and so is an event that says nothing without it. Kinds and fields that
 this version does not know pass as they are. Nothing here raises because of a value.
-tests/unit/test_fields.py and test_odd_ledgers.py hold the promises.
+tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ checkpoint.
 
 Readers take the lines that are whole and leave out the rest: a torn last line is an event that was
 never written. They read block by block, so that no line and no hole costs much memory.
-tests/unit/test_events.py and test_odd_ledgers.py hold the promises.
+tests/unit/run/test_events.py and test_untrusted_ledgers.py hold the promises.
 """
 
 from __future__ import annotations

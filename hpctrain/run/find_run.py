@@ -1,7 +1,7 @@
 """Search for the run that a user means by a name, a job id, the beginning of a name, a path or `-`.
 
 `-` is the newest. Every command asks, so it is cheap: of a ledger only the lines about submissions
-are parsed. tests/unit/test_find_run.py holds the promises.
+are parsed. tests/unit/run/test_find_run.py holds the promises.
 """
 
 from __future__ import annotations

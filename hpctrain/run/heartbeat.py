@@ -4,7 +4,7 @@ Step marks come up to a minute apart in a long run; of an attempt that is killed
 heartbeat tells the rest. It is written over in place, always of one length: nothing is truncated or
 renamed, so a reader on another node never finds it empty or gone, opening it shows what was written
 last (NFS asks the server then), and a full disk has room for it once it is there.
-tests/unit/test_marks.py holds the promises.
+tests/unit/runtime/test_step_log.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Reading of the ranks' log files: whole lines as they grow, their last lines, and when they came.
 
 Nothing waits here and nothing is watched: inotify does not see what other nodes write over NFS.
-tests/unit/test_logs_cli.py holds the promises.
+tests/unit/cli/test_logs.py holds the promises.
 
 Ranks write their logs themselves and without times. The agent of their node therefore notes how
 long each log was at which moment (`agent/log_index.py`), one line `T SIZE` a mark, in
 rank-00007.times beside rank-00007.log. Between two marks a line's time is estimated by its place.
-tests/unit/test_log_clock.py holds the promises.
+tests/unit/agent/test_log_index.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 A folder of runs may be shared by a group or by all users of a cluster. A run names a program, a
 script's header and a command for notifications, so who can write its files decides what its owner
-runs: its files are obeyed for their owner alone. tests/unit/test_owner.py holds the promises.
+runs: its files are obeyed for their owner alone. tests/unit/run/test_ownership.py holds the
+promises.
 
 The secret is a file that only the owner reads. Each start of a job uses one that is derived from
-it, so that nothing that was said in one start counts in another. tests/unit/test_secret.py holds
-the promises.
+it, so that nothing that was said in one start counts in another. tests/unit/base/test_secret.py
+holds the promises.
 """
 
 from __future__ import annotations

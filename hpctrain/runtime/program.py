@@ -3,7 +3,7 @@
 Anything with state_dict/load_state_dict travels without pickle: tensors by name, the rest as JSON.
 So do this rank's random number generators, as tensors. On another mesh the saved ones have no
 owner: each rank then starts from (seed, step, rank), which is the same however often the run is
-disturbed. tests/unit/test_tracked.py and tests/engines/test_resume.py hold the promises.
+disturbed. tests/unit/runtime/test_tracked.py and tests/engines/test_resume.py hold the promises.
 """
 
 from __future__ import annotations

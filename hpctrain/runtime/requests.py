@@ -2,7 +2,7 @@
 
 Requests are files: of `cancel --save`, and of `profile --now`. A thread, because a silent slurmctld
 must not hold up training; only rank 0, because the answer must be one.
-tests/unit/test_watcher.py holds the promises.
+tests/unit/runtime/test_requests.py holds the promises.
 """
 
 from __future__ import annotations

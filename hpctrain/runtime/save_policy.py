@@ -3,8 +3,8 @@
 Rank 0 learns the interval from what saves cost and how often this run has died (`SavePolicy`), also
 from earlier attempts. `JobClock` says when a save still fits before the job's end, and `last_save`
 whether a save that is being written when a stop is asked for is finished or made anew. The latter
-two are pure: times in, answer out. tests/unit/test_pace.py, test_clock.py and test_last_save.py
-hold the promises.
+two are pure: times in, answer out. tests/unit/runtime/test_save_policy.py, test_clock.py and
+test_last_save.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The saves of a run: when, how, and what becomes of each; the ledger hears of all, failed or not.
 
 Decisions that ranks must share are rank 0's, broadcast, or follow from the step's number.
-tests/unit/test_saves.py and tests/engines/test_save_behind.py hold the promises.
+tests/unit/runtime/test_saves.py and tests/engines/test_save_behind.py hold the promises.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The signals are blocked in every thread, and one thread waits for them: so they 
 main thread is inside a long C call (submitit's handler ran 21 s late there), and no Python code is
 interrupted. A blocked mask is inherited over fork and exec: DataLoader workers, forked or spawned,
 and a `scontrol` child live through SLURM's step-wide storm (submitit#1760, pytorch#154849).
-tests/unit/test_listener.py holds the promises.
+tests/unit/runtime/test_signals.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Step marks in the ledger: which steps were done, from which samples, and what they took.
 
 Rank 0 only. One line covers all steps since the last, and the older a run is the further apart the
-lines come, so that the ledger of a month stays small. tests/unit/test_marks.py holds the promises.
+lines come, so that the ledger of a month stays small. tests/unit/runtime/test_step_log.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the time up to a rank's last gradient (`ComputeTime`). Under DDP that is a momen
 since gradients travel behind the backward pass and are waited for at its end. Where a model is
 sharded, ranks wait for each other all along the way; nothing is claimed there.
 
-tests/unit/test_marks.py and tests/engines/test_telemetry.py hold the promises.
+tests/unit/runtime/test_step_log.py and tests/engines/test_telemetry.py hold the promises.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ on it counts; without that TensorBoard shows redone steps twice.
 The format is protobuf events in checksummed records. torch's SummaryWriter names its files by the
 node's clock, and TensorBoard reads files in the order of their names: a node whose clock is behind
 would be read before the attempt that it follows. It also takes seconds to import. So the file is
-ours: named by the attempt, one record for all scalars of a step. tests/unit/test_event_file.py
-reads it with TensorBoard's own readers; tests/unit/test_trackers.py holds the promises of the
-pages.
+ours: named by the attempt, one record for all scalars of a step.
+tests/unit/runtime/test_event_file.py reads it with TensorBoard's own readers;
+tests/unit/runtime/test_trackers.py holds the promises of the pages.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ what cannot be), and `profile_flags` reads `--profile`. Types and choices are re
 ranks is `plan/mesh.py`'s; whether a tracker can be imported is looked at where the run is submitted
 (`missing_tracker`).
 
-Pure otherwise. The promises are held by tests/unit/test_settings_check.py, test_trackers.py,
-test_notify.py and test_profile_settings.py.
+Pure otherwise. The promises are held by tests/unit/settings/test_check.py,
+tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py and
+tests/unit/settings/test_profile_settings.py.
 """
 
 from __future__ import annotations

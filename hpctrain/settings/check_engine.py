@@ -1,7 +1,7 @@
 """What the [engine] settings must be together, and their shorthands `--engine` and `--mesh`.
 
 Before a world size is known: what depends on the number of ranks or on the model is
-`plan/mesh.py`'s. Pure. tests/unit/test_mesh.py holds the promises.
+`plan/mesh.py`'s. Pure. tests/unit/plan/test_mesh.py holds the promises.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ What values mean together is `check.py`'s. The environment that the site and the
 ranks is read here too (`from_table`, `from_flag`); the submitting shell's own never comes in:
 tokens live there, and what this module returns is written into spec.json.
 
-Pure. tests/unit/test_settings_merge.py holds the promises.
+Pure. tests/unit/settings/test_layers.py holds the promises.
 """
 
 from __future__ import annotations

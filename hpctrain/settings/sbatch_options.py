@@ -2,7 +2,7 @@
 
 sbatch takes any unambiguous beginning of a long name, a value right behind a short one, and several
 short ones in a word. What is locked, forbidden, required or hpctrain's own is compared by the names
-that this module gives. tests/unit/test_sbatch_options.py holds the promises.
+that this module gives. tests/unit/settings/test_sbatch_options.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Adding a field here is all it takes: merging, refusing of unknown keys, `--set`, and the reference
 page are derived from these classes. Standard library only, and no reading of files: `layers.py` has
-that. tests/unit/test_settings_merge.py and test_settings_check.py hold the promises.
+that. tests/unit/settings/test_layers.py and test_check.py hold the promises.
 """
 
 from __future__ import annotations

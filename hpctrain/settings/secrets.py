@@ -1,7 +1,7 @@
 """What in settings looks like a secret, and would be written down where a run's files are. Pure.
 
 By its name, or because a URL has a password in it. Names of tokens that are counted, of tokenizers
-and of files are none. tests/unit/test_secrets.py holds the promises.
+and of files are none. tests/unit/settings/test_secrets.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """spec.json: a run's resolved settings, each with its origin; submit writes it, all others read.
 
-tests/unit/test_prepare.py holds the promises.
+tests/unit/submit/test_prepare.py holds the promises.
 """
 
 from __future__ import annotations

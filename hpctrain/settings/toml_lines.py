@@ -2,7 +2,7 @@
 
 Values come from the standard library's parser; a small scanner over the same, already accepted text
 finds where each key stands. It must not judge TOML: what it does not see gets its table's line.
-tests/unit/test_settings_toml_lines.py holds the promises.
+tests/unit/settings/test_toml_lines.py holds the promises.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ cluster (`nid...`).
 `ClusterFacts` is what a live SLURM says of itself, the source of a preset's draft. A value that
 SLURM does not tell, or tells differently for different nodes, is None or "".
 
-tests/unit/test_site_detect.py holds the promises.
+tests/unit/site/test_detect.py holds the promises.
 """
 
 from __future__ import annotations

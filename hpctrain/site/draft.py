@@ -1,7 +1,7 @@
 """A first preset from what SLURM tells of a cluster. Pure: facts in, TOML text out.
 
 What SLURM does not know (interfaces, adapters, file systems) is left out with a word on how to find
-it. tests/unit/test_site_draft.py holds the promises.
+it. tests/unit/site/test_draft.py holds the promises.
 """
 
 from __future__ import annotations

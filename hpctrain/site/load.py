@@ -1,6 +1,6 @@
 """A site's files, found in their layers and read.
 
-tests/unit/test_site_load.py holds the promises.
+tests/unit/site/test_load.py holds the promises.
 """
 
 from __future__ import annotations

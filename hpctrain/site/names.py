@@ -1,6 +1,6 @@
 """The paths that a preset can have, with a word on what is none, and conditions on versions.
 
-A condition is `>=2.21,<2.24`. Pure. tests/unit/test_site_schema.py and test_site_environment.py
+A condition is `>=2.21,<2.24`. Pure. tests/unit/site/test_schema.py and test_site_environment.py
 hold the promises.
 """
 

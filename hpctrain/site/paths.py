@@ -1,6 +1,6 @@
 """Where the files lie that come with hpctrain, and the layers in which sites are looked for.
 
-tests/unit/test_site.py holds the promises.
+tests/unit/site/test_site.py holds the promises.
 """
 
 from __future__ import annotations

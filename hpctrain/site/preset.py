@@ -1,7 +1,7 @@
 """A site preset as the rest of hpctrain sees it: typed tables, and where each value stands.
 
 Knows no files: `load.py` reads them. A `PresetFinding` says how bad something is, of which value,
-and where that stands. tests/unit/test_site.py holds the promises.
+and where that stands. tests/unit/site/test_site.py holds the promises.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ is `None`, "" or empty: nothing is guessed. `keys_of` gives a class as data, `ma
 plain values, and `checked` refuses a value that is not what its key takes, in a message without the
 value's place.
 
-Pure, standard library only. tests/unit/test_site_schema.py holds the promises.
+Pure, standard library only. tests/unit/site/test_schema.py holds the promises.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 preset of several of them: bases, layers, `_add`, sources. [lock] names values that a user changes
 only with --allow-locked: `check_locked` holds changes against it. Reads no files.
 
-tests/unit/test_site_schema.py, test_site_load.py and test_site_lock.py hold the promises.
+tests/unit/site/test_schema.py, test_load.py and tests/unit/submit/test_site_lock.py hold the
+promises.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Types, choices and unknown keys are refused earlier, when the file is read. `env
 [env] and [network]: a variable may be right by itself and wrong beside one of another group, on one
 node only, or under one version only, so each environment that a job can get is judged as a whole.
 
-Pure: the day comes in as an argument. tests/unit/test_site_validate.py holds the promises.
+Pure: the day comes in as an argument. tests/unit/site/test_validate.py holds the promises.
 """
 
 from __future__ import annotations

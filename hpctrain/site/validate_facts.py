@@ -1,6 +1,6 @@
 """[slurm], [partitions], [network] and the rest: facts that contradict each other or nature.
 
-tests/unit/test_site_validate.py holds the promises.
+tests/unit/site/test_validate.py holds the promises.
 """
 
 from __future__ import annotations

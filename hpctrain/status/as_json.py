@@ -1,7 +1,7 @@
 """The status of a run as a JSON value, for programs. Pure.
 
 Seconds since the epoch and bytes, as plain numbers; what is not known is null. Every number is one
-that JSON has a word for: a loss of NaN is null. tests/unit/test_status_cli.py holds the promises.
+that JSON has a word for: a loss of NaN is null. tests/unit/cli/test_status.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Events as lines that a person can read. Pure.
 
 Kinds that this version does not know, and fields that a kind had in no version we know, are shown
-as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/test_events_cli.py
+as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/cli/test_events.py
 holds the promises.
 """
 

@@ -2,7 +2,7 @@
 
 `ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
 `logs` and `cancel`; an answer that did not come is told and no error.
-tests/unit/test_status_cli.py and test_status_questions.py hold the promises.
+tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The status of a run, from its ledger, its heartbeat and its scheduler's answer. Pure.
 
-tests/unit/test_status_cli.py holds the promises.
+tests/unit/cli/test_status.py holds the promises.
 """
 
 from __future__ import annotations

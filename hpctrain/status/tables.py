@@ -1,8 +1,8 @@
 """The tables of a run's attempts and of an attempt's ranks. Pure.
 
 The first says where, when and how far each attempt went and what followed; the second which rank is
-slow, and where its time and memory go. tests/unit/test_status_cli.py and test_speed.py hold the
-promises.
+slow, and where its time and memory go. tests/unit/cli/test_status.py and
+tests/unit/history/test_speed.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run's state in a sentence, why its job waits, and what one would type next. Pure.
 
 The reasons are SLURM's job reason codes, as `scontrol show job` prints them.
-tests/unit/test_status_cli.py holds the promises.
+tests/unit/cli/test_status.py holds the promises.
 """
 
 from __future__ import annotations

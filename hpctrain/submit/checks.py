@@ -6,8 +6,8 @@ and checked when a run is prepared, so that the run is whole. `nsys_notes`: whet
 DeepSpeed as the ranks will import them, by their names among the interpreter's packages, without an
 import.
 
-tests/unit/test_trackers.py, test_notify.py, test_ds_config.py and test_versions.py hold the
-promises.
+tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
+tests/unit/plan/test_ds_config.py and test_versions.py hold the promises.
 """
 
 from __future__ import annotations

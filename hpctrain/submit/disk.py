@@ -3,7 +3,7 @@
 Two writers are kept apart by flock(2), a checkpoint is there whole or not at all by rename(2), a
 power loss takes nothing by fsync(2), and facts of several nodes stand one behind the other by
 O_APPEND. Tried from one node in some milliseconds; whether locks hold between nodes is what
-`hpctrain preflight` tries. tests/unit/test_submit_disk.py holds the promises.
+`hpctrain preflight` tries. tests/unit/submit/test_disk.py holds the promises.
 """
 
 from __future__ import annotations

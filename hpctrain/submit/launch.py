@@ -7,8 +7,8 @@ command finds the job by its token and adopts it instead of starting a second on
 Nodes that a preflight has found bad are kept out: no job gets them until their time is up
 (`kept_out`). `expected_environment` is what the ranks would get, as far as the login node knows.
 
-tests/unit/test_bad_nodes_submit.py, tests/slurm/test_two_writers.py and tests/slurm/test_fitness.py
-hold the promises.
+tests/unit/submit/test_kept_out_nodes.py, tests/slurm/test_two_writers.py and
+tests/slurm/test_node_check.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a job is this run's own: a copied folder has the ledger of the run that it is a copy of.
 
 The copy's ledger names the original's job. Taken at its word, `cancel` of the copy would end the
-original, and `resume` of the copy would wait for it. tests/unit/test_copied_run.py holds the
+original, and `resume` of the copy would wait for it. tests/unit/submit/test_copied_run.py holds the
 promises.
 """
 

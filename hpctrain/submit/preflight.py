@@ -7,7 +7,7 @@ and raises there; this adds what is not an error but a warning, and asks SLURM.
 machine. The folder that the nodes write into lies beside the runs, so that it is the file system of
 the runs that is tried. It is removed when all is well.
 
-tests/unit/test_preflight_login.py and tests/slurm/test_preflight.py hold the promises.
+tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From what was asked to a checked spec, and from the spec to a run directory.
 
 `prepare` reads and decides, `create_run` writes. Nothing is left behind when a check fails. The job
-is `launch.py`'s. tests/unit/test_prepare.py holds the promises.
+is `launch.py`'s. tests/unit/submit/test_prepare.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Going on with a run that is not running: choose, show, submit.
 
-tests/unit/test_site_submit.py and tests/slurm/test_elastic.py hold the promises.
+tests/unit/submit/test_site_submit.py and tests/slurm/test_elastic.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A preset tried out: the scripts that a submit would make, and what sbatch says of them.
 
-Nothing is submitted and nothing stays on disk. tests/unit/test_site_trial.py holds the promises.
+Nothing is submitted and nothing stays on disk. tests/unit/submit/test_sbatch_test.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each value that is filled in has an origin that begins with `CHOSEN`, so that a resume chooses anew.
 `changed` and `take_locks` list what the user changes of the preset and hold its locks against that.
-Pure, but for a few questions to SLURM that a caller may hand in. tests/unit/test_site_submit.py and
-test_site_lock.py hold the promises.
+Pure, but for a few questions to SLURM that a caller may hand in.
+tests/unit/submit/test_site_submit.py and test_site_lock.py hold the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `find_site` goes through --site, HPCTRAIN_SITE, hpctrain.toml and what is detected here.
 `choose_partition` goes by the limits in the preset; one that the preset does not have is unknown,
 and refuses nothing: SLURM will. `preemption_notes` puts what preemption costs into words for the
-user; the facts behind it are in docs/preemption.md. tests/unit/test_site_submit.py holds the
+user; the facts behind it are in docs/preemption.md. tests/unit/submit/test_site_submit.py holds the
 promises.
 """
 

@@ -2,7 +2,7 @@
 
 HPCTRAIN_NODE_FAULTS makes a preflight see on one node what is not there, so that what it does about
 it can be tried on machines that are well. Faults are separated by `;`. docs/preflight.md is the
-user's page, tests/unit/test_preflight_node_faults.py the promises.
+user's page, tests/unit/preflight/test_node_faults.py the promises.
 """
 
 from __future__ import annotations

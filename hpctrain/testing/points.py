@@ -2,7 +2,7 @@
 
 Product code says `points.reach("shard.write", path=path, bytes=size)` just before it does what the
 point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use,
-tests/unit/test_faults.py holds the promises.
+tests/unit/testing/test_faults.py holds the promises.
 """
 
 from __future__ import annotations

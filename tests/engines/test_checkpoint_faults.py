@@ -1,20 +1,20 @@
 """What damaged other checkpoint formats silently, tried on ours with real ranks; and the 12 traps.
 
-Each damage must be found
-before any of the model's state is touched, and by all ranks alike. Where each trap is tried:
+Each damage must be found before any of the model's state is touched, and by all ranks alike. Where
+each trap is tried:
 
  1. published before every rank's bytes are durable: here
- 2. the same step saved again: here; `unit/test_checkpoint_damage.py`
+ 2. the same step saved again: here; `unit/checkpoint/test_damage.py`
  3. errors in helper threads and processes: here; `test_save_behind.py`
  4. state that changes under a save: here; the same bits twice: `test_save_behind.py`
- 5. rename without flush: `unit/test_checkpoint_commit.py`; ranks that see different files: here
+ 5. rename without flush: `unit/checkpoint/test_commit.py`; ranks that see different files: here
  6. one rank fails to load: here
- 7. retention: `unit/test_checkpoint_retention.py`; after a failed save: here
- 8. regions that no chunk covers: here; `unit/test_checkpoint_reader.py`, `..._assemble.py`
+ 7. retention: `unit/checkpoint/test_retention.py`; after a failed save: here
+ 8. regions that no chunk covers: here; `unit/checkpoint/test_reader.py`, `test_assemble.py`
  9. uneven, empty and scalar tensors, columns: here; `test_save_and_restore.py`
 10. identity of the optimizer's state, dtypes: here
 11. order of the data: `test_resume.py`
-12. dying in the middle: `test_kill_during_save.py`, `unit/test_checkpoint_every_call.py`; an old
+12. dying in the middle: `test_kill_during_save.py`, `unit/checkpoint/test_every_call.py`; an old
     attempt's save: here
 """
 

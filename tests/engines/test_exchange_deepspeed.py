@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.support.exchange import Commands, bits, loaded, made_run, names_in
 from tests.support.gloo import launch
-from tests.unit.test_cli_without_torch import HOOK
+from tests.support.refused_imports import refuse_imports
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 RANKS, STEPS, TAG = 2, 3, "global_step3"
@@ -267,7 +267,7 @@ def test_weights_are_those_of_deepspeeds_own_script(run, call, saved):
 
 def test_deepspeed_itself_is_not_needed(run, saved, tmp_path):
     folder, _, _ = saved["ZeRO-3"]
-    (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused={"deepspeed"}))
+    refuse_imports(tmp_path, "deepspeed")
     command = [sys.executable, "-m", "hpctrain", "checkpoints", "import", folder]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
 

@@ -2,7 +2,7 @@
 
     tests/support/slurm_system.sh run 24.11 python -m tests.support.record_slurm
 
-writes tests/unit/test_slurm_data/<version>/: jobs in every state that matters, then the cluster.
+writes tests/data/slurm-answers/<version>/: jobs in every state that matters, then the cluster.
 Paths, the host's name and the kernel's are replaced, so that two recordings differ by SLURM alone.
 """
 
@@ -25,7 +25,7 @@ from tests.support.slurm_cluster import SlurmCluster
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DATA = Path(__file__).parents[1] / "unit" / "test_slurm_data"
+DATA = Path(__file__).parents[1] / "data" / "slurm-answers"
 ODD_NAME = "a b'c\"d$(rm) JobState=DONE\\e;f #g"
 CLUSTER_QUESTIONS = {
     "show_config": ["scontrol", "show", "config"],

@@ -1,6 +1,7 @@
 """The format of a source, told by what lies there and not by its name alone, and its reader.
 
-The promises are held by tests/unit/test_exchange_import.py and test_odd_sources.py.
+The promises are held by tests/unit/checkpoint/test_exchange_import.py and
+test_untrusted_sources.py.
 """
 
 from __future__ import annotations

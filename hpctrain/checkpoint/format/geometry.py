@@ -30,8 +30,8 @@ All replicas compute the same cuts from the same boxes, so nothing is exchanged.
 end to end as one line of bytes and the line is cut into equal parts; a cut inside a box goes to the
 nearest row, so that every part of it is a box again.
 
-No file is touched here. The promises are held by tests/unit/test_checkpoint_overlap.py and
-test_checkpoint_spread.py.
+No file is touched here. The promises are held by tests/unit/checkpoint/test_overlap.py and
+test_spread.py.
 """
 
 from __future__ import annotations

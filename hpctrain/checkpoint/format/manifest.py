@@ -22,8 +22,8 @@ The digest is xxh3_64 everywhere, which costs less than reading the bytes. What 
 shard) has one for each block, so that a reader proves just the bytes that it takes; what is read as
 a whole (the chunk table, the manifest) has one.
 
-The promises are held by tests/unit/test_checkpoint_manifest.py, test_checkpoint_names.py and
-test_odd_checkpoints.py.
+The promises are held by tests/unit/checkpoint/test_manifest.py, test_names.py and
+test_untrusted_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ where they are wanted, and each block is digested while it is still in the cache
 are wanted in part, or whose bytes go to many places, take a detour through a scratch buffer.
 
 `ChunkFiles` does the reads, one file open for each thread, and names the file system's errors;
-`in_threads` divides them. The promises are held by tests/unit/test_checkpoint_reader.py and
-test_checkpoint_damage.py.
+`in_threads` divides them. The promises are held by tests/unit/checkpoint/test_reader.py and
+test_damage.py.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ ranks wrote, and checks that every element of every tensor was written once. A r
 `RankPart` as columns, not as objects: with a thousand ranks of five hundred tensors, unpickling and
 merging objects takes rank 0 most of a minute.
 
-The promises are held by tests/unit/test_checkpoint_table.py and test_checkpoint_assemble.py; the
-format itself by test_checkpoint_format.py, and docs/checkpoint-format.md describes it.
+The promises are held by tests/unit/checkpoint/test_table.py and test_assemble.py; the
+format itself by test_format.py, and docs/checkpoint-format.md describes it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ parent is flushed. Whatever dies in between leaves a staged directory, which nob
 into words. A forecast is no promise: others write too, and many quotas do not show in what a file
 system says of itself. So no answer (None) means only that nothing speaks against trying.
 
-The promises are held by tests/unit/test_checkpoint_commit.py, test_checkpoint_every_call.py and
-test_checkpoint_space.py.
+The promises are held by tests/unit/checkpoint/test_commit.py, test_every_call.py and
+test_space.py.
 """
 
 from __future__ import annotations

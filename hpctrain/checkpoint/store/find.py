@@ -9,7 +9,7 @@ checkpoints from being found or loaded (a folder that is not mounted, one that s
 damage to all of them), weeks of training would be forgotten without a word. A person may ask for
 it, and `asked_step` reads that from the ledger.
 
-The promises are held by tests/unit/test_checkpoint_find.py and test_beginning.py.
+The promises are held by tests/unit/checkpoint/test_find.py and test_beginning.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ has begun and restored nothing yet is choosing, and may read any of them; later 
 it restored. A dead one may have had no time to write down its end, and only the scheduler knows
 that; hence `idle`.
 
-The promises are held by tests/unit/test_checkpoint_retention.py, test_checkpoint_pins.py and
-test_checkpoint_keep_cli.py.
+The promises are held by tests/unit/checkpoint/test_retention.py, test_pins.py and
+tests/unit/cli/test_checkpoints_keep.py.
 """
 
 from __future__ import annotations

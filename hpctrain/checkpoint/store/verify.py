@@ -2,7 +2,7 @@
 
 `verify` reads every byte and lists what is wrong; `set_aside` moves a damaged checkpoint out of the
 way of the loads, with its reason inside. The promises are held by
-tests/unit/test_checkpoint_verify.py and test_checkpoint_damage.py.
+tests/unit/checkpoint/test_verify.py and test_damage.py.
 """
 
 from __future__ import annotations

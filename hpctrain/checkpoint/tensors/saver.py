@@ -8,7 +8,7 @@ The thread only waits (for the writer process, or in a collective on a group of 
 holds Python's lock for moments. At most one save is in flight; the arena belongs to it until it is
 over. What became of a save is the same on every rank, and is taken note of only where all ranks
 come together anyway: before the next save, and at a stop. The promises are held by
-tests/engines/test_save_behind.py and tests/unit/test_saves.py.
+tests/engines/test_save_behind.py and tests/unit/runtime/test_saves.py.
 """
 
 from __future__ import annotations

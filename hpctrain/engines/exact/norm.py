@@ -11,7 +11,7 @@ clip factor shows that. Here each square becomes an integer, of which sums are e
 has an exact square in fp64; scaled by a power of two that all ranks agree on, it is cut into
 `LIMBS` integers small enough that no sum of all of them overflows 63 bits.
 
-tests/engines/test_tree.py holds the promises.
+tests/engines/test_pairwise_sum.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A token is a byte, 0 to 255, or END after each file: no tokenizer to fetch or to train. The default
 text is the source of the Python standard library, which every machine has. Standard library only,
-so that a login node can look before a job is queued. tests/unit/test_corpus.py holds the promises.
+so that a login node can look before a job is queued. tests/unit/recipes/test_corpus.py holds the
+promises.
 """
 
 from __future__ import annotations

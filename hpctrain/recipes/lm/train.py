@@ -2,8 +2,8 @@
 
 It uses nothing that theirs could not. Every rank runs `main`. All that survives an interruption is
 in the engine, in `data`, and in the step: the learning rate (`lr_at`) is a function of the step
-alone, and needs no saving. tests/unit/test_schedule.py and tests/engines/test_resume.py hold the
-promises.
+alone, and needs no saving. tests/unit/recipes/test_schedule.py and tests/engines/test_resume.py
+hold the promises.
 """
 
 from __future__ import annotations

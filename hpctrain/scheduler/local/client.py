@@ -2,7 +2,8 @@
 
 There is no daemon: each job has a controller process of its own (`entry/local_controller.py`),
 which alone writes the record; everybody else drops a request file and reads the record. Standard
-library only. tests/unit/test_local_cli.py and test_local_controller.py hold the promises.
+library only. tests/unit/cli/test_local.py and tests/unit/entry/test_local_controller.py hold the
+promises.
 """
 
 from __future__ import annotations

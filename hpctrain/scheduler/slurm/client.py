@@ -2,7 +2,7 @@
 
 `hpctrain status` looks at every run there is; two questions for each would be a storm, for which
 sites block users. So a `Survey` asks slurmctld and accounting once each, however many the jobs are.
-tests/unit/test_status_questions.py holds the promises.
+tests/unit/scheduler/test_status_questions.py holds the promises.
 """
 
 from __future__ import annotations

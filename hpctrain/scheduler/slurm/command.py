@@ -2,7 +2,7 @@
 
 SLURM sends SIGTERM, SIGCONT and SIGUSR2 to every process of a step, also to those in a session of
 their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it.
-tests/unit/test_slurm_command.py holds the promises.
+tests/unit/scheduler/test_slurm_command.py holds the promises.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ next end as well, even after an exit code of 0 (seen with 24.11.5, no more with 
 
 SLURM holds a job (JobHoldMaxRequeue) that it has run again MaxBatchRequeue times by itself. Before
 that happens we ask again, and `forbid_requeue` sees to the last end.
-tests/unit/test_slurm_grace.py and tests/slurm/test_requeue_path.py hold the promises.
+tests/unit/scheduler/test_slurm_grace.py and tests/slurm/test_requeue_path.py hold the promises.
 """
 
 from __future__ import annotations

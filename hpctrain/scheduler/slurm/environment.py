@@ -3,7 +3,7 @@
 No command is run. sbatch takes SBATCH_* before the script's own header, and a shell inside salloc
 or srun carries SLURM_* that would tell our srun of somebody else's allocation. squeue, sacct and
 scancel have such families too: SQUEUE_STATES alone is enough to hide a job that is alive.
-tests/unit/test_slurm_environment.py holds the promises.
+tests/unit/scheduler/test_slurm_environment.py holds the promises.
 """
 
 from __future__ import annotations

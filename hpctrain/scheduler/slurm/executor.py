@@ -4,7 +4,7 @@ What is kept of submitit: the executor and job classes, and the callable in its 
 What is not used is `submitit.core._submit`: its rules (timed out at 10 minutes or less, checkpoint
 on rank 0 only, result pickles, `.save_tmp`) must not decide over a run. The callable is not pickled
 either: all of its state is the run's directory, and a pickle runs whatever others put into it.
-tests/unit/test_slurm_executor.py holds the promises.
+tests/unit/scheduler/test_slurm_executor.py holds the promises.
 """
 
 from __future__ import annotations

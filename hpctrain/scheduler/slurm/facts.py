@@ -1,8 +1,8 @@
 """Facts of a live SLURM: what a site's preset can be drafted from, and the cluster's name.
 
-`read_facts` is pure: it takes what scontrol and sacctmgr printed. tests/unit/test_site_draft.py
-holds its promises, tests/slurm/test_sites.py those against the real thing. A site is known
-by its cluster's name, and a job of another cluster is told by it: tests/unit/test_other_cluster.py.
+`read_facts` is pure: it takes what scontrol and sacctmgr printed. tests/unit/site/test_draft.py
+holds its promises, tests/slurm/test_sites.py those against the real thing. A site is known by its
+cluster's name, and a job of another cluster is told by it: tests/unit/cli/test_other_cluster.py.
 """
 
 from __future__ import annotations

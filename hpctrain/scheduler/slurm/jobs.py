@@ -1,6 +1,6 @@
 """SLURM's answers as the records that the rest of hpctrain knows. Pure.
 
-tests/unit/test_slurm_parse.py holds the promises.
+tests/unit/scheduler/test_slurm_parse.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 There is no task layout among the #SBATCH lines. `--ntasks-per-node` fixes the number of tasks at
 the first start, so a `--nodes 2-4` job that lost a node would pend for ever, or a range would
 collapse to its minimum (seen with 22.05). The layout stands on the srun line.
-tests/unit/test_slurm_script.py and test_odd_scripts.py hold the promises.
+tests/unit/scheduler/test_slurm_script.py and test_untrusted_scripts.py hold the promises.
 """
 
 from __future__ import annotations

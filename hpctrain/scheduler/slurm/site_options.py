@@ -1,6 +1,6 @@
 """The options of sbatch and srun that a site demands and refuses. Pure.
 
-tests/unit/test_site_script.py holds the promises.
+tests/unit/scheduler/test_site_script.py holds the promises.
 """
 
 from __future__ import annotations

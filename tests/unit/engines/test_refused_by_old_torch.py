@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HELD = runpy.run_path(str(Path(__file__).parents[1] / "engines" / "conftest.py"))
+HELD = runpy.run_path(str(Path(__file__).parents[2] / "engines" / "conftest.py"))
 
 
 @pytest.mark.parametrize(

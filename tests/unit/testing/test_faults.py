@@ -16,7 +16,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.testing import faults, points
 
-TOP = Path(__file__).parents[2]
+TOP = Path(__file__).parents[3]
 PACKAGE = TOP / "hpctrain"
 BYTES = bytes(range(256)) * 4
 HALF = len(BYTES) // 2

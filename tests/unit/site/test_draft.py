@@ -14,7 +14,7 @@ from hpctrain.site.draft import draft, site_name
 from hpctrain.site.load import load_site
 from hpctrain.site.validate import validate
 
-DATA = Path(__file__).parent / "test_slurm_data"
+DATA = Path(__file__).parents[2] / "data" / "slurm-answers"
 CONFIG, PARTITIONS, NODES = (
     (DATA / f"show_{what}.txt").read_text() for what in ("config", "partitions", "nodes")
 )

@@ -477,7 +477,7 @@ def test_a_following_terminal_gets_colour_and_a_pipe_does_not(story, monkeypatch
 def test_a_reader_that_has_enough_ends_it_quietly(story):
     story.log(1, 0, "x\n" * 200_000)
     code = "import sys; from hpctrain.cli.main import main; sys.exit(main(['logs', 'lm']))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
     ) as process:
@@ -504,7 +504,7 @@ class Following:
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         )
         self.seen: list[str] = []
         self._arrived = threading.Condition()

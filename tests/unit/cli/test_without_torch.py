@@ -9,17 +9,7 @@ import sys
 import pytest
 
 from hpctrain.cli.main import COMMANDS
-
-HOOK = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {refused}:
-            raise ImportError(f"{{name}} is not to be imported on a login node")
-
-sys.meta_path.insert(0, Refuse())
-"""
+from tests.support.refused_imports import refuse_imports
 
 
 @pytest.fixture
@@ -27,7 +17,7 @@ def hpctrain(tmp_path):
     """Run `hpctrain` in an interpreter that refuses some imports."""
 
     def call(*argv, refused=("torch", "numpy")):
-        (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused=set(refused)))
+        refuse_imports(tmp_path, *refused)
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}

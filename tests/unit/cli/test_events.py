@@ -217,7 +217,7 @@ def test_following_ends_with_the_run(story, tmp_path):
         "import sys; from hpctrain.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
         "from hpctrain.cli.main import main; sys.exit(main(['events', 'lm', '-f']))"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env
     ) as following:

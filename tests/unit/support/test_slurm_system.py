@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "support" / "slurm_system.sh"
+SCRIPT = Path(__file__).parents[2] / "support" / "slurm_system.sh"
 
 
 def run(folder, *argv):

@@ -767,7 +767,7 @@ def test_a_line_is_cropped_by_what_is_seen_of_it():
 
 
 def test_colour_is_for_terminals_only_and_not_with_no_color(story, tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm"}
     env.pop("NO_COLOR", None)
 
     def on_terminal(**more: str) -> bytes:
@@ -832,7 +832,7 @@ def test_skipped_checkpoints_are_named_once_with_their_first_reason(runs, story)
 def test_status_never_imports_torch(runs, story):
     script = "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
     script += "from hpctrain.cli.main import main; sys.exit(main(['status', 'lm-3']))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False
     )

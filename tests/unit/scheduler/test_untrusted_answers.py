@@ -27,10 +27,10 @@ from tests.support.fuzzing import Faults, cases, chances, damaged, odd_text
 
 LEGAL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 SETTINGS = [(name, one.name) for name, cls in sections().items() for one in fields(cls)]
-SITES = sorted((Path(__file__).parents[2] / "site-configs").glob("*.toml"))
+SITES = sorted((Path(__file__).parents[3] / "site-configs").glob("*.toml"))
 ANSWERS = {
     path.stem: path.read_text()
-    for path in (Path(__file__).parent / "test_slurm_data").glob("show_*.txt")
+    for path in (Path(__file__).parents[2] / "data" / "slurm-answers").glob("show_*.txt")
 }
 QUEUE = "17|RUNNING|/runs/gpt/jobs/gpt-1.sh\n18|PENDING|/a b/c|d.sh\n"
 ACCOUNT = "17|PREEMPTED|1763700000|1763700100|n[1-2]\n17|RUNNING|1763700200|Unknown|n[1-3,7]\n"

@@ -19,7 +19,7 @@ from hpctrain.site.paths import data_dir
 from hpctrain.site.schema import keys_of
 from hpctrain.site.sheet import take_apart
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 PRESETS = sorted(data_dir("site-configs").glob("*.toml"))
 GENERATED = runpy.run_path(str(DOCS / "generate_site_reference.py"))
 

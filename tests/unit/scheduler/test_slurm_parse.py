@@ -29,7 +29,7 @@ from hpctrain.scheduler.slurm.parse import (
     parse_time,
 )
 
-DATA = Path(__file__).parent / "test_slurm_data"
+DATA = Path(__file__).parents[2] / "data" / "slurm-answers"
 
 
 def recorded(name):

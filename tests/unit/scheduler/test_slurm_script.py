@@ -18,7 +18,7 @@ from hpctrain.scheduler.slurm.script import body_path, quote, render_script
 from hpctrain.settings.spec import Entry, Spec
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
-GOLDEN = Path(__file__).parent / "test_slurm_data" / "full_script.sh"
+GOLDEN = Path(__file__).parents[2] / "data" / "slurm-answers" / "full_script.sh"
 ODD = "a b'c\"d$(touch pwned)`touch pwned`\\e;f&g*#h%j"
 
 

@@ -9,7 +9,7 @@ from hpctrain.preflight.facts import Interface, NodeFacts
 from hpctrain.preflight.injected_faults import changed, seconds
 from hpctrain.testing.node_faults import ACTIONS, of_node, parse
 
-PAGE = Path(__file__).parents[2] / "docs/preflight.md"
+PAGE = Path(__file__).parents[3] / "docs/preflight.md"
 
 
 @pytest.mark.parametrize(

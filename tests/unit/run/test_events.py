@@ -229,7 +229,7 @@ def test_importing_the_ledger_imports_nothing_heavy():
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     heavy = {"asyncio", "torch", "numpy", "click", "rich", "filelock", "submitit", "subprocess"}
     assert heavy & set(done.stdout.split()) == set()

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.exchange import safetensors, to_torch
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.errors import HpctrainError
 from tests.support.exchange import Commands, bits, made_run, model_of, save, some
-from tests.unit.test_cli_without_torch import HOOK
+from tests.support.refused_imports import refuse_imports
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_json_tells_the_files(run, call, tmp_path):
 
 def test_safetensors_need_no_torch_and_the_other_says_that_it_does(run, tmp_path):
     save(run, 1, some())
-    (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused={"torch"}))
+    refuse_imports(tmp_path, "torch")
 
     def call(*words):
         command = [sys.executable, "-m", "hpctrain", "checkpoints", *map(str, words)]

@@ -13,7 +13,7 @@ from hpctrain.scheduler.slurm.jobs import job_facts, job_id_of, job_info
 from hpctrain.scheduler.slurm.parse import expand_nodes, parse_queue, parse_records, parse_sacct
 from tests.support.record_slurm import ODD_NAME
 
-DATA = Path(__file__).parent / "test_slurm_data"
+DATA = Path(__file__).parents[2] / "data" / "slurm-answers"
 VERSIONS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 
 

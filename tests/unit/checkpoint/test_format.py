@@ -23,7 +23,7 @@ from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import format_2_reader
 
-SAMPLE = RunDir(Path(__file__).parents[1] / "data" / "checkpoint-format-2")
+SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-2")
 STEP = SAMPLE.checkpoints / "step-0000001000"
 SHARDS = ["shard-00000.safetensors", "shard-00001.safetensors"]
 BF16_BITS = [

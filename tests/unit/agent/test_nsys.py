@@ -47,6 +47,6 @@ def test_what_runs_below_finds_hpctrain_first_and_keeps_the_users_paths():
     given = {"PYTHONPATH": os.pathsep.join(["/mine", "", "/mine"]), "RANK": "1"}
     found = environment(given)
 
-    here = str(Path(__file__).parents[2])
+    here = str(Path(__file__).parents[3])
     assert found["PYTHONPATH"].split(os.pathsep) == [here, "/mine"]
     assert (found["RANK"], found[HPCTRAIN_NSYS]) == ("1", "1")
