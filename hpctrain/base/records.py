@@ -67,6 +67,29 @@ class StopCause(StrEnum):
     INTERRUPT = "sigint"
 
 
+class JobState(StrEnum):
+    """Where a job stands: a closed set, into which each scheduler translates its own words."""
+
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"
+    """It has its nodes, and they are being made ready."""
+    RUNNING = "RUNNING"
+    COMPLETING = "COMPLETING"
+    """The scheduler ends its processes, which may still write."""
+    REQUEUED = "REQUEUED"
+    """That start is over, and the job waits for its next."""
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMEOUT"
+    NODE_FAILED = "NODE_FAIL"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    """A node's memory, not a GPU's."""
+    PREEMPTED = "PREEMPTED"
+    OVER = "OVER"
+    """No process of it is left, and the scheduler says no more than that."""
+
+
 @dataclass(frozen=True)
 class JobFacts:
     """What the scheduler says of our own job, asked from inside it.
@@ -74,8 +97,7 @@ class JobFacts:
     Times are seconds since the epoch. None means "the scheduler did not say".
     """
 
-    state: str
-    """SLURM's JobState in capitals: RUNNING, COMPLETING, PENDING, CANCELLED..."""
+    state: JobState
     restarts: int | None = None
     reason: str | None = None
     """SLURM's Reason, None where it says "None"."""
@@ -90,8 +112,7 @@ class JobInfo:
     """What the scheduler says of a job, asked from the login node."""
 
     job_id: str
-    state: str
-    """SLURM's state in capitals."""
+    state: JobState
     alive: bool
     """True while the job may still write: pending, running, completing, requeued, suspended."""
     reason: str | None = None
@@ -102,6 +123,13 @@ class JobInfo:
     end_time: float | None = None
     script: str = ""
     """Path of the batch script that it runs; "" where the scheduler does not say."""
+    said: str = ""
+    """The scheduler's own word for the state, where it is another."""
+
+    @property
+    def shown(self) -> str:
+        """The state for people, in capitals."""
+        return self.said or str(self.state)
 
 
 @dataclass(frozen=True)
@@ -111,7 +139,7 @@ class JobStart:
     Attributes:
         job_id: Whose.
         index: 0, 1... in the order of the job's starts; a requeue begins another.
-        state: SLURM's state of that start in capitals: REQUEUED, PREEMPTED, RUNNING...
+        state: Of that start.
         start: Seconds since the epoch; None while it is pending.
         end: The same; None while it runs.
         nodes: Host names with commas between them.
@@ -119,7 +147,7 @@ class JobStart:
 
     job_id: str
     index: int
-    state: str
+    state: JobState
     start: float | None = None
     end: float | None = None
     nodes: str = ""

@@ -20,6 +20,7 @@ from typing import Any
 from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.process import free_port, own_program
+from hpctrain.base.records import JobState
 from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
@@ -54,17 +55,17 @@ class Controller:
             self._start()
             code = self._supervise()
             self._let_go()
-            if self.record.state == "COMPLETING" and self.record.reason == "cancelled":
-                return self._over("CANCELLED", code)
+            if self.record.state == JobState.COMPLETING and self.record.reason == "cancelled":
+                return self._over(JobState.CANCELLED, code)
             code = self._conclude(code)
             self._take_requests()
             if not self._requeue:
-                return self._over("COMPLETED" if code == 0 else "FAILED", code)
+                return self._over(JobState.COMPLETED if code == 0 else JobState.FAILED, code)
 
     def give_up(self, code: int) -> int:
         """The job cannot go on; returns its exit code."""
         self._signal(signal.SIGKILL)
-        return self._over("FAILED", code)
+        return self._over(JobState.FAILED, code)
 
     def _let_go(self) -> None:
         """The nodes are free: what follows is the scheduler's own time."""
@@ -79,7 +80,7 @@ class Controller:
             token=self.record.token,
             nodes=list(self.record.nodes),
             rc=code,
-            term=self.record.state == "COMPLETING",
+            term=self.record.state == JobState.COMPLETING,
         )
         return BatchScriptSide(self.run, start, LocalControl(self.record.job_id)).finish()
 
@@ -87,7 +88,7 @@ class Controller:
         record = self.record
         count = max(record.min_nodes, min(record.max_nodes, self._available))
         record.nodes = [f"local{i}" for i in range(count)]
-        record.state, record.reason = "RUNNING", None
+        record.state, record.reason = JobState.RUNNING, None
         record.start_time = time.time()
         record.end_time = record.start_time + record.time_s
         record.preempt_time = None
@@ -190,7 +191,7 @@ class Controller:
             self._signal(signal.SIGKILL)
 
     def _end(self, *, reason: str | None) -> None:
-        self.record.state, self.record.reason = "COMPLETING", reason
+        self.record.state, self.record.reason = JobState.COMPLETING, reason
         client.write(self.record)  # before the signal: whoever gets it asks at once
         self._kill_at = time.time() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
@@ -199,7 +200,7 @@ class Controller:
         for node in self._nodes:
             _kill_group(node, signum)
 
-    def _over(self, state: str, code: int) -> int:
+    def _over(self, state: JobState, code: int) -> int:
         self.record.state, self.record.reason = state, None
         client.write(self.record)
         return code

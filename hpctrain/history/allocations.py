@@ -18,7 +18,7 @@ from hpctrain.base.records import Next
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hpctrain.base.records import JobStart
+    from hpctrain.base.records import JobStart, JobState
     from hpctrain.history.timeline import AttemptTimeline, RunTimeline, Submission
 
 SLACK_S = 60.0
@@ -34,7 +34,7 @@ class Allocation:
         job_id: Whose.
         attempts: What ran in it, in order; none where no agent came so far.
         nodes: How many it held.
-        state: What accounting says of it; "" where it says nothing.
+        state: What accounting says of it; None where it says nothing.
         asked: When the wait began; None where nothing is known of a wait.
         begin: When it got its nodes; where it never did, the end of the wait.
         end: When it lost them; None while it holds them.
@@ -45,7 +45,7 @@ class Allocation:
     job_id: str
     attempts: tuple[AttemptTimeline, ...] = ()
     nodes: int = 1
-    state: str = ""
+    state: JobState | None = None
     asked: float | None = None
     begin: float = math.inf
     end: float | None = None
@@ -150,7 +150,7 @@ def _allocation(
         first.job_id,
         tuple(group),
         max(one.nodes for one in group),
-        "" if row is None else row.state,
+        None if row is None else row.state,
         begin=begin,
         end=end,
         goes_on=may_run and not last.is_over and not end_is_known,

@@ -175,7 +175,7 @@ def _view(draft: _Draft, where: tuple[Allocation, AttemptTimeline] | None) -> At
     view = AttemptView(draft.number, **draft.fields, **placed)
     if view.ended is None:
         return view
-    state = where[0].state if where is not None and where[1] is where[0].attempts[-1] else ""
+    state = where[0].state if where is not None and where[1] is where[0].attempts[-1] else None
     return replace(view, cause=cause_of(view, state=state))
 
 

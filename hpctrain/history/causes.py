@@ -12,7 +12,7 @@ import re
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import EndReason
+from hpctrain.base.records import EndReason, JobState
 
 if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView, Failure
@@ -70,17 +70,15 @@ _BY_REASON = {
 }
 
 _BY_STATE = {
-    "BOOT_FAIL": EndCause.NODE_FAIL,
-    "CANCELLED": EndCause.CANCELLED,
-    "DEADLINE": EndCause.WALLTIME,
-    "NODE_FAIL": EndCause.NODE_FAIL,
-    "OUT_OF_MEMORY": EndCause.HOST_OOM,
-    "PREEMPTED": EndCause.PREEMPTED,
-    "REQUEUED": EndCause.REQUEUED,
-    "TIMEOUT": EndCause.WALLTIME,
+    JobState.CANCELLED: EndCause.CANCELLED,
+    JobState.NODE_FAILED: EndCause.NODE_FAIL,
+    JobState.OUT_OF_MEMORY: EndCause.HOST_OOM,
+    JobState.PREEMPTED: EndCause.PREEMPTED,
+    JobState.REQUEUED: EndCause.REQUEUED,
+    JobState.TIMED_OUT: EndCause.WALLTIME,
 }
-"""What SLURM says of that start of the job."""
-_CAUSES = frozenset({"BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"})
+"""What the scheduler says of that start of the job."""
+_CAUSES = frozenset({JobState.NODE_FAILED, JobState.OUT_OF_MEMORY})
 """What can make a rank crash; the other states follow from it, as a requeue does."""
 
 _SAID = {cause.value: cause for cause in (EndCause.HANG, EndCause.DESYNC, EndCause.NO_PROGRESS)}
@@ -146,13 +144,13 @@ _LONGEST = 500
 _OF_PROGRAM = frozenset({EndReason.CRASHED, EndReason.USER_ERROR, EndReason.UNKNOWN})
 
 
-def cause_of(view: AttemptView, *, state: str = "") -> EndCause:
+def cause_of(view: AttemptView, *, state: JobState | None = None) -> EndCause:
     """What ended the attempt.
 
     Args:
         view: The attempt; one that has not ended is `unknown`.
-        state: What SLURM's accounting says of that start of the job ("OUT_OF_MEMORY"); "" where
-            there is none, or where another attempt followed in the same allocation.
+        state: What the scheduler's accounting says of that start of the job; None where there is
+            none, or where another attempt followed in the same allocation.
     """
     reason = view.reason or EndReason.UNKNOWN
     if view.stop_cause in _SAID:
@@ -163,15 +161,15 @@ def cause_of(view: AttemptView, *, state: str = "") -> EndCause:
         return _BY_REASON.get(reason, EndCause.UNKNOWN)
     cause = said_by(view.failure) if view.failure is not None else None
     if cause is None and (reason is EndReason.UNKNOWN or state in _CAUSES):
-        cause = _BY_STATE.get(state)
+        cause = None if state is None else _BY_STATE.get(state)
     return cause or _by_default(view, reason, state)
 
 
-def _by_default(view: AttemptView, reason: EndReason, state: str) -> EndCause:
+def _by_default(view: AttemptView, reason: EndReason, state: JobState | None) -> EndCause:
     """Where nothing says why: no more than that a process died, if that much is known."""
     if reason is EndReason.USER_ERROR:
         return EndCause.USER_ERROR
-    died = reason is EndReason.CRASHED or view.failure is not None or state == "FAILED"
+    died = reason is EndReason.CRASHED or view.failure is not None or state == JobState.FAILED
     return EndCause.CRASHED if died else EndCause.UNKNOWN
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.records import EndReason, Next
+from hpctrain.base.records import EndReason, JobState, Next
 from hpctrain.run.event_fields import member, text, whole
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class RunState(StrEnum):
 
 
 OVER = frozenset({RunState.DONE, RunState.FAILED, RunState.STOPPED, RunState.CANCELLED})
-_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
-_FAILURES = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})
+_WAITING = frozenset({JobState.PENDING, JobState.REQUEUED})
+_FAILURES = frozenset(
+    {JobState.FAILED, JobState.NODE_FAILED, JobState.OUT_OF_MEMORY, JobState.TIMED_OUT}
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def run_state(events: Iterable[Event], job: JobInfo | None, *, asked: bool = Tru
         return now.phase
     if job is not None and job.alive:
         return _alive(job, now)
-    if now.cancel == "cancel" or (job is not None and job.state.startswith("CANCELLED")):
+    if now.cancel == "cancel" or (job is not None and job.state == JobState.CANCELLED):
         return RunState.CANCELLED
     if not asked or now.phase in {RunState.CREATED, RunState.SUBMITTING}:
         return now.phase
@@ -141,9 +143,9 @@ def _alive(job: JobInfo, now: LedgerState) -> RunState:
     began = job.restarts > 0 or now.phase in {RunState.RUNNING, RunState.REQUEUED}
     if job.state in _WAITING:
         return RunState.REQUEUED if began else RunState.PENDING
-    if job.state == "COMPLETING" and now.phase is RunState.REQUEUED:
+    if job.state == JobState.COMPLETING and now.phase is RunState.REQUEUED:
         return RunState.REQUEUED
-    if job.state == "COMPLETING" and now.cancel == "cancel":
+    if job.state == JobState.COMPLETING and now.cancel == "cancel":
         return RunState.COMPLETING
     return RunState.RUNNING
 

@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.base.records import EndReason, Next, StopCause
+from hpctrain.base.records import EndReason, JobState, Next, StopCause
 from hpctrain.run.event_fields import as_number
 from hpctrain.settings.schema import BudgetSettings
 
@@ -45,7 +45,9 @@ _BY_OUTCOME: dict[Outcome, EndReason] = {
     "user_error": EndReason.USER_ERROR,
 }
 
-ENDED_FOR_GOOD = frozenset({"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE"})
+ENDED_FOR_GOOD = frozenset(
+    {JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED, JobState.TIMED_OUT}
+)
 EXIT_STOPPED = 93
 _LIMITS = {
     EndReason.PREEMPTED: "preemptions",
@@ -97,13 +99,15 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
 
 
 def is_ending(facts: JobFacts) -> bool:
-    """Whether the job is on its way out; SLURM says SIGNALING for a moment while it still runs."""
-    return facts.state == "COMPLETING" or facts.state in ENDED_FOR_GOOD
+    """Whether the job is on its way out."""
+    return facts.state == JobState.COMPLETING or facts.state in ENDED_FOR_GOOD
 
 
 def is_requeued(facts: JobFacts, own_restarts: int) -> bool:
     """Whether the scheduler has already decided to run this job again."""
-    if facts.state == "CANCELLED":  # cancelled while it was being requeued: it stays cancelled
+    if (
+        facts.state == JobState.CANCELLED
+    ):  # cancelled while it was being requeued: it stays cancelled
         return False
     return facts.restarts is not None and facts.restarts > own_restarts
 
@@ -118,7 +122,7 @@ def is_cancelled(facts: JobFacts, own_restarts: int) -> bool:
         return False
     if facts.state in ENDED_FOR_GOOD:
         return True
-    return facts.state == "COMPLETING" and facts.reason != "TimeLimit"
+    return facts.state == JobState.COMPLETING and facts.reason != "TimeLimit"
 
 
 def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:

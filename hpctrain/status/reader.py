@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.base.records import JobInfo
+from hpctrain.base.records import JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.run.find_run import runs_flag
 from hpctrain.status.status import Answer
@@ -360,7 +360,7 @@ def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
     # Another process may have the number by now; ours began before its attempt did.
     if begun is None or begun > started.t + 1:
         return Answer()
-    return Answer(JobInfo(job_id, "RUNNING", alive=True, nodes=nodes[0], start_time=begun))
+    return Answer(JobInfo(job_id, JobState.RUNNING, alive=True, nodes=nodes[0], start_time=begun))
 
 
 def _process_start(pid: str) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpctrain.base.records import JobState
 from hpctrain.base.text import clock, duration, fold_nodes
 from hpctrain.history.run_state import RunState
 from hpctrain.status.status import ALIVE
@@ -137,7 +138,7 @@ def _queued(status: RunStatus, job: str) -> str:
 def _running(status: RunStatus, job: str) -> str:
     nodes, info = fold_nodes(nodes_of(status)), status.answer.job
     where = f" on {nodes}" if nodes else ""
-    ending = ", which is ending" if info is not None and info.state == "COMPLETING" else ""
+    ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
     return f"{job}{where}{ending}{_sign_of_life(status)}{_asked_to_end(status.ledger_state)}"
 
 
@@ -154,7 +155,7 @@ def _done(status: RunStatus, job: str) -> str:
 def _failed(status: RunStatus, job: str) -> str:
     info, detail = status.answer.job, status.ledger_state.detail
     if not detail and info is not None and not info.alive:
-        return f"{job} ended as {info.state} before the run could say why"
+        return f"{job} ended as {info.shown} before the run could say why"
     return f"ended: {detail}" if detail else ""
 
 
@@ -178,7 +179,7 @@ def _lost(status: RunStatus, known: str) -> str:
     who = {"slurm": "SLURM"}.get(status.cluster, "the cluster")
     what = f"{who} no longer knows {known}"
     if job is not None:
-        what = f"{known} is over ({job.state}), and the run is not"
+        what = f"{known} is over ({job.shown}), and the run is not"
     if status.ledger_state.detail:
         what += f" ({status.ledger_state.detail})"
     onward = f"goes on from step {newest.step}" if newest else "starts it again"

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
-from hpctrain.base.records import JobRequest
+from hpctrain.base.records import JobRequest, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
 from hpctrain.history.run_state import OVER, ledger_state
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
@@ -120,10 +120,10 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
-    if alive.state == "COMPLETING":
+    if alive.state == JobState.COMPLETING:
         onward = "the cluster is ending it: try again when it has"
     return RunAlive(
-        f"{run.name} has job {alive.job_id} ({alive.state.lower()}), which may still write; "
+        f"{run.name} has job {alive.job_id} ({alive.shown.lower()}), which may still write; "
         f"{onward}"
     )
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.base.files import follow_folder, make_runs_folder, read_text
+from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, HpctrainError
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.checks import Order, expected_of
@@ -283,8 +284,8 @@ class SlurmJob:
         """SLURM's reason while it pends."""
         with contextlib.suppress(ClusterUnreachable):  # asked again soon
             job = self._cluster.job(self._job_id)
-            if job is not None and job.state in {"PENDING", "CONFIGURING"}:
-                return job.reason or job.state.lower()
+            if job is not None and job.state in {JobState.PENDING, JobState.CONFIGURING}:
+                return job.reason or job.shown.lower()
         return ""
 
     def is_over(self) -> bool:

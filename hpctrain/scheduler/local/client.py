@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
 from hpctrain.base.process import own_program
-from hpctrain.base.records import JobInfo, JobStart
+from hpctrain.base.records import JobInfo, JobStart, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.run.layout import RunDir
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobRequest
 
 PREFIX = "local-"
-OVER = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
 
 
 def root() -> Path:
@@ -54,7 +54,7 @@ class LocalJobRecord:
     max_nodes: int
     time_s: float
     signal_lead_s: float
-    state: str = "PENDING"
+    state: str = JobState.PENDING
     reason: str | None = None
     restarts: int = 0
     nodes: list[str] = field(default_factory=list)
@@ -243,7 +243,7 @@ def _starts(record: LocalJobRecord) -> list[JobStart]:
         JobStart(
             record.job_id,
             index,
-            record.state if position == len(record.starts) - 1 else "REQUEUED",
+            JobState(record.state) if position == len(record.starts) - 1 else JobState.REQUEUED,
             start,
             end,
             ",".join(f"local{node}" for node in range(nodes)),
@@ -258,7 +258,7 @@ def _info(record: LocalJobRecord) -> JobInfo:
     lost = record.state not in OVER and not alive
     return JobInfo(
         job_id=record.job_id,
-        state="NODE_FAIL" if lost else record.state,
+        state=JobState.NODE_FAILED if lost else JobState(record.state),
         alive=alive,
         reason=record.reason,
         nodes=",".join(record.nodes),

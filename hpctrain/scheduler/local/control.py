@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import EndReason, JobFacts
+from hpctrain.base.records import EndReason, JobFacts, JobState
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.scheduler.local import client
 
@@ -23,7 +23,7 @@ class LocalControl:
         """What the controller has written of the job."""
         record = self._record()
         return JobFacts(
-            state=record.state,
+            state=JobState(record.state),
             restarts=record.restarts,
             reason=record.reason,
             preempt_time=record.preempt_time,

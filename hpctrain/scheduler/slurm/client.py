@@ -203,7 +203,7 @@ class Survey(SlurmCluster):
     def find_job(self, token: str) -> JobInfo | None:
         """As `SlurmCluster.find_job`."""
         found = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
-        return max(found, key=lambda one: is_alive(one.state), default=None)
+        return max(found, key=lambda job: job.alive, default=None)
 
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """As `SlurmCluster.starts`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import JobFacts, JobInfo, JobStart
+from hpctrain.base.records import JobFacts, JobInfo, JobStart, JobState
 from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     AccountRow,
@@ -36,6 +36,21 @@ FINISHED = frozenset(
 )
 """States in which no process of the job is left. Every other one, also one that is not invented
 yet, counts as alive: a second writer is worse than a wait."""
+_STATES = {
+    "BOOT_FAIL": JobState.NODE_FAILED,
+    "DEADLINE": JobState.TIMED_OUT,
+    "REQUEUE_FED": JobState.REQUEUED,
+    "REQUEUE_HOLD": JobState.REQUEUED,
+    "SPECIAL_EXIT": JobState.REQUEUED,
+}
+_SAME = frozenset(JobState)
+
+
+def job_state(word: str) -> JobState:
+    """SLURM's word for a state as ours; its many words for a job that still runs are one here."""
+    if word in _SAME:
+        return JobState(word)
+    return _STATES.get(word, JobState.RUNNING if is_alive(word) else JobState.OVER)
 
 
 def is_alive(state: str) -> bool:
@@ -55,7 +70,8 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
     state = parse_state(record.get("JobState", ""))
     return JobInfo(
         job_id=job_id_of(record),
-        state=state,
+        state=job_state(state),
+        said=state,
         alive=is_alive(state),
         reason=_or_none(record.get("Reason", "")),
         nodes=_or_none(record.get("NodeList", "")) or "",
@@ -68,11 +84,13 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
 
 def queued_job(row: Sequence[str]) -> JobInfo:
     """The login node's view of one row of squeue in SURVEY_FORMAT."""
-    job_id, state, nodes, start, end, reason, command = row
+    job_id, word, nodes, start, end, reason, command = row
+    state = parse_state(word)
     return JobInfo(
         job_id=job_id,
-        state=parse_state(state),
-        alive=is_alive(parse_state(state)),
+        state=job_state(state),
+        said=state,
+        alive=is_alive(state),
         reason=_or_none(reason),
         nodes=_or_none(nodes) or "",
         start_time=parse_time(start),
@@ -84,7 +102,7 @@ def queued_job(row: Sequence[str]) -> JobInfo:
 def job_facts(record: Mapping[str, str]) -> JobFacts:
     """The job's own view of one `scontrol show job` record."""
     return JobFacts(
-        state=parse_state(record.get("JobState", "")),
+        state=job_state(parse_state(record.get("JobState", ""))),
         restarts=parse_count(record.get("Restarts", "")),
         reason=_or_none(record.get("Reason", "")),
         preempt_time=parse_time(record.get("PreemptTime", "")),
@@ -106,7 +124,8 @@ def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
     newest = rows[-1]
     return JobInfo(
         job_id=newest.job_id,
-        state=newest.state,
+        state=job_state(newest.state),
+        said=newest.state,
         alive=False,
         nodes=newest.nodes,
         restarts=len(rows) - 1,
@@ -122,7 +141,8 @@ def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
     for row in rows:
         index = counted.get(row.job_id, 0)
         counted[row.job_id] = index + 1
-        found.append(JobStart(row.job_id, index, row.state, row.start, row.end, _names(row.nodes)))
+        state, nodes = job_state(row.state), _names(row.nodes)
+        found.append(JobStart(row.job_id, index, state, row.start, row.end, nodes))
     return found
 
 

@@ -11,6 +11,8 @@ from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import progress
 from hpctrain.history.run_state import RunState, ledger_state, run_state
 from hpctrain.run.events import read
+from hpctrain.scheduler.slurm.jobs import job_state
+from hpctrain.scheduler.slurm.parse import parse_state
 from tests.support.ledger_runs import Story
 
 
@@ -20,7 +22,7 @@ def story(tmp_path) -> Story:
 
 
 def job(state: str = "RUNNING", *, alive: bool = True, restarts: int = 0) -> JobInfo:
-    return JobInfo("17", state, alive=alive, restarts=restarts)
+    return JobInfo("17", job_state(parse_state(state)), alive=alive, restarts=restarts)
 
 
 def lost(story: Story) -> list[int | None]:

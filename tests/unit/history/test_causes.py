@@ -7,6 +7,7 @@ import pytest
 from hpctrain.base.records import EndReason
 from hpctrain.history.attempts import AttemptView, Failure
 from hpctrain.history.causes import EndCause, cause_of, said_by
+from hpctrain.scheduler.slurm.jobs import job_state
 
 
 def failed(summary: str, kind: str = "exception") -> Failure:
@@ -151,7 +152,7 @@ def test_a_failure_beside_a_preemption_is_no_cause():
     ],
 )
 def test_accounting_tells_what_the_ledger_does_not_know(reason, state, cause):
-    assert cause_of(ended(reason), state=state) is cause
+    assert cause_of(ended(reason), state=job_state(state)) is cause
 
 
 def test_a_rank_killed_in_a_job_without_memory_left_died_of_that():

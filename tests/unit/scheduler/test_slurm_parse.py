@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.base.records import JobStart
+from hpctrain.base.records import JobStart, JobState
 from hpctrain.scheduler.slurm.jobs import (
     accounted_job,
     is_alive,
@@ -102,6 +102,27 @@ def test_array_tasks_are_meant_one_by_one():
 def test_only_states_that_are_surely_over_count_as_finished(text, state, alive):
     assert parse_state(text) == state
     assert is_alive(state) is alive
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("BOOT_FAIL", JobState.NODE_FAILED),
+        ("NODE_FAIL", JobState.NODE_FAILED),
+        ("DEADLINE", JobState.TIMED_OUT),
+        ("TIMEOUT", JobState.TIMED_OUT),
+        ("REQUEUE_HOLD", JobState.REQUEUED),
+        ("SPECIAL_EXIT", JobState.REQUEUED),
+        ("SIGNALING", JobState.RUNNING),
+        ("SUSPENDED", JobState.RUNNING),
+        ("INVENTED_NEXT_YEAR", JobState.RUNNING),
+        ("REVOKED", JobState.OVER),
+    ],
+)
+def test_its_words_become_ours_and_people_see_its_own(said, state):
+    info = job_info({"JobId": "17", "JobState": said})
+
+    assert (info.state, info.shown) == (state, said)
 
 
 def test_times_in_both_forms_are_the_same_instant():
