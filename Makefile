@@ -135,6 +135,10 @@ settings: $(STAMP) ## write docs/settings.md and the pages on site presets anew 
 	@python docs/generate_site_reference.py
 	@python docs/generate_sites.py
 
+.PHONY: pictures
+pictures: $(STAMP) ## draw the pictures of the documents anew; the report's needs a browser (make browser)
+	@python -m docs.generate_pictures
+
 .PHONY: clean
 clean: ## remove what building and testing left behind
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
