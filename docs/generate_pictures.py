@@ -163,12 +163,12 @@ def _events() -> list[Event]:
 
 def _running_status() -> RunStatus:
     """As it was while the second attempt ran."""
-    from hpctrain.base.records import JobInfo
+    from hpctrain.base.records import JobInfo, JobState
 
     events = _events()
     last = next(n for n, e in enumerate(events) if e.data.get("last") == RUNNING_AT_STEP)
     started = [e for e in events[:last] if e.kind == "attempt_started"][-1].data
-    job = JobInfo(started["job_id"], "RUNNING", alive=True, nodes=",".join(started["nodes"]))
+    job = JobInfo(started["job_id"], JobState.RUNNING, alive=True, nodes=",".join(started["nodes"]))
     return _status_of(events[: last + 1], job)
 
 
