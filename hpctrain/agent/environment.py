@@ -182,7 +182,6 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     os.environ[HPCTRAIN_KILL_WAIT_S] = f"{context.kill_wait_s:g}"
     if context.end_time is not None:
         os.environ[HPCTRAIN_JOB_END] = str(context.end_time)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles the others itself
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
         "1"  # no stale rank assignments in a second round
     )

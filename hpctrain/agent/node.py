@@ -24,7 +24,7 @@ from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
-from hpctrain.agent.signals import Orphans
+from hpctrain.agent.signals import Orphans, kept
 from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR
 from hpctrain.base.records import FailureReport
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
@@ -195,7 +195,8 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks(self.attempt_number)
         os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
         os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with kept():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         for process in self._processes():
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill

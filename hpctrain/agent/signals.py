@@ -19,13 +19,13 @@ import os
 import signal
 import time
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -62,6 +62,24 @@ def install() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is called meanwhile, these signals stay as they are, and wait until it is over.
+
+    torch takes SIGTERM, SIGINT and SIGHUP for itself as it starts ranks (from 2.9 on it can be told
+    not to), and ends the agent at the first: before any rank has saved. Processes that start
+    meanwhile are born with the signals blocked, and unblock them when they are out of danger.
+    """
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    handlers = {signum: signal.getsignal(signum) for signum in (*SHIELDED, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+
+
 def arrivals() -> tuple[Arrival, ...]:
     """All signals noted so far, oldest first."""
     return tuple(_arrivals)
@@ -75,6 +93,7 @@ def ignore_all() -> None:
     """
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def start_resource_tracker() -> None:

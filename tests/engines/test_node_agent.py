@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent import node as module
+from hpctrain.agent import signals
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import RankTask, run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
@@ -54,6 +55,15 @@ if pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).name == "1":
         raise ValueError("the cause")
     time.sleep(600)
 """
+HEARS = """
+import os, pathlib, signal, time
+folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+mask = folder / f"new-{os.environ['RANK']}"
+mask.write_text(repr(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+mask.rename(folder / f"mask-{os.environ['RANK']}")
+while not (folder / "signalled").exists():
+    time.sleep(0.01)
+"""
 RANKS = 1
 
 
@@ -65,9 +75,9 @@ def _agent(node, port, folder, changes=None):
 
     from hpctrain.agent.rendezvous import Rendezvous
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.setpgid(0, 0)
+    signals.install()
     begun = []
 
     def begin(_world_size):
@@ -199,6 +209,19 @@ def test_ranks_that_hear_no_sigterm_hold_up_no_restart(start, tmp_path, monkeypa
     assert json.loads(_wait(tmp_path / "end-0"))[:3] == ["left", [], 2]
     failed = json.loads((tmp_path / "1" / "failure-00000.json").read_text())["time"]
     assert (tmp_path / "2" / "rank-00000.log").stat().st_mtime - failed < 30, "torch's patience"
+
+
+def test_torch_does_not_take_the_agents_signals(start, tmp_path):
+    agents = start(HEARS)
+    masks = [_wait(tmp_path / "1" / f"mask-{rank}") for rank in (0, 1)]
+
+    for agent in agents:
+        os.kill(agent.pid, signal.SIGTERM)
+        os.kill(agent.pid, signal.SIGHUP)
+    (tmp_path / "1" / "signalled").touch()
+
+    assert json.loads(_wait(tmp_path / "end-0"))[:3] == ["left", [], 1]
+    assert masks == ["set()", "set()"], "ranks hear what their program wants to hear"
 
 
 def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp_path):

@@ -49,7 +49,6 @@ def agent_of(folder, port, what):
 
     from hpctrain.agent.rendezvous import Rendezvous
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     os.setpgid(0, 0)

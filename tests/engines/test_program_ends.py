@@ -35,7 +35,6 @@ def _agent(folder, port):
 
     from hpctrain.agent.rendezvous import Rendezvous
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
     hooks = RoundHooks(
