@@ -5,13 +5,20 @@ tests/docs/test_pages.py fails where the page is not what this gives.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.fields import Key, keys_of, title_of
+from hpctrain.settings.schema import sections
 
 PAGE = Path(__file__).with_name("settings.md")
+_TYPES = {
+    "text": "str",
+    "integer": "int",
+    "number": "float",
+    "boolean": "bool",
+    "texts": "list[str]",
+}
 HEAD = """\
 # Settings
 
@@ -47,13 +54,12 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, cls in sections().items():
-        title = (cls.__doc__ or "").splitlines()[0].partition(": ")[2]
+        title = title_of(cls)
         parts.append(f"## [{name}]\n\n{title[:1].upper()}{title[1:]}\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|")
-        section = getattr(Settings(), name)
         parts += [
-            f"| `{f.name}` | {f.type} | `{_value(getattr(section, f.name))}` | {_meaning(f)} |"
-            for f in fields(cls)
+            f"| `{name}` | {_TYPES[key.form]} | `{_value(key.default)}` | {_meaning(key)} |"
+            for name, key in keys_of(cls).items()
         ]
         parts.append("")
     return "\n".join(parts)
@@ -65,10 +71,9 @@ def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _meaning(field: Any) -> str:
-    doc, choices = field.metadata["doc"], field.metadata["choices"]
-    named = all(choice in doc for choice in choices)
-    return doc if named else f"{doc} (one of {', '.join(choices)})"
+def _meaning(key: Key) -> str:
+    named = all(choice in key.doc for choice in key.choices)
+    return key.doc if named else f"{key.doc} (one of {', '.join(key.choices)})"
 
 
 if __name__ == "__main__":

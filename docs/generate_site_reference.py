@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hpctrain.settings.fields import OPTION, VARIABLE, Key, in_words, keys_of, title_of
 from hpctrain.settings.schema import sections
 from hpctrain.site import schema
-from hpctrain.site.schema import Key, in_words, keys_of, title_of
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "site-presets.md"
@@ -212,7 +211,7 @@ def _key(key: Key) -> dict[str, Any]:
         value |= {"minimum": key.least}
     if not is_table:
         return {"description": key.doc, **_valued(value)}
-    if key.keys == schema.VARIABLE and not key.regex:  # numbers become text in an environment
+    if key.keys == VARIABLE and not key.regex:  # numbers become text in an environment
         value = {"type": ["string", "number"]}
     if not key.keys:
         return {"description": key.doc, "type": "object", "additionalProperties": _valued(value)}
@@ -254,28 +253,28 @@ def _written_out(value: dict[str, Any]) -> dict[str, Any]:
 
 
 _SETTING_TYPES: dict[str, dict[str, Any]] = {
-    "str": {"type": ["string", "integer"]},  # `nodes = 4` passes as text
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "bool": {"type": "boolean"},
-    "list[str]": {"type": "array", "items": {"type": "string"}},
+    "text": {"type": ["string", "integer"]},  # `nodes = 4` passes as text
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "texts": {"type": "array", "items": {"type": "string"}},
 }
 _SHARED: dict[str, dict[str, Any]] = {
     "text": {"type": "string"},
     "textOrNumber": {"type": ["string", "number"]},
     "count": {"type": "integer", "minimum": 0},
     "amount": {"type": "number", "minimum": 0},
-    "textOrInteger": _SETTING_TYPES["str"],
-    "integer": _SETTING_TYPES["int"],
-    "number": _SETTING_TYPES["float"],
-    "boolean": _SETTING_TYPES["bool"],
-    "texts": _SETTING_TYPES["list[str]"],
+    "textOrInteger": _SETTING_TYPES["text"],
+    "integer": _SETTING_TYPES["integer"],
+    "number": _SETTING_TYPES["number"],
+    "boolean": _SETTING_TYPES["boolean"],
+    "texts": _SETTING_TYPES["texts"],
     "filledTexts": {"type": "array", "items": {"type": "string", "minLength": 1}},
     "variables": {
         "type": "array",
-        "items": {"type": "string", "pattern": f"^(?:{schema.VARIABLE})$"},
+        "items": {"type": "string", "pattern": f"^(?:{VARIABLE})$"},
     },
-    "options": {"type": "array", "items": {"type": "string", "pattern": f"^(?:{schema.OPTION})$"}},
+    "options": {"type": "array", "items": {"type": "string", "pattern": f"^(?:{OPTION})$"}},
 }
 """Values that many keys take, written once: it keeps the file small and quick to check."""
 
@@ -284,12 +283,12 @@ def _settings() -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, cls in sections().items():
         properties: dict[str, Any] = {}
-        for one in fields(cls):
-            choices = one.metadata["choices"]
-            kind = _valued({"enum": list(choices)} if choices else _SETTING_TYPES[str(one.type)])
-            properties[one.name] = {"description": one.metadata["doc"], **kind}
-            if one.type == "list[str]":
-                properties[f"{one.name}_add"] = kind
+        for key in keys_of(cls).values():
+            enum = {"enum": list(key.choices)}
+            kind = _valued(enum if key.choices else _SETTING_TYPES[key.form])
+            properties[key.name] = {"description": key.doc, **kind}
+            if key.form == "texts":
+                properties[f"{key.name}_add"] = kind
         tables[name] = _object(properties)
     return {"description": "defaults of hpctrain's own settings", **_object(tables)}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hpctrain.base.env import HPCTRAIN_RUNS
+from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import EngineSettings
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def engine_options(function: _Function) -> _Function:
         help="Ranks along tp, pp, ep, dp_replicate: N or MIN-MAX; data-parallel ranks take the "
         "rest. E.g. tp=4,pp=1-2.",
     )(function)
-    kinds = EngineSettings.__dataclass_fields__["kind"].metadata["choices"]
+    kinds = keys_of(EngineSettings)["kind"].choices
     return click.option(
         "--engine", type=click.Choice(kinds), help="How the model is spread over the ranks."
     )(with_mesh)

@@ -122,8 +122,8 @@ def _head(site: Site) -> str:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
+    from hpctrain.settings.fields import shown
     from hpctrain.site.preset import dotted
-    from hpctrain.site.schema import shown
     from hpctrain.terminal import table
 
     rows: list[tuple[object, ...]] = []

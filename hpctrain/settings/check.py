@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check_engine import check_engine
+from hpctrain.settings.fields import fault, keys_of
 from hpctrain.settings.sbatch_options import names_of
+from hpctrain.settings.schema import sections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,78 +42,6 @@ _RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
-# Lowest value of each number; what 0 means stands in the schema.
-_AT_LEAST: dict[str, float] = {
-    "slurm.gpus_per_node": 0,
-    "slurm.ranks_per_node": 0,
-    "slurm.cpus_per_rank": 0,
-    "slurm.signal_lead_s": 0,
-    "run.stop_margin_s": 0,
-    "run.restarts_in_job": 0,
-    "run.log_every_s": 0,
-    "preflight.timeout_s": 1.0,
-    "preflight.bad_node_hours": 0.0,
-    "preflight.bandwidth_hours": 0.0,
-    "notify.timeout_s": 1.0,
-    "profile.nsys_rank": -1,
-    "budget.preemptions": 0,
-    "budget.time_limits": 0,
-    "budget.nodes": 0,
-    "budget.crashes": 0,
-    "budget.storage": 0,
-    "budget.no_progress": 0,
-    "checkpoint.interval_steps": 0,
-    "checkpoint.interval_s": 0,
-    "checkpoint.max_loss_s": 0,
-    "checkpoint.timeout_s": 0,
-    "checkpoint.patience_s": 0,
-    "checkpoint.save_patience_s": 0,
-    "checkpoint.write_mib": 1,
-    "checkpoint.write_threads": 1,
-    "checkpoint.keep_last": 2,
-    "checkpoint.keep_every": 0,
-    "checkpoint.keep_best": 0,
-    "engine.pp_stages_per_rank": 1,
-    "engine.clip_norm": 0,
-    "train.steps": 1,
-    "train.global_batch": 1,
-    "train.micro_batch": 0,
-    "train.seq_len": 1,
-    "train.data_limit_mb": 0,
-    "train.layers": 1,
-    "train.dim": 1,
-    "train.heads": 1,
-    "train.lr": 0,
-    "train.warmup": 0,
-    "train.weight_decay": 0,
-    "train.dropout": 0,
-    "train.experts": 0,
-    "train.experts_per_token": 1,
-    "train.seed": 0,
-    "train.val_every": 0,
-    "train.val_batches": 0,
-    "train.step_delay_s": 0,
-}
-# Of these, 0 itself would mean a save at every moment, or one that has failed when it begins.
-_ABOVE_0 = ("checkpoint.max_loss_s", "checkpoint.timeout_s")
-# Past these, one save takes the memory or the threads of a whole node; or the ranks that wait for
-# one that waits for its file system end by their collective's time-out.
-_AT_MOST: dict[str, float] = {
-    "checkpoint.patience_s": 300,
-    "checkpoint.write_mib": 1024,
-    "checkpoint.write_threads": 64,
-}
-# Each ends up as one word of the batch script's header: a blank or a line break would end it early.
-_WORDS = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "reservation",
-    "exclude",
-    "mem",
-    "network",
-)  # fmt: skip
 # sbatch options that hpctrain sets itself, with the setting that is meant for them.
 _OURS = {
     "--nodes": "slurm.nodes",
@@ -375,17 +305,12 @@ def check(settings: Settings, origins: dict[str, str]) -> list[str]:
 
 
 def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
-    for path, least in _AT_LEAST.items():
-        value = _value(settings, path)
-        if value < least:
-            raise UsageError(f"{_told(path, origins)} is {value}; it takes at least {least}")
-        most = _AT_MOST.get(path)
-        if most is not None and value > most:
-            raise UsageError(f"{_told(path, origins)} is {value}; it takes at most {most}")
-    for path in _ABOVE_0:
-        value = _value(settings, path)
-        if value <= 0:
-            raise UsageError(f"{_told(path, origins)} is {value}; it takes more than 0 seconds")
+    for section, cls in sections().items():
+        for name, key in keys_of(cls).items():
+            path = f"{section}.{name}"
+            value = getattr(getattr(settings, section), name)
+            if wrong := fault(key, value, _told(path, origins)):
+                raise UsageError(wrong)
     if settings.checkpoint.keep_best and not settings.checkpoint.best_metric:
         raise UsageError(
             f"{_told('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
@@ -397,20 +322,8 @@ def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
         )
 
 
-def _value(settings: Settings, path: str) -> float:
-    section, _, key = path.partition(".")
-    value: float = getattr(getattr(settings, section), key)
-    return value
-
-
 def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Values that would break out of their line of the batch script, or fight with our own."""
-    for key in _WORDS:
-        value: str = getattr(settings.slurm, key)
-        if any(c.isspace() or not c.isprintable() for c in value):
-            raise UsageError(
-                f"{_told(f'slurm.{key}', origins)} is {value!r}; it takes one word without blanks"
-            )
+    """Options that would break out of their line of the batch script, or fight with our own."""
     for key in ("extra", "srun_args"):
         where = _told(f"slurm.{key}", origins)
         for option in getattr(settings.slurm, key):

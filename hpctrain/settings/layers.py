@@ -10,31 +10,26 @@ Pure. tests/unit/settings/test_layers.py holds the promises.
 
 from __future__ import annotations
 
-import math
 import re
 from copy import deepcopy
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
+from hpctrain.settings import fields
+from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import Settings, sections
-from hpctrain.settings.toml_lines import BITS, parse_toml
+from hpctrain.settings.toml_lines import parse_toml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from hpctrain.settings.fields import Key
     from hpctrain.settings.toml_lines import TomlFile
 
 DEFAULT = "default"
 ENV_SECTION = "env"
 
-_TYPES = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list[str]": "a list of texts",
-}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Each rank gets its own; a value from outside would be overwritten, or break the rendezvous.
 _OURS = frozenset(
@@ -101,7 +96,7 @@ def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{
         if key in sections():
             raise UsageError(f"{where(key, '')}: {key} must be one table, begun by [{key}]")
         if key not in top:
-            raise UsageError(f"{where(key, '')}: {_unknown(key, '', top)}")
+            raise UsageError(f"{where(key, '')}: {_unknown_section(key, top)}")
         if not isinstance(value, str):
             raise UsageError(f"{where(key, '')}: {key} is {value!r}; it takes text in quotes")
         taken[key] = value
@@ -125,20 +120,18 @@ def resolve(
         UsageError: an unknown section or key (with the nearest one), or a value of the wrong type.
     """
     settings = deepcopy(base) if base else Settings()
-    fields_of = {name: {f.name: f for f in fields(cls)} for name, cls in sections().items()}
-    merged = {f"{s}.{k}": DEFAULT for s, keys in fields_of.items() for k in keys} | dict(
-        origins or {}
-    )
+    keys_in = {name: keys_of(cls) for name, cls in sections().items()}
+    merged = dict.fromkeys(_paths(), DEFAULT) | dict(origins or {})
     for layer in layers:
         for section, values in layer.values.items():
-            if section not in fields_of:
-                raise UsageError(f"{layer.where(section, '')}: {_unknown(section, '', ())}")
+            if section not in keys_in:
+                raise UsageError(f"{layer.where(section, '')}: {_unknown_section(section)}")
             for key, value in values.items():
                 where = layer.where(section, key)
-                if key not in fields_of[section]:
-                    raise UsageError(f"{where}: {_unknown(key, section, ())}")
-                setting = fields_of[section][key]
-                setattr(getattr(settings, section), key, convert(value, setting, section, where))
+                if key not in keys_in[section]:
+                    raise UsageError(f"{where}: {unknown_setting(key, section)}")
+                converted = convert(keys_in[section][key], value, section, where)
+                setattr(getattr(settings, section), key, converted)
                 merged[f"{section}.{key}"] = where
     return settings, merged
 
@@ -189,31 +182,25 @@ def parse_set(text: str) -> tuple[str, str, Any]:
     where = f"--set {text}"
     if not equals or not dot or not key:
         raise UsageError(f"{where}: not of the form section.key=value, e.g. --set train.steps=500")
-    settings_of = (
-        {f.name: f for f in fields(sections()[section])} if section in sections() else None
-    )
-    if settings_of is None or key not in settings_of:
-        unknown = _unknown(section, "", ()) if settings_of is None else _unknown(key, section, ())
+    keys = keys_of(sections()[section]) if section in sections() else None
+    if keys is None or key not in keys:
+        unknown = _unknown_section(section) if keys is None else unknown_setting(key, section)
         raise UsageError(f"{where}: {unknown}")
-    return (
-        section,
-        key,
-        convert(_parse(value.strip(), settings_of[key]), settings_of[key], section, where),
-    )
+    return section, key, convert(keys[key], _parse(value.strip(), keys[key]), section, where)
 
 
-def _parse(text: str, setting: Field[Any]) -> Any:
+def _parse(text: str, setting: Key) -> Any:
     """The value that a `--set` text stands for, left as text where it is no literal of its type."""
     if text[:1] in {'"', "'", "["}:
         try:
             return parse_toml(f"value = {text}")["value"]
         except ValueError:
             return text
-    if setting.type == "list[str]":
+    if setting.form == "texts":
         return [text]
-    if setting.type == "bool":
+    if setting.form == "boolean":
         return {"true": True, "false": False}.get(text.lower(), text)
-    if setting.type in {"int", "float"}:
+    if setting.form in {"integer", "number"}:
         for number in (int, float):
             try:
                 return number(text)
@@ -222,73 +209,42 @@ def _parse(text: str, setting: Field[Any]) -> Any:
     return text
 
 
-def convert(value: Any, setting: Field[Any], section: str, where: str) -> Any:
-    """The value as its field's type.
-
-    Whole numbers pass as text (`nodes = 4`) and as numbers (`lr = 1`); so does TOML's unquoted
-    `01:30:00`, which its parser takes for a time of day.
+def convert(setting: Key, value: Any, section: str, where: str) -> Any:
+    """The value as its setting takes it.
 
     Raises:
         UsageError: the value is of another type, or not among the choices.
     """
-    path = f"{section}.{setting.name}"
-    kind = str(setting.type)
-    converted = _as_kind(value, kind)
-    if converted is None:
-        shown = f'"{value}"' if isinstance(value, str) else _toml(value)
-        raise UsageError(f"{where}: {path} is {shown}; it takes {_TYPES[kind]}")
-    choices: tuple[str, ...] = setting.metadata.get("choices", ())
-    if choices and converted not in choices:
-        raise UsageError(f'{where}: {path} is "{converted}"; it takes one of {", ".join(choices)}')
-    return converted
+    try:
+        return fields.convert(setting, value, f"{section}.{setting.name}")
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
-def _as_kind(value: Any, kind: str) -> Any:  # noqa: PLR0911 - one line per type reads best
-    """The value as that type, or None where it is of another."""
-    if kind == "list[str]":
-        return list(value) if _is_texts(value) else None
-    if isinstance(value, bool) or kind == "bool":
-        return value if isinstance(value, bool) and kind == "bool" else None
-    if isinstance(value, int) and value.bit_length() > BITS:
-        return None
-    if kind == "int":
-        return value if isinstance(value, int) else None
-    if kind == "float":
-        finite = isinstance(value, int | float) and math.isfinite(value)
-        return float(value) if finite else None
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return str(value)
-    return value.isoformat() if type(value).__name__ == "time" else None
+def _paths() -> list[str]:
+    return [f"{section}.{key}" for section, cls in sections().items() for key in keys_of(cls)]
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+def unknown_setting(name: str, section: str) -> str:
+    """What to say of a key that its section does not have."""
+    keys = keys_of(sections()[section])
+    near = _elsewhere(name) or [f"{section}.{key}" for key in nearest(name, keys)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"
+    return f"{section}.{name} is not a setting; {hint}"
 
 
-def _toml(value: Any) -> str:
-    """A value as its owner wrote it, near enough for a message."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _unknown(name: str, section: str, top: Sequence[str]) -> str:
-    """What to say of an unknown key (or, with section "", section or key outside any table)."""
-    paths = [f"{s}.{f.name}" for s, cls in sections().items() for f in fields(cls)]
-    elsewhere = [path for path in paths if path.endswith(f".{name}")]
-    if section:
-        keys = [f.name for f in fields(sections()[section])]
-        near = elsewhere or [f"{section}.{key}" for key in nearest(name, keys)]
-        hint = (
-            f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"
-        )
-        return f"{section}.{name} is not a setting; {hint}"
+def _unknown_section(name: str, top: Sequence[str] = ()) -> str:
+    """What to say of a section that there is not, or of such a key outside any table."""
     near = nearest(name, [*sections(), ENV_SECTION, *top])
-    if elsewhere:
+    if elsewhere := _elsewhere(name):
         tables = " or ".join(f"[{path.partition('.')[0]}]" for path in elsewhere)
         return f"{name} stands outside its table; put it under {tables}"
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections())}"
     return f"{name} is not a section; {hint}"
+
+
+def _elsewhere(name: str) -> list[str]:
+    return [path for path in _paths() if path.endswith(f".{name}")]
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -1,22 +1,19 @@
 """Every setting that there is, with its meaning, unit and default.
 
-Adding a field here is all it takes: merging, refusing of unknown keys, `--set`, and the reference
-page are derived from these classes. Standard library only, and no reading of files: `layers.py` has
-that. tests/unit/settings/test_layers.py and test_check.py hold the promises.
+Adding a field here is all it takes: merging, refusing of unknown keys, its rule, `--set`, and the
+reference page are derived from these classes. Numbers are at least 0 where nothing else is said.
+Standard library only, and no reading of files: `layers.py` has that.
+tests/unit/settings/test_layers.py and test_check.py hold the promises.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
+from hpctrain.settings.fields import WORD, field, keys_of, table
 
-def setting(default: Any, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A settings field: its default, what it means, and the values that it takes where they are few."""
-    metadata = {"doc": doc, "choices": choices}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+setting = partial(field, free=True)
 
 
 @dataclass
@@ -29,13 +26,15 @@ class SlurmSettings:
     time: str = setting(
         "1:00:00", "time limit of one job: [days-]hours:minutes:seconds, or minutes"
     )
-    partition: str = setting("", "partition(s), comma-separated; empty for the cluster's default")
-    account: str = setting("", "account to charge")
-    qos: str = setting("", "quality of service")
-    constraint: str = setting("", "node features")
-    reservation: str = setting("", "reservation")
-    exclude: str = setting("", "nodes not to use")
-    mem: str = setting("", "memory per node, SLURM's form, e.g. 64G; 0 for all of it")
+    partition: str = setting(
+        "", "partition(s), comma-separated; empty for the cluster's default", pattern=WORD
+    )
+    account: str = setting("", "account to charge", pattern=WORD)
+    qos: str = setting("", "quality of service", pattern=WORD)
+    constraint: str = setting("", "node features", pattern=WORD)
+    reservation: str = setting("", "reservation", pattern=WORD)
+    exclude: str = setting("", "nodes not to use", pattern=WORD)
+    mem: str = setting("", "memory per node, SLURM's form, e.g. 64G; 0 for all of it", pattern=WORD)
     cpus_per_rank: int = setting(
         0, "CPU cores per rank; 0 leaves it to exclusive nodes or the site"
     )
@@ -50,7 +49,7 @@ class SlurmSettings:
     setup: list[str] = setting(
         [], "shell lines run on the first node before srun (module load ...)"
     )
-    network: str = setting("", "SLURM's --network")
+    network: str = setting("", "SLURM's --network", pattern=WORD)
 
     def ranks(self) -> int:
         """Ranks on each node: as set, else one per GPU, else one."""
@@ -108,7 +107,9 @@ class PreflightSettings:
     bandwidth_hours: float = setting(
         12.0, "hours for which nodes that were fast together are not tried again"
     )
-    timeout_s: float = setting(120.0, "without an answer after so long the attempt goes on")
+    timeout_s: float = setting(
+        120.0, "without an answer after so long the attempt goes on", least=1
+    )
     bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
 
@@ -134,7 +135,7 @@ class CheckpointSettings:
         "save every so many seconds; 0 chooses it from what a save costs and how often runs die",
     )
     max_loss_s: float = setting(
-        1800.0, "the chosen interval is never longer: what a hard kill may cost at most"
+        1800.0, "the chosen interval is never longer: what a hard kill may cost at most", above=0
     )
     mode: str = setting(
         "async",
@@ -147,24 +148,27 @@ class CheckpointSettings:
         choices=("wait", "skip"),
     )
     timeout_s: float = setting(
-        1800.0, "a background save that takes longer has failed; training goes on"
+        1800.0, "a background save that takes longer has failed; training goes on", above=0
     )
     patience_s: float = setting(
         120.0,
         "reading is tried again so long where the file system gives errors; then the attempt fails",
+        most=300,
     )
     save_patience_s: float = setting(
         120.0,
         "the last save before leaving is tried again so long where the file system refuses, and "
         "never longer than the scheduler leaves",
     )
-    write_mib: int = setting(4, "MiB handed to the file system at a time")
-    write_threads: int = setting(1, "threads of each rank that write its shard")
+    # Past these, one save takes the memory or the threads of a whole node; past `patience_s`, ranks
+    # that wait for one that waits for its file system end by their collective's time-out.
+    write_mib: int = setting(4, "MiB handed to the file system at a time", least=1, most=1024)
+    write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
     read_once: bool = setting(
         True, "state that all ranks hold is read once and broadcast, not read by each rank"
     )
     keep_last: int = setting(
-        3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor"
+        3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2
     )
     keep_every: int = setting(
         0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
@@ -193,7 +197,7 @@ class NotifySettings:
         "which news: done, failed (also a job that could not be requeued), stopped (a budget, "
         "no progress, a cancel), attempt (the end of each)",
     )
-    timeout_s: float = setting(30.0, "a notification that takes longer is given up")
+    timeout_s: float = setting(30.0, "a notification that takes longer is given up", least=1)
 
 
 @dataclass
@@ -211,7 +215,7 @@ class ProfileSettings:
     steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
     ranks: str = setting("0", "ranks to profile: R, R,R or all")
     memory: bool = setting(False, "also record what holds the GPU's memory")
-    nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none")
+    nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
 @dataclass
@@ -239,7 +243,7 @@ class EngineSettings:
         choices=("gpipe", "1f1b", "interleaved"),
     )
     pp_stages_per_rank: int = setting(
-        2, "pp_schedule interleaved: pieces of the model on each rank"
+        2, "pp_schedule interleaved: pieces of the model on each rank", least=1
     )
     precision: str = setting(
         "auto",
@@ -282,26 +286,28 @@ class EngineSettings:
 class TrainSettings:
     """[train]: the shipped recipe, a decoder language model on bytes of text files."""
 
-    steps: int = setting(200, "optimizer steps")
-    global_batch: int = setting(32, "sequences per step over all ranks; fixed at any world size")
+    steps: int = setting(200, "optimizer steps", least=1)
+    global_batch: int = setting(
+        32, "sequences per step over all ranks; fixed at any world size", least=1
+    )
     micro_batch: int = setting(
         0, "sequences per forward pass of one rank; 0 takes the rank's whole share"
     )
-    seq_len: int = setting(128, "bytes per sequence")
+    seq_len: int = setting(128, "bytes per sequence", least=1)
     data: str = setting(
         "", "folder of text files; empty for the Python standard library's own source"
     )
     data_glob: str = setting("*.py,*.txt,*.md", "which files of it")
     data_limit_mb: float = setting(8.0, "megabytes of text taken at most; 0 for all")
-    layers: int = setting(4, "transformer blocks")
-    dim: int = setting(128, "model width")
-    heads: int = setting(4, "attention heads")
+    layers: int = setting(4, "transformer blocks", least=1)
+    dim: int = setting(128, "model width", least=1)
+    heads: int = setting(4, "attention heads", least=1)
     lr: float = setting(1e-3, "peak learning rate of AdamW")
     warmup: int = setting(20, "warm-up steps")
     weight_decay: float = setting(0.1, "AdamW's weight decay")
     dropout: float = setting(0.0, "dropout probability")
     experts: int = setting(0, "experts in each block's MLP; 0 for a dense one")
-    experts_per_token: int = setting(2, "of these, how many each token goes to")
+    experts_per_token: int = setting(2, "of these, how many each token goes to", least=1)
     seed: int = setting(1234, "seed of weights, sample order and dropout")
     val_every: int = setting(0, "steps between validations; 0 for one at the end")
     val_batches: int = setting(4, "global batches per validation")
@@ -313,18 +319,18 @@ class TrainSettings:
 class Settings:
     """All sections."""
 
-    slurm: SlurmSettings = field(default_factory=SlurmSettings)
-    run: RunSettings = field(default_factory=RunSettings)
-    preflight: PreflightSettings = field(default_factory=PreflightSettings)
-    budget: BudgetSettings = field(default_factory=BudgetSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    notify: NotifySettings = field(default_factory=NotifySettings)
-    track: TrackSettings = field(default_factory=TrackSettings)
-    profile: ProfileSettings = field(default_factory=ProfileSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
+    slurm: SlurmSettings = table(SlurmSettings)
+    run: RunSettings = table(RunSettings)
+    preflight: PreflightSettings = table(PreflightSettings)
+    budget: BudgetSettings = table(BudgetSettings)
+    checkpoint: CheckpointSettings = table(CheckpointSettings)
+    notify: NotifySettings = table(NotifySettings)
+    track: TrackSettings = table(TrackSettings)
+    profile: ProfileSettings = table(ProfileSettings)
+    engine: EngineSettings = table(EngineSettings)
+    train: TrainSettings = table(TrainSettings)
 
 
 def sections() -> dict[str, type]:
     """Section name to its class, in the order in which they are shown."""
-    return {f.name: type(getattr(Settings(), f.name)) for f in fields(Settings)}
+    return {name: key.inner for name, key in keys_of(Settings).items() if key.inner}

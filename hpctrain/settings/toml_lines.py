@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.settings.fields import BITS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,6 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 
-BITS = 63
 MOST_BYTES = 16 << 20
 
 

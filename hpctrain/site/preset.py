@@ -6,28 +6,14 @@ and where that stands. tests/unit/site/test_site.py holds the promises.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
+from hpctrain.settings.fields import keys_of, make
 from hpctrain.settings.layers import Layer
 from hpctrain.site import schema
-from hpctrain.site.schema import (
-    About,
-    Baseline,
-    Container,
-    Cpus,
-    Detect,
-    EnvGroups,
-    Expect,
-    Lock,
-    Modules,
-    Network,
-    Partition,
-    SlurmFacts,
-    Storage,
-    make,
-)
+from hpctrain.site.schema import Preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,22 +61,9 @@ class SiteFile:
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Preset):
     """A cluster's settings, merged from every file that has a say."""
 
-    about: About
-    detect: Detect = field(default_factory=Detect)
-    slurm: SlurmFacts = field(default_factory=SlurmFacts)
-    partitions: dict[str, Partition] = field(default_factory=dict)
-    network: Network = field(default_factory=Network)
-    env: EnvGroups = field(default_factory=EnvGroups)
-    modules: Modules = field(default_factory=Modules)
-    cpus: Cpus = field(default_factory=Cpus)
-    storage: Storage = field(default_factory=Storage)
-    container: Container = field(default_factory=Container)
-    baseline: Baseline = field(default_factory=Baseline)
-    expect: Expect = field(default_factory=Expect)
-    lock: Lock = field(default_factory=Lock)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Defaults of hpctrain's own settings, section to keys, each of its setting's type."""
     leaves: dict[KeyPath, PresetValue] = field(default_factory=dict)
@@ -127,15 +100,12 @@ class Site:
 
     def as_plain(self) -> dict[str, Any]:
         """The whole preset as JSON values, for spec.json."""
-        plain: dict[str, Any] = {"format": FORMAT, "about": asdict(self.about)}
-        plain |= {name: asdict(getattr(self, name)) for name in schema.TABLES}
-        plain[schema.PARTITIONS] = {name: asdict(one) for name, one in self.partitions.items()}
-        plain[schema.SETTINGS] = {name: dict(keys) for name, keys in self.settings.items()}
+        plain = asdict(replace(self, leaves={}, overridden={})) | {"format": FORMAT}
         plain["leaves"] = [
             {"path": list(path)} | asdict(leaf) for path, leaf in self.leaves.items()
         ]
         plain["overridden"] = [[list(path), place] for path, place in self.overridden.items()]
-        plain["files"] = [asdict(one) for one in self.files]
+        plain["files"] = list(plain["files"])
         return plain
 
     @staticmethod
@@ -151,22 +121,15 @@ class Site:
                 f"hpctrain reads {FORMAT}; use the version that wrote it"
             )
         try:
-            tables: dict[str, Any] = {
-                name: make(cls, plain[name]) for name, cls in schema.TABLES.items()
-            }
-            return Site(
-                about=make(About, plain["about"]),
-                partitions={
-                    name: make(Partition, one) for name, one in plain[schema.PARTITIONS].items()
-                },
+            return replace(
+                make(Site, {name: plain[name] for name in keys_of(Preset)}),
                 settings=plain[schema.SETTINGS],
                 leaves={
-                    tuple(one["path"]): PresetValue(**{k: v for k, v in one.items() if k != "path"})
-                    for one in plain["leaves"]
+                    tuple(leaf.pop("path")): PresetValue(**leaf)
+                    for leaf in map(dict, plain["leaves"])
                 },
                 overridden={tuple(path): place for path, place in plain["overridden"]},
-                files=tuple(SiteFile(**one) for one in plain["files"]),
-                **tables,
+                files=tuple(SiteFile(**file) for file in plain["files"]),
             )
         except (KeyError, TypeError) as error:
             raise UsageError(

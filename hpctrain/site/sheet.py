@@ -11,17 +11,16 @@ promises.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
-from hpctrain.settings.layers import Layer, from_table, nearest, resolve
-from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
+from hpctrain.settings.layers import from_table, nearest
 from hpctrain.site import schema
-from hpctrain.site.names import unknown, wrong_lock
 from hpctrain.site.paths import ADMINS
 from hpctrain.site.preset import KeyPath, PresetValue, Site, SiteFile, dotted
-from hpctrain.site.schema import TAKES, Key, checked, in_words, keys_of, make, shown
+from hpctrain.site.schema import KEYS, key_at, unknown, wrong_lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ DERIVED = {
 _LOCK = ("lock", "keys")
 OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
 """Not taken from what a preset extends: who it is, who answers for it, how it is known."""
-_TOP = [*keys_of(schema.About), *schema.TABLES]
+_TOP = list(KEYS)
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,7 @@ class _Reader:
         """Line and what is wrong there."""
 
     def root(self) -> None:
-        values = dict(self.file.values)
-        source = self._source(values, ())
-        for name, value in values.items():
-            path = (name,)
-            if name in schema.TABLES:
-                self._table(schema.TABLES[name], value, path, source)
-            elif name == schema.PARTITIONS:
-                self._tables(schema.Partition, value, path, source)
-            elif name == schema.SETTINGS:
-                self._settings(value, path, source)
-            elif name in (keys := keys_of(schema.About)):
-                self._value(keys[name], value, path, source)
-            else:
-                self._fault(path, unknown(path, schema.About))
+        self._table(KEYS, self.file.values, (), "")
         written = self.result.leaves.get(("schema",))
         if written is not None and written.value > schema.SCHEMA:
             self._fault(
@@ -143,12 +129,11 @@ class _Reader:
                 "give both the same name",
             )
 
-    def _table(self, cls: type, raw: Any, path: KeyPath, source: str) -> None:
+    def _table(self, keys: Mapping[str, Key], raw: Any, path: KeyPath, source: str) -> None:
         if not self._is_table(raw, path, "table"):
             return
         values = dict(raw)
         source = self._source(values, path) or source
-        keys = keys_of(cls)
         for name, value in values.items():
             base = keys.get(name.removesuffix(ADD))
             if name in keys:
@@ -156,34 +141,33 @@ class _Reader:
             elif name.endswith(ADD) and base is not None and base.form == "texts":
                 self._leaf(base, value, (*path, name), source)
             else:
-                self._fault((*path, name), unknown((*path, name), cls))
-        self._check_admins(cls, path)
+                self._fault((*path, name), unknown((*path, name), keys))
+        if path == _LOCK[:1]:
+            self._check_lock()
 
-    def _check_admins(self, cls: type, path: KeyPath) -> None:
-        if cls is not schema.Lock:
-            return
+    def _check_lock(self) -> None:
         if self.result.layer not in ADMINS:
             self._fault(
-                path,
+                _LOCK[:1],
                 f"[lock] has no effect in the {self.result.layer} layer; it belongs into a file of "
                 "the admins', e.g. in /etc/hpctrain/sites",
             )
         for held in (self.result.leaves, self.result.added):
-            leaf = held.get((*path, "keys"))
+            leaf = held.get(_LOCK)
             for wrong in filter(None, map(wrong_lock, leaf.value if leaf else ())):
-                self._fault((*path, "keys"), wrong)
+                self._fault(_LOCK, wrong)
 
     def _value(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         if key.inner is not None and key.form == "table":
-            self._table(key.inner, raw, path, source)
+            self._table(keys_of(key.inner), raw, path, source)
         elif key.inner is not None:
-            self._tables(key.inner, raw, path, source)
+            self._tables(keys_of(key.inner), raw, path, source)
         elif key.form.endswith(" table"):
             self._map(key, raw, path, source)
         else:
             self._leaf(key, raw, path, source)
 
-    def _tables(self, cls: type, raw: Any, path: KeyPath, source: str) -> None:
+    def _tables(self, keys: Mapping[str, Key], raw: Any, path: KeyPath, source: str) -> None:
         """Tables of one class under names of the site's own, e.g. its partitions."""
         if not self._is_table(raw, path, "tables"):
             return
@@ -195,7 +179,7 @@ class _Reader:
                 self._fault(at, f"{name!r} cannot name a table here; it takes no blanks and commas")
             elif self._is_table(value, at, "table"):
                 self.result.tables[at] = self._line(at)
-                self._table(cls, value, at, source)
+                self._table(keys, value, at, source)
 
     def _map(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         """A table whose names are the site's own, e.g. variables."""
@@ -212,33 +196,6 @@ class _Reader:
                 )
             else:
                 self._leaf(key, value, at, source)
-
-    def _settings(self, raw: Any, path: KeyPath, source: str) -> None:
-        if not self._is_table(raw, path, "tables"):
-            return
-        values = dict(raw)
-        source = self._source(values, path) or source
-        for section, keys in values.items():
-            at = (*path, section)
-            if section not in sections():
-                self._fault(at, unknown(at, None))
-            elif self._is_table(keys, at, "table"):
-                self._section(section, dict(keys), at, source)
-
-    def _section(self, section: str, values: dict[str, Any], path: KeyPath, source: str) -> None:
-        source = self._source(values, path) or source
-        kinds = {setting.name: setting.type for setting in fields(sections()[section])}
-        for name, raw in values.items():
-            adds = name not in kinds and kinds.get(name.removesuffix(ADD)) == "list[str]"
-            key = name.removesuffix(ADD) if adds else name
-            at = (*path, name)
-            try:
-                value, given, why = self._unwrap(raw, at, source)
-                settings, _ = resolve([Layer("", {section: {key: value}}, lambda *_: "")])
-            except (UsageError, _Fault) as error:
-                self._fault(at, str(error).removeprefix(": "))
-                continue
-            self._keep(at, getattr(getattr(settings, section), key), given, why, adds=adds)
 
     def _leaf(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         try:
@@ -283,8 +240,9 @@ class _Reader:
             _Fault: it is of another type, or not of its form.
         """
         if path[0] != _ENV or key.form != "text table":
+            at = path[1:] if path[0] == schema.SETTINGS else path
             try:
-                return checked(key, value, dotted(path))
+                return convert(key, value, dotted(at))
             except ValueError as error:
                 raise _Fault(str(error)) from None
         try:
@@ -452,7 +410,8 @@ def _check_source(
 def _appended(leaves: dict[KeyPath, PresetValue], path: KeyPath, leaf: PresetValue) -> PresetValue:
     """The list below with the leaf's items behind it, each once; the place is the addition's."""
     held = leaves.get(path)
-    below = held.value if held else _default(path)
+    key = key_at(path)
+    below = held.value if held else key.default if key else ()
     value = [*below, *(item for item in leaf.value if item not in below)]
     return replace(
         leaf,
@@ -460,19 +419,6 @@ def _appended(leaves: dict[KeyPath, PresetValue], path: KeyPath, leaf: PresetVal
         source=leaf.source or (held.source if held else ""),
         why=leaf.why or (held.why if held else ""),
     )
-
-
-def _default(path: KeyPath) -> list[str]:
-    """What a list is that no file has."""
-    if path[0] == schema.SETTINGS:
-        value: list[str] = getattr(getattr(Settings(), path[1]), path[2])
-        return value
-    cls = schema.Partition if path[0] == schema.PARTITIONS else schema.TABLES[path[0]]
-    for name in path[1:-1]:
-        key = keys_of(cls).get(name)
-        cls = key.inner if key is not None and key.inner is not None else cls
-    default: list[str] = keys_of(cls)[path[-1]].default
-    return default
 
 
 def _is_locked(leaves: dict[KeyPath, PresetValue], path: KeyPath, new: PresetValue) -> bool:
@@ -498,29 +444,19 @@ def _site(
     for path, leaf in leaves.items():
         _at(nested, path[:-1])[path[-1]] = leaf.value
     about = {key: nested[key] for key in keys_of(schema.About) if key in nested}
-    once: dict[str, Any] = {
-        key: make(cls, nested.get(key, {})) for key, cls in schema.TABLES.items()
-    }
-    return Site(
-        about=make(schema.About, about | {"name": name}),
-        partitions={
-            key: make(schema.Partition, table)
-            for key, table in nested.get(schema.PARTITIONS, {}).items()
-        },
+    parts = {key: nested[key] for key in keys_of(schema.Preset) if key in nested}
+    return replace(
+        make(Site, parts | {"about": about | {"name": name}}),
         settings=nested.get(schema.SETTINGS, {}),
         leaves=leaves,
         overridden=overridden,
         files=files,
-        **once,
     )
-
-
-_TOP.insert(_TOP.index("slurm") + 1, schema.PARTITIONS)
 
 
 def _order(path: KeyPath) -> tuple[int, int]:
     """Sorts values as the schema has their tables, so that those of several files mix well."""
-    top = _TOP.index(path[0]) if path[0] in _TOP else len(_TOP)
+    top = _TOP.index(path[0])
     inner = list(keys_of(schema.TABLES[path[0]])) if path[0] in schema.TABLES else []
     return top, inner.index(path[1]) if inner else 0
 

@@ -10,6 +10,7 @@ from hpctrain.site.environment import (
     Value,
     Versions,
     derive,
+    holds,
     is_shown,
     locked_names,
     overridden,
@@ -17,7 +18,6 @@ from hpctrain.site.environment import (
     with_settings,
 )
 from hpctrain.site.load import load_site
-from hpctrain.site.names import holds
 
 NEW_TORCH = Versions(torch="2.13.0+cu130")
 
