@@ -124,14 +124,7 @@ def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
             row of marks of one attempt the last is kept, those before a save, one in
             `KEPT_EVERY`, and the newest of the whole ledger.
     """
-    if marks == "all":
-        return Tail(run.events).new()
-    try:
-        with open_plain(run.events) as file:
-            lines = _thinned(file, os.fstat(file.fileno()).st_size - NEWEST_BYTES)
-            return [event for line in lines if (event := parse(line))]
-    except FileNotFoundError:
-        return []
+    return Tail(run.events, marks).new()
 
 
 def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
@@ -195,22 +188,26 @@ def parse(line: bytes) -> Event | None:
 
 
 class Tail:
-    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
+    """Reads a ledger that grows: each call of `new` gives the facts since the last.
 
-    def __init__(self, path: Path) -> None:
+    `marks` as for `read`.
+    """
+
+    def __init__(self, path: Path, marks: Literal["all", "few"] = "all") -> None:
         self._path = path
+        self._thin = marks == "few"
         self._offset = 0
 
     def new(self) -> list[Event]:
         """The facts since the last call; all of them if a shorter file has replaced the old."""
-        events: list[Event] = []
         try:
             with open_plain(self._path) as file:
-                if os.fstat(file.fileno()).st_size >= self._offset:
+                size = os.fstat(file.fileno()).st_size
+                if size >= self._offset:
                     file.seek(self._offset)
                 reader = LineReader(file)
-                while (lines := reader.block()) is not None:
-                    events += [event for line in lines if (event := parse(line))]
+                lines = _thinned(reader, size - NEWEST_BYTES if self._thin else 0)
+                events = [event for line in lines if (event := parse(line))]
                 self._offset = reader.end
                 rest = parse(reader.rest)
                 if rest is not None:  # whole but for its newline, which the next writer adds
@@ -234,6 +231,10 @@ class LineReader:
         self._dropping = False
         self.rest = b""
         self.end = file.tell()
+
+    def tell(self) -> int:
+        """How far the file has been read, in bytes."""
+        return self._file.tell()
 
     def block(self, most_bytes: int = BLOCK_BYTES) -> list[bytes] | None:
         """The lines that the next bytes complete, without newlines; None at the file's end.
@@ -267,15 +268,14 @@ def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
     ]
 
 
-def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
-    """The lines without most of the step marks before `until`; what is no whole mark comes through.
+def _thinned(reader: LineReader, until: int) -> Iterator[bytes]:
+    """Whole lines without most of the step marks before `until`; what is no mark comes through.
 
     A line is looked at and not parsed: that would take longer than all that follows from it.
     """
-    reader = LineReader(file)
     before = last = b""
     same, count = b"\n", 0
-    while (left := until - file.tell()) > 0:
+    while (left := until - reader.tell()) > 0:
         lines = reader.block(min(BLOCK_BYTES, left))
         if lines is None:
             break
@@ -299,7 +299,6 @@ def _thinned(file: FileIO, until: int) -> Iterator[bytes]:
     yield from _ends(before, last)
     while (lines := reader.block()) is not None:
         yield from lines
-    yield reader.rest
 
 
 def _ends(before: bytes, last: bytes) -> list[bytes]:
