@@ -1,39 +1,50 @@
-"""The end of an attempt, as node 0's agent sees to it: why it ended, and what follows.
+"""The end of an attempt: what is known of it, the decision, and the one place that carries it out.
 
-The scheduler is asked, and `plan.decide` decides. The decision is written into the ledger before it
-is carried out, because carrying it out (`scontrol requeue`) is what gets this process killed; where
-it could not be carried out the batch side reads it there and does it (`agent/batch_side.py`). Where
-it could not be written, on a full disk, it is carried out all the same.
-tests/unit/agent/test_ending.py and tests/slurm/test_requeue_path.py hold the promises.
+Two processes see to it. Node 0's agent (`AttemptEnding`) asks the scheduler once the ranks have
+left. The batch script (`BatchScriptSide`) comes when all agents of a job are gone: it carries out
+what the agent could not (no scontrol in a container, killed too early), and decides where no agent
+was left to do it. `plan.decide.decide_end` decides for both. The decision is written into the
+ledger before it is carried out, because carrying it out (`scontrol requeue`) is what gets the agent
+killed. Where it could not be written, on a full disk, it is carried out all the same.
+
+KillWait is short and a ledger long: it is read once, most step marks unread. Standard library only,
+so that the batch side starts at once. tests/unit/agent/test_ending.py, test_batch_side.py and
+test_full_disk.py and tests/slurm/test_requeue_path.py hold the promises.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.agent.notify import notify
+from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
-from hpctrain.base.files import read_plain
+from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError
-from hpctrain.history.causes import EndCause, told_in
+from hpctrain.history.causes import UNFIT, EndCause, told_in
 from hpctrain.plan.decide import (
+    BY_REASON,
     EXIT_STOPPED,
+    EndDecision,
+    EndFacts,
     Outcome,
-    allow,
-    decide,
+    decide_end,
     is_cancelled,
     is_requeued,
     is_users,
 )
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.fence import read_fence
+from hpctrain.run.fence import read_fence, started, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
+from hpctrain.run.ownership import job_spec
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.agent.node import RoundEnd
@@ -42,9 +53,17 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
+EXIT_TRY_LATER = 75
+SUBMISSIONS = frozenset({"submit_intent", "submitted"})
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
+"""Before a requeue that no budget counts, since it could not be written down; twice as long after
+each restart of the job, so that a full disk makes no crash loop."""
+SPARE_END_S = 60.0
+"""A job that pauses must be requeued before its time is over."""
+UNREAD_S, READ_AGAIN_S = 60.0, 2.0
+"""How long a file system is waited for that does not give the ledger, and how often it is asked."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
-"""Ends that come at the scheduler's pace. A requeue after another one that could not be written
-down, and so is not counted, is left to the batch side, which pauses first."""
+"""Ends that come at the scheduler's pace."""
 
 
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
@@ -62,7 +81,7 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     }
 
 
-def last_step(events: list[ledger.Event], attempt: int) -> int | None:
+def last_step(events: list[ledger.Event], attempt: int | None) -> int | None:
     """The last step that an attempt is known to have done."""
     steps = [
         e.data.get("last" if e.kind == "steps" else "step")
@@ -72,18 +91,134 @@ def last_step(events: list[ledger.Event], attempt: int) -> int | None:
     return max((step for step in steps if step is not None), default=None)
 
 
-def last_seen(run: RunDir, events: list[ledger.Event], attempt: int) -> dict[str, Any]:
-    """How far an attempt came and when it was last heard of, as fields of its end.
+class CarriedOut(NamedTuple):
+    """What came of a decision."""
 
-    By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
-    """
-    beat = read_heartbeat(run, attempt)
-    step = last_step(events, attempt)
-    own = [e.t for e in events if e.attempt == attempt and e.kind != "attempt_ended"]
-    if beat is not None:
-        step = max(beat.step, step or 0)
-        own.append(beat.t)
-    return {"step": step, "heard": max(own, default=None)}
+    recorded: bool
+    """It was written down."""
+    requeued: bool = False
+    """The job was asked to run again, and will."""
+
+
+class EndWriter:
+    """Reads the ledger for an end, once, and is the one place that writes and carries out ends."""
+
+    def __init__(self, run: RunDir, control: JobControl) -> None:
+        self._run = run
+        self._control = control
+        self._tail = ledger.Tail(run.events, marks="few")
+        self._read: list[ledger.Event] = []
+        self._written: list[ledger.Event] = []
+        self._unwritten: list[ledger.Event] = []
+
+    @property
+    def events(self) -> list[ledger.Event]:
+        """All that was read, and all that was added here."""
+        return [*self._read, *self._written, *self._unwritten]
+
+    def look(self) -> list[ledger.Event]:
+        """Read what has come since the last look; returns all that is known."""
+        self._read += self._tail.new()
+        self._written.clear()  # it was among that
+        return self.events
+
+    def add(self, kind: str, attempt: int | None, **fields: object) -> bool:
+        """Write a fact down; one that has no room on the disk counts here all the same."""
+        recorded = ledger.record(self._run, kind, attempt=attempt, **fields)
+        kept = self._written if recorded else self._unwritten
+        kept.append(ledger.Event(round(time.time(), 3), kind, attempt, dict(fields)))
+        return recorded
+
+    def last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:
+        """The newest event of a kind that this attempt has."""
+        newest = [e.data for e in self.events if e.kind == kind and e.attempt == attempt]
+        return newest[-1] if newest and attempt is not None else None
+
+    def carry_out(
+        self,
+        facts: EndFacts,
+        decision: EndDecision,
+        *,
+        exclude: Sequence[str] = (),
+        pause: Callable[[], None] | None = None,
+    ) -> CarriedOut:
+        """Write an attempt's end down, then do what follows from it.
+
+        Args:
+            facts: What is known of the end.
+            decision: What was decided of it.
+            exclude: Nodes that the job's next start is to do without.
+            pause: Waits before a requeue that could not be written down, and so is not counted;
+                None leaves such a requeue to the batch side, but for those at the scheduler's pace.
+        """
+        attempt, following = facts.attempt, decision.next
+        is_done = decision.reason is EndReason.COMPLETED and facts.by != "successor"
+        if is_done and self.last("done", attempt) is None:
+            step = last_step(self.events, attempt) if facts.step is None else facts.step
+            self.add("done", attempt, step=step)
+        recorded = attempt is not None and self.add(
+            "attempt_ended",
+            attempt,
+            reason=decision.reason.value,
+            next=following.value,
+            **self._last_seen(attempt),
+            ended_at=facts.ended_at,
+            detail=facts.why,
+            facts={} if facts.scheduler is None else dict(vars(facts.scheduler)),
+            by=facts.by,
+        )
+        if decision.stopped:
+            stop = {"exit_code": decision.exit_code, "detail": decision.stopped}
+            self.add("run_stopped", attempt, reason=decision.reason.value, **stop)
+        if facts.has_successor:
+            return CarriedOut(recorded)
+        if following is Next.LEAVE:
+            self._note_requeue(facts, by="scheduler")
+        if following is Next.REQUEUE and (recorded or pause or decision.reason in _FROM_OUTSIDE):
+            if pause is not None and not recorded:
+                pause()
+            requeued = self.requeue(facts)
+            self._exclude(attempt, exclude)
+            return CarriedOut(recorded, requeued)
+        return CarriedOut(recorded)
+
+    def requeue(self, facts: EndFacts) -> bool:
+        """Have the job run again; returns whether it does."""
+        try:
+            self._control.requeue()
+        except ClusterError as error:
+            self.add("requeue_failed", facts.attempt, by=facts.by, why=str(error))
+            return False
+        self._note_requeue(facts, by=facts.by)
+        return True
+
+    def _note_requeue(self, facts: EndFacts, *, by: str) -> None:
+        start = {"job_id": facts.job_id, "restarts": facts.restarts}
+        self.add("requeued", facts.attempt, by=by, **start)
+
+    def _exclude(self, attempt: int | None, nodes: Sequence[str]) -> None:
+        """Where it does not work the job may get the same nodes again, and looks at them again."""
+        if not nodes:
+            return
+        try:
+            self._control.exclude(nodes)
+        except ClusterError as error:
+            self.add("exclude_failed", attempt, why=str(error))
+            return
+        self.add("excluded", attempt, nodes=list(nodes))
+
+    def _last_seen(self, attempt: int) -> dict[str, Any]:
+        """How far an attempt came and when it was last heard of, as fields of its end.
+
+        By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
+        """
+        beat = read_heartbeat(self._run, attempt)
+        step = last_step(self.events, attempt)
+        own = [e.t for e in self.events if e.attempt == attempt and e.kind != "attempt_ended"]
+        if beat is not None:
+            step = max(beat.step, step or 0)
+            own.append(beat.t)
+        return {"step": step, "heard": max(own, default=None)}
 
 
 class AttemptEnding:
@@ -100,9 +235,11 @@ class AttemptEnding:
     ) -> None:
         self._run = run
         self._now = now
-        self._spec = spec
+        self._settings = spec.settings
         self._context = context
         self._control = control
+        self._end = EndWriter(run, control)
+        self._end_of: int | None = 0
 
     def ask(self) -> JobFacts:
         """What the scheduler says of our job.
@@ -117,7 +254,7 @@ class AttemptEnding:
 
         Nor does a job start again that has ended the run, whoever ran it again.
         """
-        events = ledger.read(self._run)
+        events = self._look(0)
         return self._has_ended_it(events) or self._is_stale(events)
 
     def _has_ended_it(self, events: list[ledger.Event]) -> str:
@@ -158,8 +295,8 @@ class AttemptEnding:
         fence = read_fence(self._run)
         if fence is None:
             return
-        events = ledger.read(self._run)
-        if any(e.kind == "attempt_ended" and e.attempt == fence.number for e in events):
+        self._look(0)
+        if self._end.last("attempt_ended", fence.number) is not None:
             return
         same_job = fence.job_id == self._context.job_id
         reason, ended_at = EndReason.UNKNOWN, None
@@ -167,57 +304,42 @@ class AttemptEnding:
             reason = self._control.previous_end()
         if reason is not EndReason.UNKNOWN:  # a scheduler that tells nothing is asked once only
             ended_at = self._control.previous_stop()
-        ledger.record(
-            self._run,
-            "attempt_ended",
-            attempt=fence.number,
-            reason=reason.value,
-            next=Next.LEAVE.value if same_job else Next.STOP.value,
-            **last_seen(self._run, events, fence.number),
-            ended_at=ended_at,
-            detail="written by the next attempt: this one was killed without a word",
-            by="successor",
-        )
-        notify(self._run, self._spec.settings.notify, fence.number)
+        why = "written by the next attempt: this one was killed without a word"
+        facts = self._facts(fence.number, "killed", why=why, ended_at=ended_at)
+        facts = replace(facts, by="successor", has_successor=True)
+        following = Next.LEAVE if same_job else Next.STOP
+        self._end.carry_out(facts, EndDecision(reason, following))
+        notify(self._run, self._settings.notify, fence.number)
 
     def after_crash(self, attempt: int, failure: FailureReport | None) -> bool:
         """Write down a failed round; whether the ranks may start again in this allocation."""
-        events = ledger.read(self._run)
-        outcome = self._crash_kind(attempt, failure)
-        reason = decide(None, self._context.restarts, None, outcome)[0]
-        restarts = sum(
-            1
-            for e in events
+        job_id, own_restarts = self._context.job_id, self._context.restarts
+        again = [
+            e
+            for e in self._look(attempt)
             if e.kind == "attempt_started"
             and e.data.get("by") == "restart"
-            and e.data.get("job_id") == self._context.job_id
-            and e.data.get("restarts") == self._context.restarts
-        )
-        may = (
-            reason is EndReason.CRASHED
-            and self._is_current(attempt)
-            and restarts < self._spec.settings.run.restarts_in_job
-            and allow(events, reason, self._spec.settings.budget).ok
-            and not self._cancelled(events)
-            and not self._is_left_behind(attempt)
-        )
-        if may:
-            self._record_failure(attempt, failure)
-            self._record_end(
-                attempt, reason, Next.RESTART, None, failure.summary if failure else ""
-            )
-            # Of all other ends the batch side tells: what we started would die with us.
-            notify(self._run, self._spec.settings.notify, attempt)
-        return may
+            and (e.data.get("job_id"), e.data.get("restarts")) == (job_id, own_restarts)
+        ]
+        if len(again) >= self._settings.run.restarts_in_job:
+            return False
+        outcome, why = self._crash_kind(attempt, failure), failure.summary if failure else ""
+        facts = self._facts(attempt, outcome, why=why, in_place=True)
+        decision = decide_end(facts, self._end.events, self._settings.budget)
+        if decision.next is not Next.RESTART or self._is_left_behind(attempt):
+            return False
+        self._record_failure(attempt, failure)
+        self._end.carry_out(facts, decision)
+        # Of all other ends the batch side tells: what we started would die with us.
+        notify(self._run, self._settings.notify, attempt)
+        return True
 
     def _is_left_behind(self, attempt: int) -> bool:
         """Whether the job goes on or has ended without us: a dead node's agent may live on."""
-        fence = read_fence(self._run)
-        if fence is None or fence.number != attempt:
+        if not self._is_current(attempt):
             return True
-        try:
-            facts = self._control.facts()
-        except ClusterError:
+        facts = self._ask()
+        if facts is None:
             return False  # nobody can tell; where a successor begins, the fence stops us
         own = self._context.restarts
         return is_requeued(facts, own) or is_cancelled(facts, own)
@@ -227,52 +349,77 @@ class AttemptEnding:
         if not self._is_current(attempt):
             ledger.record(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
             return 0  # a zombie must not requeue the job that took over
+        self._look(attempt)
         left = read_outcome(self._run, attempt)
         outcome = self._outcome(attempt, end, deadline, left)
         cause = left.get("cause") or deadline.cause
         if end.ending == "killed" and cause is None:
             cause = StopCause.CLOCK
-        facts = self._facts_now(outcome)
-        reason, following = decide(facts, self._context.restarts, cause, outcome)
         why = end.why
         if end.ending == "left" and outcome == "crashed":
             why = "every rank left with exit code 0 between two steps, without a word of its last"
         if end.silent_nodes:
             names = ", ".join(self._context.nodes[node] for node in end.silent_nodes)
             why = f"no sign of life from {names}; {end.why}"
-            reason = EndReason.NODE_FAILED if reason is EndReason.CRASHED else reason
-        if reason is EndReason.COMPLETED and left.get("outcome") != "done":
-            ledger.record(self._run, "done", attempt=attempt, step=left.get("step"))
-        if end.failure is not None and outcome in {"crashed", "storage_failed", "user_error"}:
-            self._record_failure(attempt, end.failure)
-        return self._carry_out(attempt, reason, following, facts, why)
+        facts = self._facts(attempt, outcome, cause=cause, why=why, step=left.get("step"))
+        facts = replace(facts, nodes_failed=bool(end.silent_nodes))
+        failed = outcome in {"crashed", "storage_failed", "user_error"}
+        return self._decide(facts, end.failure if failed else None)
 
-    def unfit(self, attempt: int, bad: Mapping[str, str]) -> int:
+    def end_for_bad_nodes(self, attempt: int, bad: Mapping[str, str]) -> int:
         """End an attempt whose nodes are not fit, and run the job again without the bad ones.
 
         Returns the exit code of the task.
         """
-        facts = self._facts_now("crashed")
-        reason, following = decide(facts, self._context.restarts, None, "crashed")
-        if reason is EndReason.CRASHED:
-            reason = EndReason.NODE_FAILED
-        why = "; ".join(f"{node}: {text}" for node, text in bad.items())
-        return self._carry_out(
-            attempt, reason, following, facts, f"preflight: {why}", without=list(bad)
-        )
+        why = UNFIT + "; ".join(f"{node}: {text}" for node, text in bad.items())
+        facts = self._facts(attempt, "crashed", why=why, nodes_failed=True)
+        return self._decide(facts, exclude=list(bad))
 
-    def apart(self, attempt: int, why: str) -> int:
+    def end_without_shared_folder(self, attempt: int, why: str) -> int:
         """End an attempt whose nodes share no directory; nothing follows until that is mended.
 
         Returns the exit code of the task.
         """
-        facts = self._facts_now("storage_failed")
-        reason, following = decide(facts, self._context.restarts, None, "storage_failed")
-        if reason is not EndReason.STORAGE_FAILED:  # e.g. preempted meanwhile
-            return self._carry_out(attempt, reason, following, facts, why)
-        self._record_end(attempt, reason, Next.STOP, facts, why)
-        self._stop_for_good(attempt, reason.value, EXIT_STOPPED, why)
-        return EXIT_STOPPED
+        return self._decide(self._facts(attempt, "storage_failed", why=why, needs_mending=True))
+
+    def _decide(
+        self,
+        facts: EndFacts,
+        failure: FailureReport | None = None,
+        *,
+        exclude: Sequence[str] = (),
+    ) -> int:
+        if facts.outcome != "done":
+            facts = replace(facts, scheduler=self._ask())
+        self._record_failure(facts.attempt, failure)
+        # Read on only now: the job may have been cancelled while the scheduler was asked.
+        decision = decide_end(facts, self._look(facts.attempt), self._settings.budget)
+        done = self._end.carry_out(facts, decision, exclude=exclude)
+        if decision.next is Next.STOP and not done.recorded:
+            return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
+        return decision.exit_code
+
+    def _is_current(self, attempt: int) -> bool:
+        """Whether no newer attempt has taken the run over."""
+        fence = read_fence(self._run)
+        return fence is not None and fence.number == attempt
+
+    def _look(self, attempt: int | None) -> list[ledger.Event]:
+        """The ledger as it stands; what was read for the same end is not read again."""
+        if attempt != self._end_of:
+            self._end, self._end_of = EndWriter(self._run, self._control), attempt
+        return self._end.look()
+
+    def _ask(self) -> JobFacts | None:
+        """What the scheduler says of our job; None where it is silent: the batch side asks too."""
+        try:
+            return self._control.facts()
+        except ClusterError:
+            return None
+
+    def _facts(self, attempt: int, outcome: Outcome, **more: Any) -> EndFacts:
+        start = self._context.job_id, self._context.restarts
+        return EndFacts("agent", *start, attempt, outcome, **more)
 
     def _outcome(
         self, attempt: int, end: RoundEnd, deadline: StopDeadline, left: dict[str, Any]
@@ -287,16 +434,15 @@ class AttemptEnding:
             # next attempt.
             if deadline.is_told_to_stop():
                 return "stopped"
-            return "crashed" if self._is_silent_end(attempt, left) else "done"
+            return "crashed" if not left and self._is_silent_end(attempt) else "done"
         if end.ending == "killed" or deadline.cause is not None:
             return "killed"
         return self._crash_kind(attempt, end.failure)
 
-    def _is_silent_end(self, attempt: int, left: dict[str, Any]) -> bool:
+    def _is_silent_end(self, attempt: int) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
-        own = [e for e in ledger.read(self._run) if e.attempt == attempt]
-        has_told_steps = any(e.kind in {"restored", "steps", "saved"} for e in own)
-        return has_told_steps and not left and not any(e.kind == "done" for e in own)
+        kinds = {event.kind for event in self._end.events if event.attempt == attempt}
+        return "done" not in kinds and bool(kinds & {"restored", "steps", "saved"})
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
@@ -304,110 +450,267 @@ class AttemptEnding:
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
-        users = is_users(ledger.read(self._run), attempt, failure.summary, self._now())
+        users = is_users(self._end.events, attempt, failure.summary, self._now())
         return "user_error" if users else "crashed"
 
-    def _facts_now(self, outcome: Outcome) -> JobFacts | None:
-        if outcome == "done":
-            return None
-        try:
-            return self._control.facts()
-        except ClusterError:
-            return None
+    def _record_failure(self, attempt: int | None, failure: FailureReport | None) -> None:
+        if failure is not None:
+            fields = dict(vars(failure)) | {"traceback": failure.traceback[-8000:]}
+            self._end.add("failure", attempt, kind_of=fields.pop("kind"), **fields)
 
-    def _carry_out(
+
+# ---- the batch script's side
+
+
+@dataclass(frozen=True)
+class JobStartFacts:
+    """This start of the job, as the batch script knows it."""
+
+    job_id: str
+    restarts: int
+    token: str
+    nodes: list[str]
+    rc: int
+    """srun's exit code."""
+    term: bool
+    """Whether SIGTERM came to the batch shell."""
+    start_time: float | None = None
+    """When the scheduler began it, seconds since the epoch; None where unknown."""
+    end_time: float | None = None
+    """When the scheduler will end it; None where unknown."""
+
+    def pause_s(self) -> float:
+        """Seconds to wait before a requeue that cannot be counted.
+
+        None of them after SIGTERM: SIGKILL is near, and what ends a job so comes at its own pace.
+        """
+        if self.term:
+            return 0.0
+        pause: float = min(FIRST_PAUSE_S * 2 ** min(self.restarts, 10), LONGEST_PAUSE_S)
+        if self.end_time is not None:
+            pause = min(pause, self.end_time - SPARE_END_S - time.time())
+        return max(pause, 0.0)
+
+
+def finish(
+    run: RunDir,
+    start: JobStartFacts,
+    control: JobControl,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Finish what the agents of this start began, and tell of it; returns the job's exit code.
+
+    Also where the run's files cannot be read: then the scheduler's word alone decides.
+    """
+    deadline = time.monotonic() + (0.0 if start.term else UNREAD_S)
+    while True:
+        try:
+            side = BatchScriptSide(run, start, control, sleep)
+            code = side.finish()
+            break
+        except OSError as error:
+            print(f"hpctrain: {run.root} cannot be read: {error}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                return _without_ledger(start, control, sleep)
+        sleep(READ_AGAIN_S)
+    side.wait_told()
+    return code
+
+
+def _without_ledger(
+    start: JobStartFacts, control: JobControl, sleep: Callable[[float], None]
+) -> int:
+    """Requeue where the scheduler's word calls for it.
+
+    If the run was over, the next start sees so in the ledger and ends.
+    """
+    if start.rc == EXIT_STOPPED:
+        return EXIT_STOPPED
+    cause = StopCause.TERM if start.term else None
+    facts = EndFacts("batch", start.job_id, start.restarts, None, "killed" if cause else "crashed")
+    try:
+        facts = replace(facts, cause=cause, scheduler=control.facts())
+        following = decide_end(facts, ()).next
+        if following is Next.REQUEUE:
+            sleep(start.pause_s())
+            control.requeue()
+    except ClusterError as error:
+        print(f"hpctrain: the job is not requeued: {error}", file=sys.stderr, flush=True)
+        return EXIT_TRY_LATER
+    return 1 if following is Next.STOP else 0
+
+
+class BatchScriptSide:
+    """The end of one start of a job, seen from its batch script."""
+
+    def __init__(
         self,
-        attempt: int,
-        reason: EndReason,
-        following: Next,
-        facts: JobFacts | None,
-        why: str,
-        *,
-        without: Sequence[str] = (),
-    ) -> int:
-        events = ledger.read(self._run)
-        if following is not Next.STOP and self._cancelled(events):
-            reason, following = EndReason.CANCELLED, Next.STOP
-        code = 1 if reason is EndReason.USER_ERROR else 0
-        if following is not Next.STOP:
-            verdict = allow(events, reason, self._spec.settings.budget)
-            if not verdict.ok:
-                self._record_end(attempt, reason, Next.STOP, facts, why)
-                self._stop_for_good(attempt, reason.value, verdict.exit_code, verdict.why)
-                return verdict.exit_code
-        recorded = self._record_end(attempt, reason, following, facts, why)
-        if reason is EndReason.USER_ERROR:
-            self._stop_for_good(attempt, reason.value, code, why)
-        if following is Next.STOP and not recorded:
-            return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
-        if following is Next.REQUEUE and (recorded or reason in _FROM_OUTSIDE):
-            self._requeue(attempt)
-            self._exclude(attempt, without)
-        elif following is Next.LEAVE:
-            ledger.record(self._run, "requeued", attempt=attempt, by="scheduler")
+        run: RunDir,
+        start: JobStartFacts,
+        control: JobControl,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        follow_folder(run.root)
+        self._sleep = sleep
+        self._run = run
+        self._start = start
+        self._control = control
+        self._end = EndWriter(run, control)
+        self._end.look()
+        self._telling: subprocess.Popen[bytes] | None = None
+        self._tell_s = 0.0
+
+    def finish(self) -> int:
+        """Do what is still to be done, and begin to tell of it; returns the job's exit code."""
+        code = self._finish()
+        self._forbid_requeue()
+        try:
+            self._tell()
+        except Exception as error:  # noqa: BLE001 - news are worth less than the job's exit code
+            print(f"hpctrain: nobody is notified: {error}", flush=True)
         return code
 
-    def _stop_for_good(self, attempt: int, reason: str, code: int, why: str) -> None:
-        ledger.record(
-            self._run, "run_stopped", attempt=attempt, reason=reason, exit_code=code, detail=why
-        )
+    def wait_told(self) -> None:
+        """Let those hear who are to be notified, where what we have started dies with us.
 
-    def _requeue(self, attempt: int) -> None:
+        As long as [notify] allows where the run is over, else for moments: the job's next start
+        waits for us.
+        """
+        wait_for(self._telling, self._tell_s)
+
+    def _tell(self) -> None:
+        attempt = self._attempt()
+        if attempt is not None:
+            settings = job_spec(self._run).settings.notify
+            self._telling = notify(self._run, settings, attempt)
+            end = self._end.last("attempt_ended", attempt)
+            over = end is not None and end["next"] == Next.STOP
+            self._tell_s = (2 * settings.timeout_s if over else 0.0) + SPARE_S
+
+    def _finish(self) -> int:
+        attempt = self._attempt()
+        if self._is_superseded(attempt):
+            return 0
+        end = self._end.last("attempt_ended", attempt)
+        following = Next(end["next"]) if end else None
+        if end is None or following in {Next.ASK_BATCH, Next.RESTART}:
+            if self._start.rc == EXIT_STOPPED:  # decided by the agent, which could not write it
+                return EXIT_STOPPED
+            return self._decide(attempt)
+        if following is Next.REQUEUE and self._end.last("requeued", attempt) is None:
+            return 0 if self._end.requeue(self._facts(attempt)) else EXIT_TRY_LATER
+        return self._exit_code(attempt, EndReason(end["reason"]), Next(end["next"]))
+
+    def _forbid_requeue(self) -> None:
+        """Where the run is over, or not ours, the scheduler is not to run the job again either.
+
+        Where that cannot be said, a start that comes all the same ends itself (`AttemptEnding`).
+        """
+        end = self._end.last("attempt_ended", self._attempt())
+        over = end is not None and end["next"] == Next.STOP
+        if not (over or self._has_left() or self._start.rc == EXIT_STOPPED):
+            return
         try:
-            self._control.requeue()
+            self._control.forbid_requeue()
         except ClusterError as error:
-            ledger.record(self._run, "requeue_failed", attempt=attempt, by="agent", why=str(error))
-            return
-        ledger.record(self._run, "requeued", attempt=attempt, by="agent")
+            print(f"hpctrain: the job may be started once more, in vain: {error}", flush=True)
 
-    def _exclude(self, attempt: int, nodes: Sequence[str]) -> None:
-        """Where it does not work the job may get the same nodes again, and looks at them again."""
-        if not nodes:
-            return
-        try:
-            self._control.exclude(nodes)
-        except ClusterError as error:
-            ledger.record(self._run, "exclude_failed", attempt=attempt, why=str(error))
-            return
-        ledger.record(self._run, "excluded", attempt=attempt, nodes=list(nodes))
-
-    def _is_current(self, attempt: int) -> bool:
-        """Whether no newer attempt has taken the run over."""
-        fence = read_fence(self._run)
-        return fence is not None and fence.number == attempt
-
-    def _cancelled(self, events: list[ledger.Event]) -> bool:
+    def _has_left(self) -> bool:
+        """Whether our agent found the run in other hands, or over, and left it alone."""
         return any(
-            e.kind == "cancel_requested" and e.data.get("job_id") == self._context.job_id
-            for e in events
+            event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id
+            for event in self._end.events
         )
 
-    def _record_failure(self, attempt: int, failure: FailureReport | None) -> None:
-        if failure is None:
-            return
-        ledger.record(
-            self._run,
-            "failure",
-            attempt=attempt,
-            rank=failure.rank,
-            node=failure.node,
-            kind_of=failure.kind,
-            summary=failure.summary,
-            traceback=failure.traceback[-8000:],
-            others=failure.others,
-        )
+    def _attempt(self) -> int | None:
+        """The newest attempt of this start; None where no agent came so far."""
+        numbers = [
+            event.attempt
+            for event in self._end.events
+            if event.kind == "attempt_started"
+            and event.attempt is not None
+            and event.data.get("job_id") == self._start.job_id
+            and event.data.get("restarts") == self._start.restarts
+        ]
+        return max(numbers, default=None)
 
-    def _record_end(
-        self, attempt: int, reason: EndReason, following: Next, facts: JobFacts | None, why: str
-    ) -> bool:
-        return ledger.record(
-            self._run,
-            "attempt_ended",
-            attempt=attempt,
-            reason=reason.value,
-            next=following.value,
-            **last_seen(self._run, ledger.read(self._run), attempt),
-            detail=why,
-            facts={} if facts is None else facts.__dict__,
-            by="agent",
+    def _is_superseded(self, attempt: int | None) -> bool:
+        """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
+        if self._has_left():
+            return True
+        if attempt is None:
+            tokens = [e.data.get("token") for e in self._end.events if e.kind in SUBMISSIONS]
+            return bool(self._start.token and tokens and tokens[-1] != self._start.token)
+        fence = read_fence(self._run)
+        return fence is not None and fence.number > attempt
+
+    def _facts(self, attempt: int | None, **more: Any) -> EndFacts:
+        start = self._start
+        why = f"decided by the batch side: srun ended with exit code {start.rc}"
+        return EndFacts("batch", start.job_id, start.restarts, attempt, why=why, **more)
+
+    def _decide(self, attempt: int | None) -> int:
+        """Decide in the agents' place: they died, or could not ask SLURM."""
+        cause, outcome = self._cause_and_outcome(attempt)
+        try:
+            scheduler = self._control.facts()
+        except ClusterError as error:
+            self._end.add("requeue_failed", attempt, by="batch", why=str(error))
+            return EXIT_TRY_LATER
+        is_back = is_requeued(scheduler, self._start.restarts)
+        facts = self._facts(
+            attempt, outcome=outcome, cause=cause, scheduler=scheduler, has_successor=is_back
         )
+        # Read on only now: the job may have been cancelled while the scheduler was asked.
+        budget = job_spec(self._run).settings.budget
+        decision = decide_end(facts, self._end.look(), budget)
+        if attempt is None and decision.next is Next.LEAVE and is_back:
+            return 0  # it may be running: it may not be fenced out by a new attempt of ours
+        facts = replace(facts, attempt=attempt or self._take_attempt())
+        done = self._end.carry_out(facts, decision, pause=self._pause)
+        if decision.next is Next.REQUEUE:
+            return 0 if done.requeued else EXIT_TRY_LATER
+        return decision.exit_code or self._exit_code(facts.attempt, decision.reason, decision.next)
+
+    def _pause(self) -> None:
+        self._sleep(self._start.pause_s())
+
+    def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
+        """What asked for the stop and how the ranks ended, from what they left behind."""
+        left = {} if attempt is None else read_outcome(self._run, attempt)
+        asked = self._end.last("stop_requested", attempt) or {}
+        named = left.get("cause") or asked.get("cause")
+        cause = StopCause(named) if named else StopCause.TERM if self._start.term else None
+        seen = (self._end.last("attempt_ended", attempt) or {}).get("reason")
+        outcome: Outcome = "killed" if cause else "crashed"
+        if left.get("outcome") in {"done", "stopped"}:
+            outcome = left["outcome"]
+        elif cause is None and seen in BY_REASON:
+            outcome = BY_REASON[seen]  # the agent saw it, and the scheduler was silent
+        return cause, outcome
+
+    def _take_attempt(self) -> int | None:
+        """A number for a start in which no agent came so far, so that it counts and can be seen.
+
+        None where there is no room for it.
+        """
+        start = self._start
+        try:
+            taken = take_attempt(self._run, job_id=start.job_id, restarts=start.restarts)
+        except OSError as error:
+            print(f"hpctrain: this start is not counted: {error}", file=sys.stderr, flush=True)
+            return None
+        where = {"nodes": start.nodes, "job_started": start.start_time}
+        self._end.add(
+            "attempt_started", taken.number, **started(self._run, taken, "batch", **where)
+        )
+        return taken.number
+
+    def _exit_code(self, attempt: int | None, reason: EndReason, following: Next) -> int:
+        """The job's exit code, where it is not to be requeued any more."""
+        if following is not Next.STOP:
+            return 0
+        stopped = self._end.last("run_stopped", attempt)
+        if stopped is not None:
+            return stopped.get("exit_code") or 1
+        return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1

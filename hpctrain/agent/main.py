@@ -24,7 +24,7 @@ from hpctrain.base.files import follow_folder
 from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
+from hpctrain.run import fence
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
@@ -137,29 +137,25 @@ def _run_rounds(
 
     def begin(world_size: int) -> Attempt:
         again = agent.end is not None
-        attempt = take_attempt(
+        attempt = fence.take_attempt(
             run,
             job_id=context.job_id,
             restarts=context.restarts,
             follows=agent.attempt_number if again else None,
         )
-        ledger.append(
+        fields = fence.started(
             run,
-            "attempt_started",
-            attempt=attempt.number,
-            job_id=context.job_id,
-            restarts=context.restarts,
+            attempt,
+            "restart" if again else "start",
             nodes=list(context.nodes),
-            run_dir=str(run.root),
-            slurm_cluster=context.cluster or None,
             world_size=world_size,
             ranks_per_node=spec.settings.slurm.ranks(),
-            token=attempt.token,
+            slurm_cluster=context.cluster or None,
             job_started=context.start_time,
-            by="restart" if again else "start",
             **({"cpus": cpus} if cpus else {}),
             **({} if again else _start_times(started, imported)),
         )
+        ledger.append(run, "attempt_started", attempt=attempt.number, **fields)
         return attempt
 
     def may_restart(failure: FailureReport | None) -> bool:

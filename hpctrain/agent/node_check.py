@@ -18,7 +18,7 @@ from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
 from hpctrain.preflight.run import NodePlace
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
+from hpctrain.run.fence import started, take_attempt
 
 if TYPE_CHECKING:
     from hpctrain.agent.ending import AttemptEnding
@@ -83,22 +83,17 @@ class NodeCheck:
         if not verdict.apart:
             record_bad(bad_nodes_path(self._run), verdict.bad, hours=hours)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
-        ledger.append(
-            self._run,
-            "attempt_started",
-            attempt=taken.number,
-            job_id=context.job_id,
-            restarts=context.restarts,
-            nodes=list(context.nodes),
-            world_size=0,
-            ranks_per_node=self._spec.settings.slurm.ranks(),
-            token=taken.token,
-            job_started=context.start_time,
-            by="start",
-        )
+        ranks = self._spec.settings.slurm.ranks()
+        where = {
+            "nodes": list(context.nodes),
+            "job_started": context.start_time,
+            "ranks_per_node": ranks,
+        }
+        fields = started(self._run, taken, "start", **where)
+        ledger.append(self._run, "attempt_started", attempt=taken.number, **fields)
         if verdict.apart:
-            return ending.apart(taken.number, verdict.apart)
-        return ending.unfit(taken.number, verdict.bad)
+            return ending.end_without_shared_folder(taken.number, verdict.apart)
+        return ending.end_for_bad_nodes(taken.number, verdict.bad)
 
     def _place(self) -> NodePlace:
         context = self._context

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.process import free_port, own_program
 from hpctrain.base.records import JobState

@@ -1,11 +1,11 @@
-"""The batch script's last act, after its srun: `agent/batch_side.py` with SLURM's facts."""
+"""The batch script's last act, after its srun: `agent/ending.py` with SLURM's facts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.batch_side import JobStartFacts, finish
+from hpctrain.agent.ending import JobStartFacts, finish
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl

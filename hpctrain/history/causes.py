@@ -55,7 +55,7 @@ class EndCause(StrEnum):
 
 
 UNFIT = "preflight: "
-"""How the agent's word on an end begins where a node was not fit (`AttemptEnding.unfit`)."""
+"""How the agent's word on an end begins where a node was not fit."""
 
 _BY_REASON = {
     EndReason.COMPLETED: EndCause.COMPLETED,

@@ -1,8 +1,10 @@
 """What a job's end means and what follows: why it is stopped, whether the run starts once more.
 
-`decide` is the table of ends. A job that exits 0 inside its grace time is COMPLETED and never comes
-back, or comes back by itself (SLURM since 24.05); a cancelled job that asks for a requeue rises
-from the dead. Only the scheduler knows which it is, so its facts come in as an argument.
+`decide_end` says what follows an end, from what whoever saw it knows: node 0's agent, the next
+attempt's, the batch side. `decide` is the table of ends in it. A job that exits 0 inside its grace
+time is COMPLETED and never comes back, or comes back by itself (SLURM since 24.05); a cancelled job
+that asks for a requeue rises from the dead. Only the scheduler knows which it is, so its facts come
+in as an argument.
 
 `allow` is the budget: one for each cause, since a single counter would let preemptions use up the
 budget meant for crashes, and a stop where nothing moves. SLURM gives no guard against crash loops:
@@ -40,10 +42,12 @@ Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "use
 they did not leave in time; a rank died; the file system refused; the program raised before it had
 done a step."""
 
-_BY_OUTCOME: dict[Outcome, EndReason] = {
-    "storage_failed": EndReason.STORAGE_FAILED,
-    "user_error": EndReason.USER_ERROR,
+BY_REASON: dict[str, Outcome] = {
+    EndReason.STORAGE_FAILED: "storage_failed",
+    EndReason.USER_ERROR: "user_error",
 }
+"""What the failure of a rank was to its attempt, where it is more than a crash."""
+_BY_OUTCOME = {outcome: EndReason(reason) for reason, outcome in BY_REASON.items()}
 
 ENDED_FOR_GOOD = frozenset(
     {JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED, JobState.TIMED_OUT}
@@ -61,6 +65,95 @@ _LIMITS = {
 }
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""
+
+
+@dataclass(frozen=True)
+class EndFacts:
+    """What is known of an attempt's end, by whoever saw it.
+
+    Attributes:
+        by: Who: node 0's agent, the batch side, or the agent of the next attempt.
+        job_id: The job of whoever saw it.
+        restarts: Which start of that job.
+        attempt: The attempt; None for a start in which no agent came so far.
+        outcome: How its ranks ended.
+        cause: What asked them to stop; None where nothing did.
+        scheduler: What the scheduler says of the job; None where it was not or could not be asked.
+        why: In words.
+        step: The step that it told of last; None where it told of none.
+        nodes_failed: Nodes died or are not fit, so that a crash is theirs.
+        needs_mending: Every start would meet what the file system did to this one.
+        in_place: The ranks can start again in this allocation.
+        has_successor: The job runs again, or may already: no budget can hold that back.
+        ended_at: When the scheduler says that it ended, seconds since the epoch.
+    """
+
+    by: Literal["agent", "batch", "successor"]
+    job_id: str
+    restarts: int
+    attempt: int | None
+    outcome: Outcome = "killed"
+    cause: StopCause | None = None
+    scheduler: JobFacts | None = None
+    why: str = ""
+    step: int | None = None
+    nodes_failed: bool = False
+    needs_mending: bool = False
+    in_place: bool = False
+    has_successor: bool = False
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True)
+class EndDecision:
+    """What an end is called and what follows.
+
+    Attributes:
+        reason: Why the attempt ended.
+        next: What follows.
+        exit_code: Of the task that decided; what the job ends with where the run is stopped.
+        stopped: Why the run does not go on, though the attempt's end alone would let it; "" else.
+    """
+
+    reason: EndReason
+    next: Next
+    exit_code: int = 0
+    stopped: str = ""
+
+
+def decide_end(
+    facts: EndFacts, events: Sequence[Event], budget: BudgetSettings | None = None
+) -> EndDecision:
+    """Why an attempt ended and what follows: the table, what a user wishes, and the budgets.
+
+    Args:
+        facts: What is known of its end.
+        events: The run's ledger; an end of the same attempt that stands in it does not count.
+        budget: The run's limits.
+    """
+    reason, following = decide(facts.scheduler, facts.restarts, facts.cause, facts.outcome)
+    if facts.nodes_failed and reason is EndReason.CRASHED:
+        reason = EndReason.NODE_FAILED
+    if facts.needs_mending and reason is EndReason.STORAGE_FAILED:
+        return EndDecision(reason, Next.STOP, EXIT_STOPPED, facts.why)
+    if following is Next.STOP:
+        is_users = reason is EndReason.USER_ERROR
+        return EndDecision(reason, following, *((1, facts.why) if is_users else ()))
+    if is_cancel_requested(events, facts.job_id):
+        return EndDecision(EndReason.CANCELLED, Next.STOP)
+    if not facts.has_successor:
+        own_end = ("attempt_ended", facts.attempt)
+        allowed = allow([e for e in events if (e.kind, e.attempt) != own_end], reason, budget)
+        if not allowed.ok:
+            return EndDecision(reason, Next.STOP, allowed.exit_code, allowed.why)
+    if facts.in_place and reason is EndReason.CRASHED:
+        following = Next.RESTART
+    return EndDecision(reason, following)
+
+
+def is_cancel_requested(events: Sequence[Event], job_id: str) -> bool:
+    """Whether a user asked for this job's end."""
+    return any(e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in events)
 
 
 def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows

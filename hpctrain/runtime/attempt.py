@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.files import follow_folder, replace_text
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import Attempt, take_attempt
+from hpctrain.run.fence import Attempt, started, take_attempt
 from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
@@ -29,21 +29,12 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
     follow_folder(run.root)
     taken = None
     if world.rank == 0:
-        taken = asdict(take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0))
-        run.attempt(taken["number"]).mkdir(parents=True, exist_ok=True)
-        ledger.append(
-            run,
-            "attempt_started",
-            attempt=taken["number"],
-            job_id=taken["job_id"],
-            restarts=0,
-            nodes=[os.uname().nodename],
-            run_dir=str(run.root),
-            world_size=world.world_size,
-            ranks_per_node=world.world_size,
-            token=taken["token"],
-            by="start",
-        )
+        mine = take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0)
+        run.attempt(mine.number).mkdir(parents=True, exist_ok=True)
+        size = {"world_size": world.world_size, "ranks_per_node": world.world_size}
+        fields = started(run, mine, "start", nodes=[os.uname().nodename], **size)
+        ledger.append(run, "attempt_started", attempt=mine.number, **fields)
+        taken = asdict(mine)
     return Attempt(**broadcast(world, taken))
 
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.ending import AttemptEnding, read_outcome
+from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.errors import ClusterUnreachable
@@ -391,7 +390,7 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
     """Another start would meet the same directory: no requeue, and the line says what to do."""
     why = "/runs is not one directory for all nodes"
 
-    assert ending(story, Scheduler()).apart(1, why) == 93
+    assert ending(story, Scheduler()).end_without_shared_folder(1, why) == 93
 
     end, stop = ledger.read(story.run)[-2:]
     assert (end.kind, end.data["reason"], end.data["next"]) == (
@@ -428,3 +427,43 @@ def test_an_outcome_of_another_version_keeps_what_is_known(story):
     told = {"outcome": "stopped", "step": "x", "cause": "meteor", "more": [1]}
     story.run.outcome(1).write_text(json.dumps(told))
     assert read_outcome(story.run, 1) == {"outcome": "stopped", "step": None, "cause": None}
+
+
+def test_an_error_of_the_users_stays_one_where_the_scheduler_was_silent(tmp_path):
+    """The batch side asks it again; what the ranks raised, the agent alone has seen."""
+    story = Story(tmp_path / "gpt", cluster="slurm").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.started(number, "7", restarts=1)
+    scheduler, answer = Scheduler(), Scheduler().facts
+    scheduler.requeue = scheduler.forbid_requeue = lambda: scheduler.asked.append("asked")
+    end = RoundEnd("failed", failure=FailureReport(0, "n1", "exception", "ValueError: x"))
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+    def silent():
+        raise ClusterUnreachable("no answer")
+
+    scheduler.facts = silent
+    assert ending(story, scheduler).conclude(number, end, deadline) == 0
+    assert last(story, "attempt_ended").data["next"] == "ask_batch"
+    scheduler.facts = answer
+    start = JobStartFacts("7", 1, "tok-1", ["n1"], 1, term=False)
+    assert BatchScriptSide(story.run, start, scheduler).finish() == 1
+
+    told = last(story, "attempt_ended").data
+    assert (told["reason"], told["next"], told["by"]) == ("user_error", "stop", "batch")
+    assert scheduler.asked == ["asked"]  # to run it no more
+
+
+def test_what_was_stopped_on_a_users_wish_has_one_name_whoever_saw_it(story):
+    """Agents that die after the last save change nothing of what the user asked for."""
+    story.add("cancel_requested", job_id="7", save=True)
+    word = {"outcome": "stopped", "step": 7, "cause": "user"}
+    (story.run.attempt(1) / "outcome.json").write_text(json.dumps(word))
+    control = SimpleNamespace(
+        facts=lambda: JobFacts("RUNNING", restarts=0), forbid_requeue=lambda: None
+    )
+    start = JobStartFacts("7", 0, "tok-1", ["n1"], 137, term=False)
+
+    assert BatchScriptSide(story.run, start, control).finish() == 0
+
+    assert last(story, "attempt_ended").data["reason"] == "stopped"

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts, finish
-from hpctrain.agent.ending import AttemptEnding
+from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, finish
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
@@ -259,19 +258,19 @@ def test_a_pause_ends_before_the_job_does(monkeypatch):
 
 def stale(times):
     """Reads of the ledger fail so often before one succeeds."""
-    left, read = [None] * times, ledger.read
+    left, new = [None] * times, ledger.Tail.new
 
-    def failing(run, **more):
+    def failing(tail):
         if left:
             left.pop()
-            raise OSError(116, "Stale file handle", str(run.events))
-        return read(run, **more)
+            raise OSError(116, "Stale file handle", "events.jsonl")
+        return new(tail)
 
     return failing
 
 
 def test_a_ledger_that_cannot_be_read_for_a_moment_is_read_again(training, monkeypatch):
-    monkeypatch.setattr(ledger, "read", stale(3))
+    monkeypatch.setattr(ledger.Tail, "new", stale(3))
     scheduler, slept = Scheduler(RUNNING), []
 
     code = finish(
@@ -292,7 +291,7 @@ def test_a_ledger_that_cannot_be_read_for_a_moment_is_read_again(training, monke
 def test_where_the_ledger_stays_away_slurms_word_decides(
     training, monkeypatch, facts, requeues, code
 ):
-    monkeypatch.setattr(ledger, "read", stale(1000))
+    monkeypatch.setattr(ledger.Tail, "new", stale(1000))
     scheduler = Scheduler(facts)
     start = JobStartFacts("7", 0, "tok-1", ["n1"], 137, term=True)
 

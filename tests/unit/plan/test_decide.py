@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.base.records import EndReason, JobFacts, Next, StopCause
-from hpctrain.plan.decide import decide
+from hpctrain.plan.decide import EndFacts, decide, decide_end
+from hpctrain.run.events import Event
 
 RUNNING = JobFacts("RUNNING", restarts=1)
 
@@ -88,3 +91,54 @@ def test_a_finished_program_is_never_started_again(cause):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1.0)
 
     assert decide(facts, 0, cause, "done") == (EndReason.COMPLETED, Next.STOP)
+
+
+SEEN = EndFacts("agent", "7", 1, 3, "crashed", scheduler=RUNNING, why="rank 1: killed")
+CANCEL = Event(0.0, "cancel_requested", None, {"job_id": "7", "save": True})
+CRASHES = [Event(0.0, "attempt_ended", n, {"reason": "crashed"}) for n in range(10, 15)]
+
+
+@pytest.mark.parametrize("events", [[], [CANCEL], CRASHES, [*CRASHES, CANCEL]])
+@pytest.mark.parametrize("outcome", ["done", "stopped", "killed", "crashed"])
+@pytest.mark.parametrize("cause", [None, StopCause.USER, StopCause.TERM])
+def test_it_does_not_matter_who_saw_the_end(events, outcome, cause):
+    by_agent = replace(SEEN, outcome=outcome, cause=cause)
+
+    by_batch = decide_end(replace(by_agent, by="batch"), events)
+
+    assert by_batch == decide_end(by_agent, events)
+
+
+@pytest.mark.parametrize(
+    ("changes", "events", "reason", "following", "code"),
+    [
+        ({}, [], "crashed", "requeue", 0),
+        ({}, CRASHES, "crashed", "stop", 93),
+        ({}, [CANCEL], "cancelled", "stop", 0),
+        ({}, [*CRASHES, CANCEL], "cancelled", "stop", 0),
+        ({"outcome": "done"}, [CANCEL], "completed", "stop", 0),
+        ({"cause": StopCause.USER, "outcome": "stopped"}, [CANCEL], "stopped", "stop", 0),
+        ({"outcome": "user_error"}, [], "user_error", "stop", 1),
+        ({"nodes_failed": True}, [], "node_failed", "requeue", 0),
+        ({"nodes_failed": True, "outcome": "done"}, [], "completed", "stop", 0),
+        ({"in_place": True}, [], "crashed", "restart", 0),
+        ({"in_place": True}, CRASHES, "crashed", "stop", 93),
+        ({"in_place": True}, [CANCEL], "cancelled", "stop", 0),
+        ({"in_place": True, "nodes_failed": True}, [], "node_failed", "requeue", 0),
+        ({"needs_mending": True, "outcome": "storage_failed"}, [], "storage_failed", "stop", 93),
+        ({"needs_mending": True}, [], "crashed", "requeue", 0),
+        ({"has_successor": True}, CRASHES, "crashed", "requeue", 0),
+        ({"has_successor": True}, [CANCEL], "cancelled", "stop", 0),
+    ],
+)
+def test_what_follows_an_end(changes, events, reason, following, code):
+    decision = decide_end(replace(SEEN, **changes), events)
+
+    assert (decision.reason, decision.next, decision.exit_code) == (reason, following, code)
+    assert bool(decision.stopped) == bool(code)
+
+
+def test_an_end_that_stands_in_the_ledger_already_counts_once():
+    own = Event(0.0, "attempt_ended", SEEN.attempt, {"reason": "crashed", "next": "ask_batch"})
+
+    assert decide_end(SEEN, [*CRASHES[:4], own]).next is Next.REQUEUE
