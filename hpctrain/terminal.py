@@ -9,6 +9,7 @@ tests/unit/base/test_escapes.py holds the promises.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import traceback
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
 _OUR_COLOURS = r"\x1b\[(?:[01234]|1;3[1-6]|3[1-6])m"
@@ -70,10 +71,9 @@ class CleanedStream:
         return getattr(self.stream, name)
 
 
-def draw(stream: TextIO, sequence: str) -> None:
-    """Write a sequence of our own as it is; what it holds of data is cleaned already."""
-    target = stream.stream if isinstance(stream, CleanedStream) else stream
-    target.write(sequence)
+def can_redraw(stream: TextIO) -> bool:
+    """Whether what was written can be drawn over."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _show_cleaned(
@@ -117,35 +117,3 @@ def echo_note(text: str) -> None:
 def echo_warning(text: str) -> None:
     """The same for something that the user may want to change, in yellow on a terminal."""
     click.secho(f"hpctrain: note: {text}", err=True, fg="yellow")
-
-
-def table(
-    rows: Sequence[Sequence[object]],
-    *,
-    header: Sequence[str] = (),
-    right: Sequence[int] = (),
-    indent: str = "",
-) -> str:
-    """Rows as aligned columns, two blanks between them; empty text for no rows.
-
-    Args:
-        rows: Cells, as many in each row; None shows as "-".
-        header: Column titles.
-        right: Indices of columns of numbers, which are aligned to the right.
-        indent: Put in front of each line.
-    """
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    if not cells:
-        return ""
-    lines = [list(header), *cells] if header else cells
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        (
-            indent
-            + "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-        ).rstrip()
-        for line in lines
-    )

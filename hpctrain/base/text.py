@@ -1,4 +1,4 @@
-"""Text of facts on a screen: columns, durations, host lists, sizes, progress, ranks on nodes. Pure.
+"""Text of facts on a screen: durations, host lists, sizes, progress, ranks on nodes. Pure.
 
 tests/unit/cli/test_status.py, tests/unit/base/test_progress.py and tests/unit/plan/test_mesh.py
 hold the promises.
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from hpctrain.base.mesh import Mesh
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_GAP = 2
-_NARROWEST = 8
 LABEL = 12
 """Columns that the label of a line takes, e.g. "checkpoint"."""
-_COLOUR = re.compile(r"(\033\[[0-9;]*m)")
 SPARSE_S = 10.0
 """Between two lines in a log; shorter work is told by its result alone."""
 NODES_SHOWN = 8
@@ -31,100 +28,21 @@ NODES_SHOWN = 8
 ROWS_SHOWN = 12
 
 
-@dataclass
-class Column:
-    """One column of a table: its title and its cells."""
-
-    title: str
-    cells: list[str]
-    right: bool = False
-    drop: int = 0
-    """Left out when there is no room, the lowest number first; 0 never, 1 before all else."""
-    shrink: bool = False
-    """Cut where there is no room, before anything is left out for good."""
-    short: Column | None = None
-    """Takes this one's place where there is no room, before anything is cut."""
-
-    @property
-    def width(self) -> int:
-        """Of the widest cell."""
-        return max([len(self.title), *map(len, self.cells)])
-
-
-def fit(columns: list[Column], width: int) -> list[str]:
-    """Header and rows within the width: what can be missed is shortened, cut, then left out."""
-    columns = list(columns)
-    while (excess := sum(column.width + _GAP for column in columns) - _GAP - width) > 0:
-        idle = next((c for c in columns if c.drop == 1), None)
-        if idle is not None:
-            columns.remove(idle)
-            continue
-        long = next((place for place, c in enumerate(columns) if c.short is not None), None)
-        if long is not None:
-            columns[long] = columns[long].short or columns[long]
-            continue
-        flexible = next((c for c in columns if c.shrink and c.width > _NARROWEST), None)
-        droppable = min((c for c in columns if c.drop), key=lambda c: c.drop, default=None)
-        if flexible is not None and flexible.width - excess >= _NARROWEST:
-            _cut(flexible, flexible.width - excess)
-        elif droppable is not None:
-            columns.remove(droppable)
-        elif flexible is not None:
-            _cut(flexible, _NARROWEST)
-        else:
-            break
-    rows = zip(*([c.title, *c.cells] for c in columns), strict=True)
-    return [
-        (" " * _GAP)
-        .join(
-            cell.rjust(c.width) if c.right else cell.ljust(c.width)
-            for cell, c in zip(row, columns, strict=True)
-        )
-        .rstrip()
-        for row in rows
-    ]
-
-
-def _cut(column: Column, width: int) -> None:
-    column.title = column.title[:width]
-    column.cells = [
-        cell if len(cell) <= width else f"{cell[: width - 2]}.." for cell in column.cells
-    ]
-
-
-def pack(items: Sequence[str], width: int, *, label: str = "", gap: str = ", ") -> list[str]:
+def pack(items: Sequence[str], width: int, *, gap: str = ", ") -> str:
     """Items beside each other, in as many lines as it takes; an item is never cut in two.
 
     Args:
         items: Each without colour.
         width: Of the screen; only an item that is longer by itself goes beyond it.
-        label: Before the first line; the others begin below the items.
         gap: Between two items of a line.
     """
-    head = f"{label:<{LABEL}}" if label else ""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(gap) + len(item) <= width - len(gap.rstrip()):
             lines[-1] += gap + item
-            continue
-        if lines:
-            lines[-1] += gap.rstrip()
-        lines.append((" " * len(head) if lines else head) + item)
-    return lines
-
-
-def crop(line: str, width: int) -> str:
-    """A line cut to so many columns; its colours take none, and end with it."""
-    if len(_COLOUR.sub("", line)) <= width:
-        return line
-    left, kept = width - 2, ""
-    for part in _COLOUR.split(line):
-        if _COLOUR.fullmatch(part):
-            kept += part
         else:
-            kept += part[: max(0, left)]
-            left -= len(part)
-    return f"{kept}.."
+            lines.append(item)
+    return f"{gap.rstrip()}\n".join(lines)
 
 
 def fold_nodes(nodes: Sequence[str]) -> str:
@@ -207,11 +125,6 @@ def amount(value: float) -> str:
     return f"{value:.3g}"
 
 
-def paint(text: str, code: str, *, on: bool) -> str:
-    """Text in a colour of the terminal's."""
-    return f"\033[{code}m{text}\033[0m" if on else text
-
-
 def one_of(numbers: list[int]) -> str:
     """Numbers as one says them: "1, 2 or 4"."""
     texts = [str(number) for number in numbers]
@@ -268,30 +181,25 @@ class Meter:
         return f"{far}, {size(round(rate))}/s, {duration((self.total - done) / rate)} left"
 
 
-def rank_map(
-    mesh: Mesh, nodes: Sequence[str], ranks_per_node: int, *, width: int = 80
-) -> list[str]:
-    """A table of the axes that are in use: a row for each node, or for several where they are many.
+def rank_rows(
+    mesh: Mesh, nodes: Sequence[str], ranks_per_node: int
+) -> tuple[list[str], list[list[str]], int]:
+    """Titles and rows of a table of the axes that are in use, and how many rows it leaves out.
 
     Args:
         mesh: Of all ranks.
         nodes: Host names in the order of their ranks.
         ranks_per_node: Ranks on each.
-        width: Columns of the screen.
     """
-    rows = list(_rows(mesh, nodes, ranks_per_node))
-    left_out = max(0, len(rows) - ROWS_SHOWN)
-    shown = rows[: ROWS_SHOWN - 1] + rows[-1:] if left_out else rows
     used = [axis for axis in (*AXES, "ep") if getattr(mesh, axis) > 1] or ["dp_shard"]
-    columns = [
-        Column("node", [where for where, _ in shown], shrink=True),
-        Column("ranks", [_folded(set(ranks)) for _, ranks in shown]),
-        *(Column(a, [_folded(_places(mesh, r, a)) for _, r in shown]) for a in used),
+    rows = [
+        [where, _folded(set(ranks)), *(_folded(_places(mesh, ranks, axis)) for axis in used)]
+        for where, ranks in _rows(mesh, nodes, ranks_per_node)
     ]
-    lines = fit(columns, width)
+    titles, left_out = ["node", "ranks", *used], max(0, len(rows) - ROWS_SHOWN)
     if left_out:
-        lines.insert(-1, f"... {count(left_out, 'row')} more (--json has all)")
-    return lines
+        rows = [*rows[: ROWS_SHOWN - 1], ["..."] * len(titles), rows[-1]]
+    return titles, rows, left_out
 
 
 def placed(mesh: Mesh, nodes: Sequence[str], ranks_per_node: int) -> list[dict[str, str | int]]:

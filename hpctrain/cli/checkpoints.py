@@ -60,7 +60,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Sizes are compared with the manifests, bytes are not read: `verify` does that.
     """
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     directory = _run(run, runs)
     rows = _rows(directory)
@@ -70,6 +70,8 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
     if not rows:
         click.echo(f"{directory.name} has no checkpoints")
         return
+    from hpctrain.drawing import echo_table
+
     cells = [
         (
             row["step"],
@@ -82,7 +84,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
         for row in rows
     ]
     header = ("STEP", "WHEN", "SIZE", "RANKS", "ENGINE", "STATE")
-    click.echo(table(cells, header=header, right=(0, 2, 3)))
+    echo_table(cells, header=header, right=(0, 2, 3))
 
 
 @command.command("show")
@@ -92,21 +94,23 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 @click.pass_obj
 def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     checkpoint = _one(_run(run, runs), step)
     facts = _facts(checkpoint)
     if as_json:
         echo_json(facts)
         return
+    from hpctrain.drawing import echo_table
+
     files = facts.pop("files")
     if "tensors" in facts:
         facts["tensors"] = f"{len(facts['tensors']):,} (--json lists them)"
-    click.echo(table([(key, _inline(value)) for key, value in facts.items()]))
+    echo_table([(key, _inline(value)) for key, value in facts.items()])
     if files:
         cells = [(file["name"], f"{file['size']:,}", file["digest"]) for file in files]
         click.echo()
-        click.echo(table(cells, header=("FILE", "BYTES", "DIGEST"), right=(1,)))
+        echo_table(cells, header=("FILE", "BYTES", "DIGEST"), right=(1,))
 
 
 @command.command("verify")

@@ -78,7 +78,7 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _tell_difference(found: Difference) -> None:
     from hpctrain.base.text import size
-    from hpctrain.terminal import table
+    from hpctrain.drawing import echo_table
 
     for sign, names in (("-", found.removed), ("+", found.added)):
         for name in names[:SHOWN]:
@@ -95,7 +95,7 @@ def _tell_difference(found: Difference) -> None:
         for one in found.changed[:SHOWN]
     ]
     if cells:
-        click.echo(table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3)))
+        echo_table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3))
     if len(found.changed) > SHOWN:
         click.echo(f"and {len(found.changed) - SHOWN} more (--json shows all)")
     for row in found.state[:SHOWN]:

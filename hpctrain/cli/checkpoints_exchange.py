@@ -283,7 +283,7 @@ def _notes(
 
 def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
     from hpctrain.base.text import size
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     if as_json:
         files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
@@ -297,7 +297,9 @@ def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
             }
         )
         return
-    click.echo(table([(str(path), size(count)) for path, count in written.files], right=(1,)))
+    from hpctrain.drawing import echo_table
+
+    echo_table([(str(path), size(count)) for path, count in written.files], right=(1,))
     click.echo(f"{written.verified} tensors of {name}, each read back and the same")
 
 

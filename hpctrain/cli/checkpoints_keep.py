@@ -246,7 +246,7 @@ def _tell_pruned(
 ) -> None:
     from hpctrain.base.text import size
     from hpctrain.checkpoint.store.retention import pinned
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     going = [decision for decision in decisions if not decision.why]
     freed = sum(decision.size_bytes for decision in going)
@@ -272,7 +272,10 @@ def _tell_pruned(
         for decision in decisions
     ]
     if cells:
-        click.echo(table(cells, header=("STEP", "SIZE", "WHAT", "WHY"), right=(0, 1)) + "\n")
+        from hpctrain.drawing import echo_table
+
+        echo_table(cells, header=("STEP", "SIZE", "WHAT", "WHY"), right=(0, 1))
+        click.echo()
     if dry_run:
         total = f"{_counted(len(going))} of {run.name} would go, {size(freed)}"
         click.echo(f"{total}; nothing was deleted (--dry-run)")

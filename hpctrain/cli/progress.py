@@ -7,8 +7,6 @@ leaves nothing behind. tests/unit/base/test_progress.py holds the promises.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import sys
 import threading
 import time
@@ -16,15 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import SPARSE_S, Meter
-from hpctrain.terminal import draw
+from hpctrain.terminal import can_redraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
+    from rich.live import Live
+
 DRAW_S = 0.2
 """Between two drawings on a terminal."""
-_ERASE = "\r\033[K"
 
 
 @contextlib.contextmanager
@@ -45,7 +44,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
                 meter.done += count
                 now = time.monotonic()
                 if total and meter.due(now, every_s):
-                    one_line.show(meter.text(now))
+                    one_line.show(meter.text(now), min(1.0, meter.done / total))
 
         yield advance
 
@@ -71,34 +70,46 @@ class ProgressLine:
     out: TextIO
     sparse_s: float
     _shown: str = ""
+    _share: float | None = None
     _told: float | None = None
+    _live: Live | None = None
 
     @property
     def in_place(self) -> bool:
         """Whether it is drawn anew where it stands."""
-        return self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        return can_redraw(self.out)
 
-    def show(self, text: str) -> None:
-        """Show this instead; in a log only what is new, and that seldom."""
+    def show(self, text: str, share: float | None = None) -> None:
+        """Show this instead; in a log only what is new, and that seldom.
+
+        Args:
+            text: Of one line.
+            share: How much is done, for a bar beside it on a terminal.
+        """
         if text == self._shown:
             return
         if self.in_place:
-            width = shutil.get_terminal_size((80, 24)).columns - 1
-            cut = text if len(text) <= width else f"{text[: width - 2]}.."
-            draw(self.out, _ERASE)
-            self.out.write(cut)
-        else:
-            now = time.monotonic()
-            if self._told is not None and now - self._told < self.sparse_s:
-                return
-            self._told = now
-            self.out.write(f"hpctrain: {text}\n")
-        self._shown = text
+            self._shown, self._share = text, share
+            self._draw()
+            return
+        now = time.monotonic()
+        if self._told is not None and now - self._told < self.sparse_s:
+            return
+        self._shown, self._told = text, now
+        self.out.write(f"hpctrain: {text}\n")
         self.out.flush()
+
+    def _draw(self) -> None:
+        from hpctrain.drawing import Bar, live
+
+        if self._live is None:
+            self._live = live(self.out, lambda: Bar(self._shown, self._share))
+            self._live.start()
+            self._live.console.show_cursor()  # who is killed or stopped here leaves it behind
+        self._live.refresh()
 
     def erase(self) -> None:
         """Leave the terminal as it was; lines of a log stay."""
-        if self._shown and self.in_place:
-            draw(self.out, _ERASE)
-            self.out.flush()
-        self._shown = ""
+        if self._live is not None:
+            self._live.stop()
+        self._live, self._shown = None, ""

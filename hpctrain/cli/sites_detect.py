@@ -34,7 +34,7 @@ def command(*, as_json: bool) -> None:
     from hpctrain.scheduler.slurm.facts import cluster_name
     from hpctrain.site.detect import detect, look_around
     from hpctrain.site.load import identities
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     here = look_around(os.environ, cluster_name)
     detected = detect(identities(os.environ, project=Path.cwd()), here)
@@ -46,7 +46,9 @@ def command(*, as_json: bool) -> None:
         cells = [
             (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
         ]
-        click.echo(table(cells))
+        from hpctrain.drawing import echo_table
+
+        echo_table(cells)
     if detected is not None:
         detected.require_one()
 

@@ -31,7 +31,7 @@ def command(*, with_bases: bool, as_json: bool) -> None:
     broken      its file cannot be read; what is wrong is told on stderr
     """  # noqa: D301 - click wants the control character
     from hpctrain.site.load import site_files
-    from hpctrain.terminal import echo_json, echo_warning, table
+    from hpctrain.terminal import echo_json, echo_warning
 
     rows = [_row(name, files) for name, files in site_files().items()]
     rows = sorted(
@@ -48,7 +48,9 @@ def command(*, with_bases: bool, as_json: bool) -> None:
         (row["name"], row["stability"], row["reviewed"] or None, row["description"], _files(row))
         for row in rows
     ]
-    click.echo(table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES")))
+    from hpctrain.drawing import echo_table
+
+    echo_table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES"))
 
 
 def _row(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:

@@ -34,12 +34,12 @@ def command(*, as_toml: bool, as_json: bool) -> None:
     elif as_toml:
         click.echo(draft(facts), nl=False)
     else:
-        click.echo(_text(facts))
+        _show(facts)
 
 
-def _text(facts: NodeFacts) -> str:
+def _show(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
-    from hpctrain.terminal import table
+    from hpctrain.drawing import echo_table
 
     rows: list[tuple[str, str]] = [("node", facts.node), ("host", facts.host)]
     interfaces = facts.interfaces or []
@@ -67,7 +67,7 @@ def _text(facts: NodeFacts) -> str:
     rows += [(f"nccl.conf {name}", value) for name, value in (facts.nccl_conf or {}).items()]
     rows = [row for row in rows if row[1]]
     rows += [(name, f"unknown: {why}") for name, why in facts.unreadable.items()]
-    return table(rows)
+    echo_table(rows)
 
 
 def _kib(limit: str) -> str:

@@ -77,7 +77,7 @@ def command(
     if as_json:
         echo_json(_plain(site, derived))
         return
-    click.echo(_head(site))
+    _echo_head(site)
     if derived is None:
         _echo_values(site, origin=origin)
     else:
@@ -111,20 +111,20 @@ def _plain(site: Site, derived: Environment | None) -> dict[str, Any]:
     return plain
 
 
-def _head(site: Site) -> str:
+def _echo_head(site: Site) -> None:
     """Who the site is: one line, and one for each fact that it has of itself."""
-    from hpctrain.terminal import table
+    from hpctrain.drawing import echo_table
 
-    lines = [f"{site.name}: {site.about.description or 'no description'}"]
+    click.echo(f"{site.name}: {site.about.description or 'no description'}")
     rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
     rows += [("" if n else "files", one.path) for n, one in enumerate(site.files)]
-    return "\n".join([*lines, table(rows, indent="  ")])
+    echo_table(rows, indent=2)
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
+    from hpctrain.drawing import echo_table
     from hpctrain.settings.fields import shown
     from hpctrain.site.preset import dotted
-    from hpctrain.terminal import table
 
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
@@ -135,22 +135,22 @@ def _echo_values(site: Site, *, origin: bool) -> None:
     if rows:
         click.echo()
         header = ("KEY", "VALUE", "PLACE", "SOURCE", "WHY") if origin else ()
-        click.echo(table(rows, header=header))
+        echo_table(rows, header=header)
     if origin and site.about.sources:
         click.echo()
-        click.echo(table(list(site.about.sources.items()), header=("SOURCE", "")))
+        echo_table(list(site.about.sources.items()), header=("SOURCE", ""))
 
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
-    from hpctrain.terminal import echo_note, table
+    from hpctrain.drawing import echo_table
+    from hpctrain.terminal import echo_note
 
     click.echo()
     rows = [
         (f"{name}={variable.value}", *([variable.origin] if origin else []))
         for name, variable in sorted(derived.values.items())
     ]
-    if rows:
-        click.echo(table(rows))
+    echo_table(rows)
     for name in derived.unset:
         click.echo(f"unset {name}")
     for note in derived.notes:

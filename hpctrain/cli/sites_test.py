@@ -51,7 +51,7 @@ def command(
     from hpctrain.errors import ChecksFailed
     from hpctrain.scheduler.slurm.command import run
     from hpctrain.submit.sbatch_test import Asked, try_site
-    from hpctrain.terminal import echo_json, table
+    from hpctrain.terminal import echo_json
 
     asked = Asked(name, partition, nodes, account)
     trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, ask=run)
@@ -61,14 +61,18 @@ def command(
         if scripts:
             for trial in trials:
                 click.echo(trial.script)
-        click.echo(table([_row(trial) for trial in trials], header=("PARTITION", "NODES", "", "")))
+        from hpctrain.drawing import echo_table
+
+        echo_table([_row(trial) for trial in trials], header=("PARTITION", "NODES", "", ""))
     refused = [trial for trial in trials if not trial.accepted]
     if refused:
         raise ChecksFailed(f"{len(refused)} of {len(trials)} scripts refused; see above")
 
 
 def _row(trial: SbatchTrial) -> tuple[Any, ...]:
+    from rich.text import Text
+
     word = "accepted" if trial.accepted else "refused"
     gpus = f"{trial.gpus_per_node} GPUs a node" if trial.gpus_per_node else ""
     said = trial.why or gpus
-    return (trial.partition or "default", trial.nodes, click.style(word, fg=_COLORS[word]), said)
+    return (trial.partition or "default", trial.nodes, Text(word, _COLORS[word]), said)

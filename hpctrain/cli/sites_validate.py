@@ -76,7 +76,7 @@ def command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
         echo_json([_plain(name, findings) for name, findings in found])
     else:
         if every:
-            click.echo(_shown(every))
+            _show(every)
         many = "site" if len(found) == 1 else "sites"
         click.echo(f"{len(found)} {many} checked: {_counts(every)}")
     if failing:
@@ -89,18 +89,17 @@ def _once(found: Iterable[PresetFinding]) -> list[PresetFinding]:
     return list({(one.where, one.path, one.message): one for one in found}.values())
 
 
-def _shown(found: Sequence[PresetFinding]) -> str:
+def _show(found: Sequence[PresetFinding]) -> None:
     """The findings as a table."""
-    from hpctrain.terminal import table
+    from rich.text import Text
 
-    rows = [(_short(one.where), one.level, one.path, one.message) for one in found]
-    lines = table(rows, header=("WHERE", "LEVEL", "VALUE", "")).splitlines()
-    margin = max((len(row[0]) for row in rows), default=0)
-    colored = [
-        line[:margin] + line[margin:].replace(level, click.style(level, fg=_COLORS[level]), 1)
-        for line, (_, level, _, _) in zip(lines[1:], rows, strict=True)
+    from hpctrain.drawing import echo_table
+
+    rows = [
+        (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
+        for one in found
     ]
-    return "\n".join([lines[0], *colored])
+    echo_table(rows, header=("WHERE", "LEVEL", "VALUE", ""))
 
 
 def _short(where: str) -> str:

@@ -67,7 +67,7 @@ def command(
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
     from hpctrain.status.reader import StatusReader
-    from hpctrain.status.watch import colored, keep_looking, look_at, look_at_all, width
+    from hpctrain.status.watch import keep_looking, look_at, look_at_all
     from hpctrain.terminal import echo_note
 
     if interval is not None and not watch:
@@ -81,7 +81,7 @@ def command(
         look = partial(look_at, reader, find_run(run, runs=runs), attempts=attempts, ranks=ranks)
     if not watch:
         shown = look()
-        click.echo(shown.as_json(indent=2) if as_json else shown.as_text(width(), colored()))
+        click.echo(shown.as_json(indent=2) if as_json else shown.as_text())
     else:
         reader.ask_every_s, reader.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
         shown = keep_looking(look, interval or INTERVAL_S, as_json=as_json)

@@ -229,7 +229,7 @@ def _report(
     as_json: bool,
 ) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.terminal import echo_warning, table
+    from hpctrain.terminal import echo_warning
 
     spec = prepared.spec
     runs = runs_flag(prepared.runs)
@@ -249,7 +249,9 @@ def _report(
         rows.append(("code", f"a copy of {spec.snapshot.files} files, {commit}{edits}"))
     if spec.dropped_env:
         rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
-    click.echo(table(rows))
+    from hpctrain.drawing import echo_table
+
+    echo_table(rows)
     click.echo()
     click.echo("\n".join(f"  {line}" for line in following))
     return conclude(run, prepared.runs, None, wait=wait)

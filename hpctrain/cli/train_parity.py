@@ -17,7 +17,7 @@ from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.checks import take_ds_config
 from hpctrain.submit.prepare import SubmitRequest, choose_site, flags_of, read_config
-from hpctrain.terminal import echo_json, echo_warning, table
+from hpctrain.terminal import echo_json, echo_warning
 
 if TYPE_CHECKING:
     from hpctrain.base.mesh import Mesh
@@ -74,7 +74,7 @@ def parity(
         )
     else:
         click.echo(_title(settings, ranks, mesh))
-        click.echo(_steps(result))
+        _echo_steps(result)
     if not result.holds:
         raise ChecksFailed(summary(result))
     if not as_json:
@@ -97,7 +97,9 @@ def _title(settings: Settings, ranks: int, mesh: Mesh) -> str:
     return f"engine {settings.engine.kind} on {ranks} ranks ({axes}) against one process"
 
 
-def _steps(result: ParityResult) -> str:
+def _echo_steps(result: ParityResult) -> None:
+    from hpctrain.drawing import echo_table
+
     def cells(record: StepRecord) -> tuple[str, str]:
         return f"{record.loss:.6f}", f"{record.norm:.6f}"
 
@@ -107,4 +109,4 @@ def _steps(result: ParityResult) -> str:
         mark = "off" if row.off else ""
         rows.append((row.step, one, engine, f"{row.difference:.1e}", norm_one, norm, mark))
     header = ("step", "loss, one", "loss, engine", "difference", "norm, one", "norm, engine", "")
-    return table(rows, header=header, right=range(6))
+    echo_table(rows, header=header, right=range(6))

@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
-from hpctrain.base.text import paint
+import click
+
 from hpctrain.logs.sections import ALL, TROUBLE, LineFilter, LogSource, Section, sections
 from hpctrain.run.log_files import (
     LATE_S,
@@ -39,7 +40,6 @@ _AT_ONCE = 1 << 26
 """Bytes that are read at once of all logs together."""
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 22
 _RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" * 2
-_BOLD, _DIM = "1", "2"
 _Print: TypeAlias = "Callable[[Printer], None]"
 
 
@@ -139,7 +139,8 @@ class Printer:
         elif self.choice.as_json:
             return
         else:
-            marker = paint(f"{_RULE} {text} {_RULE}", _BOLD, on=self.choice.color)
+            marker = f"{_RULE} {text} {_RULE}"
+            marker = click.style(marker, bold=True) if self.choice.color else marker
             self.out.write(f"{clean(marker)}\n".encode(errors="replace"))
 
     @property
@@ -224,7 +225,8 @@ class Printer:
         if self.choice.as_json:
             self.out.write(json.dumps(_as_json(section, line)).encode() + b"\n")
             return
-        label = clean(paint(f"[{line.source.label}]", _DIM, on=self.choice.color))
+        label = f"[{line.source.label}]"
+        label = clean(click.style(label, dim=True) if self.choice.color else label)
         prefix = f"{label} ".encode(errors="replace") if several else b""
         text = clean_log(line.text) if self.out.isatty() else line.text
         self.out.write(prefix + text + b"\n")

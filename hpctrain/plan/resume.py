@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.mesh import axes_text
-from hpctrain.base.text import count, in_nodes, placed, rank_map
+from hpctrain.base.text import count, in_nodes, placed
 from hpctrain.data.batches import plan_micro_batches
 from hpctrain.plan.mesh import passes_of
 
@@ -159,4 +159,7 @@ def _map_of(one: NodeMesh, width: int) -> list[str]:
     """Who stands where, unless ranks simply follow each other along one axis."""
     if not one.mesh.has_axes:
         return []
-    return rank_map(one.mesh, one.names, one.ranks_per_node, width=width)
+    from hpctrain.drawing import drawn, rank_map
+
+    table = rank_map(one.mesh, one.names, one.ranks_per_node, width=width)
+    return drawn(table, width).splitlines()

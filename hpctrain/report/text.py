@@ -8,7 +8,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import Column, duration, fit
+from hpctrain.base.text import duration
+from hpctrain.drawing import Column, drawn, fitted
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_rows
@@ -53,7 +54,7 @@ def comparison(runs: Sequence[ReportData], *, width: int = 80) -> str:
     titles, *rows = comparison_rows(runs)
     columns = [Column(title, [row[at] for row in rows]) for at, title in enumerate(titles)]
     if sum(column.width + 2 for column in columns) - 2 <= width:
-        return "\n".join(fit(columns, width))
+        return drawn(fitted(columns, width), width)
     blocks = []
     for at, name in enumerate(titles[1:], start=1):
         blocks.append("\n".join([name, *(f"  {row[0]:22}{row[at]}" for row in rows)]))
@@ -112,10 +113,10 @@ def _attempts(data: ReportData, width: int) -> str:
         )
         for at, title in enumerate(ATTEMPT_TITLES)
     ]
-    lines = fit(columns, width)
+    table = drawn(fitted(columns, width), width)
     if len(rows) > len(shown):
-        lines.insert(1, f"... {len(rows) - len(shown)} earlier attempts (the page shows all)")
-    return "\n".join(lines)
+        return f"... {len(rows) - len(shown)} earlier attempts (the page shows all)\n{table}"
+    return table
 
 
 def _failures(data: ReportData, width: int) -> str:

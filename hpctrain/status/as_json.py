@@ -17,6 +17,7 @@ from hpctrain.status.text import in_words, next_commands
 if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
+    from hpctrain.history.rank_samples import RankSample
     from hpctrain.history.save_record import Saving
     from hpctrain.status.status import RunStatus
 
@@ -117,3 +118,8 @@ def _attempt(attempt: AttemptView) -> dict[str, Any]:
     value = asdict(attempt)
     value["failure"] = attempt.failure.summary if attempt.failure else None
     return value
+
+
+def ranks_as_json(sample: RankSample | None) -> dict[str, Any] | None:
+    """The newest sample of every rank; null where there is none."""
+    return None if sample is None else plain(asdict(sample))

@@ -1,4 +1,4 @@
-"""The screen of one run's status, and the table of all runs. Pure: a `RunStatus` in, text out.
+"""The screen of one run's status, and the table of all runs, for a rich console.
 
 The parts of the screen are in the order in which people look: is it alive, why does it wait, what
 happened, is it fast, is it safe, is the model fine, what did it cost. Each line has its label.
@@ -8,117 +8,139 @@ tests/unit/cli/test_status.py holds the promises.
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from rich.text import Text
 
 from hpctrain.base.text import (
     LABEL,
-    Column,
     amount,
     count,
     duration,
-    fit,
     in_nodes,
     pack,
-    paint,
     percent,
-    rank_map,
     size,
     step_time,
 )
+from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
-from hpctrain.status.tables import attempts_table
+from hpctrain.status.tables import attempts_table, ranks_table
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
     from hpctrain.history.goodput import Goodput
     from hpctrain.history.lineage import Progress
+    from hpctrain.history.rank_samples import RankSample
     from hpctrain.history.save_record import Missed, Saving
     from hpctrain.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005
 """Classes with a smaller share are added up."""
+Fact: TypeAlias = "tuple[str, RenderableType]"
+"""A label, and what stands beside it."""
 _DAY_S = 86_400.0
 _HOUR_S = 3600.0
 SKIPPED_SHOWN = 8
 ROOM_SHOWN = 100
 """Room for more checkpoints than these is no news."""
 TRACEBACK_LINES = 30
-_BOLD, _GREEN, _YELLOW, _RED = "1", "32", "33", "31"
-_COLOURS = {
-    RunState.RUNNING: _GREEN,
-    RunState.DONE: _GREEN,
-    RunState.FAILED: _RED,
-    RunState.LOST: _RED,
-    RunState.STOPPED: _YELLOW,
-    RunState.CANCELLED: _YELLOW,
-    RunState.COMPLETING: _YELLOW,
+_STYLES = {
+    RunState.RUNNING: "green",
+    RunState.DONE: "green",
+    RunState.FAILED: "red",
+    RunState.LOST: "red",
+    RunState.STOPPED: "yellow",
+    RunState.CANCELLED: "yellow",
+    RunState.COMPLETING: "yellow",
 }
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
 
 
-def as_text(
-    status: RunStatus,
-    *,
-    width: int = 80,
-    color: bool = False,
-    all_attempts: bool = False,
-    ranks: str = "",
-) -> str:
-    """The screen, at most `width` columns wide but for paths, commands and tracebacks.
+def render(status: RunStatus, console: Console, *, all_attempts: bool = False) -> None:
+    """Print the screen of a run to a console from outside, e.g. one that records for a picture."""
+    console.print(StatusScreen(status, all_attempts=all_attempts), crop=False)
 
-    Args:
+
+@dataclass(frozen=True)
+class StatusScreen:
+    """The screen of a run, as wide as its console but for paths, commands and tracebacks.
+
+    Attributes:
         status: What is known of the run.
-        width: Columns of the screen.
-        color: Whether it may have colours.
         all_attempts: Show every attempt, however many there are.
-        ranks: The table of ranks, where it is wanted.
+        with_ranks: Add a table of ranks.
+        ranks: Their newest sample, where there is one.
     """
-    parts = [
-        _header(status, width, color=color),
-        attempts_table(status, width, every=all_attempts),
-        _numbers(status, width),
-        ranks,
-        _failure(status, width),
-        _following(status),
-    ]
-    return "\n\n".join(part for part in parts if part)
+
+    status: RunStatus
+    all_attempts: bool = False
+    with_ranks: bool = False
+    ranks: RankSample | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Its parts with a blank line between two."""
+        status, width = self.status, options.max_width
+        parts: list[Sequence[RenderableType]] = [
+            _header(status, width),
+            attempts_table(status, width, every=self.all_attempts),
+            _numbers(status, width - LABEL),
+            ranks_table(status, self.ranks, width) if self.with_ranks else [],
+            _failure(status, width),
+            [uncut(f"  {line}", "cyan") for line in next_commands(status)],
+        ]
+        for at, part in enumerate(part for part in parts if part):
+            if at:
+                yield Text()
+            yield from part
 
 
-def runs_as_text(runs: Sequence[RunStatus], *, width: int = 80, color: bool = False) -> str:
-    """One line for each run."""
-    columns = [
-        Column("run", [run.name for run in runs], shrink=True),
-        Column("state", [run.state.value + ("?" * (not run.answer.asked)) for run in runs]),
-        Column("step", [_of(run.progress) for run in runs], right=True),
-        Column("speed", [_speed(run) for run in runs], right=True, drop=4),
-        Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
-        Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
-        Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
-        Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
-        Column("for", [_age(run) for run in runs], right=True),
-    ]
-    lines = fit(columns, width)
-    for position, run in enumerate(runs, start=1):
-        word, code = run.state.value, _COLOURS.get(run.state, _BOLD)
-        if color:
-            at = lines[position].find(word, len(lines[position].split("  ")[0]))
-            painted = paint(word, code, on=True)
-            lines[position] = lines[position][:at] + painted + lines[position][at + len(word) :]
-    notes = {
-        one.note or f"no answer: {one.problem}"
-        for one in (run.answer for run in runs)
-        if one.problem
-    }
-    notes |= {unaccounted(run.answer.unaccounted) for run in runs if run.answer.unaccounted}
-    for line in sorted(notes):
-        lines += textwrap.wrap(line, width, break_on_hyphens=False)
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class RunsScreen:
+    """One line for each run, and below them what did not answer."""
+
+    runs: Sequence[RunStatus]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table and the notes."""
+        runs = self.runs
+        columns = [
+            Column("run", [run.name for run in runs], shrink=True),
+            Column("state", [_state(run) for run in runs]),
+            Column("step", [_of(run.progress) for run in runs], right=True),
+            Column("speed", [_speed(run) for run in runs], right=True, drop=4),
+            Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
+            Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
+            Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
+            Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
+            Column("for", [_age(run) for run in runs], right=True),
+        ]
+        yield fitted(columns, options.max_width)
+        answers = [run.answer for run in runs]
+        notes = {one.note or f"no answer: {one.problem}" for one in answers if one.problem}
+        notes |= {unaccounted(one.unaccounted) for one in answers if one.unaccounted}
+        for note in sorted(notes):
+            yield from _wrapped(note, options.max_width)
 
 
-def _header(status: RunStatus, width: int, *, color: bool) -> str:
+def _state(run: RunStatus) -> Text:
+    text = Text(run.state.value, _STYLES.get(run.state, "bold"))
+    return text if run.answer.asked else Text.assemble(text, "?")
+
+
+def _wrapped(text: str, width: int) -> list[Text]:
+    """Lines that break between words only, so that a command or a path is never cut in two."""
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [uncut(line) for line in lines]
+
+
+def _header(status: RunStatus, width: int) -> list[Text]:
     far = status.progress
     state = status.state.value
     since = status.now - status.ledger_state.t
@@ -131,12 +153,11 @@ def _header(status: RunStatus, width: int, *, color: bool) -> str:
         facts.append(f"loss {far.loss:.4g}")
     if status.state is RunState.RUNNING:
         facts += time_left(status)
-    lines = pack(facts, width, gap="  ")
+    first = uncut(pack(facts, width, gap="  "))
     plain = f"{status.name}  {state}"
-    if lines[0].startswith(plain):
-        painted = paint(status.name, _BOLD, on=color)
-        painted += "  " + paint(state, _COLOURS.get(status.state, _BOLD), on=color)
-        lines[0] = painted + lines[0].removeprefix(plain)
+    if first.plain.startswith(plain):
+        first.stylize("bold", 0, len(status.name))
+        first.stylize(_STYLES.get(status.state, "bold"), len(plain) - len(state), len(plain))
     words = in_words(status)
     answer = status.answer
     if answer.note:
@@ -145,53 +166,50 @@ def _header(status: RunStatus, width: int, *, color: bool) -> str:
         words = f"{words}\n{status.cluster or 'the cluster'} gave no answer: {answer.problem}"
     if answer.unaccounted and not answer.problem:
         words = f"{words}\n{unaccounted(answer.unaccounted)}"
-    for line in words.strip().splitlines():
-        lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
+    return [first, *(line for text in words.strip().splitlines() for line in _wrapped(text, width))]
 
 
-def _numbers(status: RunStatus, width: int) -> str:
+def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
     """Where its ranks stand, speed, model, checkpoints, goodput: a labelled line or more each."""
-    lines = [
+    rows = [
         *_mesh(status, width),
         *speed_lines(status, width),
         *model_lines(status, width),
         *save_lines(status, width),
         *goodput_lines(status, width),
     ]
-    return "\n".join(lines)
+    return [facts(rows)] if rows else []
 
 
-def _mesh(status: RunStatus, width: int) -> list[str]:
+def _mesh(status: RunStatus, width: int) -> list[Fact]:
     """The newest attempt's mesh, and who stands where; nothing where ranks are on one axis."""
     now = status.mesh
     if now is None or now.mesh.world_size == 1:
         return []
     ranks = f"{in_nodes([len(now.nodes)])} x {count(now.ranks_per_node, 'rank')}"
-    lines = [f"mesh        {now.engine}, {now.mesh.text} ({ranks})"]
+    rows: list[Fact] = [("mesh", f"{now.engine}, {now.mesh.text} ({ranks})")]
     if now.mesh.has_axes:
-        rows = rank_map(now.mesh, now.nodes, now.ranks_per_node, width=width - 12)
-        lines += [f"{'':12}{row}" for row in rows]
-    return lines
+        rows.append(("", rank_map(now.mesh, now.nodes, now.ranks_per_node, width=width)))
+    return rows
 
 
-def _failure(status: RunStatus, width: int) -> str:
+def _failure(status: RunStatus, width: int) -> list[Text]:
     """The last failure, once: its traceback, how often it came, and where the whole log is."""
     failure = status.failure
     if failure is None:
-        return ""
+        return []
     same = [a.failure for a in status.attempts if a.failure is not None]
     times = sum(1 for one in same if one.summary == failure.summary)
     often = f", as in {count(times - 1, 'other attempt')}" if times > 1 else ""
     rank = "" if failure.rank is None else f"rank {failure.rank}"
     where = f"{rank} on {failure.node}" if failure.node else rank
     text = f"attempt {failure.attempt} failed{often}: {where or 'somewhere'}: {failure.summary}"
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    lines = _wrapped(text, width)
     if failure.traceback and status.state is not RunState.DONE:
-        lines += [f"  {line}".rstrip() for line in _short(failure.traceback)]
+        lines += [uncut(f"  {line}", "dim") for line in _short(failure.traceback)]
     if status.failure_log:
-        lines.append(f"log {status.failure_log}")
-    return "\n".join(lines)
+        lines.append(uncut(f"log {status.failure_log}"))
+    return lines
 
 
 def _short(traceback: str) -> list[str]:
@@ -201,10 +219,6 @@ def _short(traceback: str) -> list[str]:
     if left_out <= 0:
         return lines
     return [lines[0], f"  ... {left_out + 1} lines", *lines[left_out + 2 :]]
-
-
-def _following(status: RunStatus) -> str:
-    return "\n".join(f"  {line}" for line in next_commands(status))
 
 
 def _age(run: RunStatus) -> str:
@@ -255,7 +269,7 @@ def rate(status: RunStatus) -> str:
     return f"{amount(now.steps_per_s)} steps/s" if now.steps_per_s else "-"
 
 
-def speed_lines(status: RunStatus, width: int) -> list[str]:
+def speed_lines(status: RunStatus, width: int) -> list[Fact]:
     """How fast the newest attempt trains, or did last."""
     now = status.speed
     if now is None:
@@ -271,10 +285,10 @@ def speed_lines(status: RunStatus, width: int) -> list[str]:
     if now.slow_rank is not None:
         by = "" if now.slow_by is None else f" ({100 * now.slow_by:+.0f} %)"
         items.append(f"slowest rank {now.slow_rank}{by}")
-    return pack(items, width, label="speed")
+    return [("speed", pack(items, width))]
 
 
-def model_lines(status: RunStatus, width: int) -> list[str]:
+def model_lines(status: RunStatus, width: int) -> list[Fact]:
     """Is the model fine? Loss alone is in the header already."""
     now = status.speed
     if now is None or (now.grad_norm is None and not now.skipped):
@@ -285,10 +299,10 @@ def model_lines(status: RunStatus, width: int) -> list[str]:
     if now.skipped:
         steps = "1 update" if now.skipped == 1 else f"{now.skipped} updates"
         items.append(f"{steps} skipped in the last {duration(now.window_s)}")
-    return pack(items, width, label="model")
+    return [("model", pack(items, width))]
 
 
-def goodput_lines(status: RunStatus, width: int) -> list[str]:
+def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
     """What came of the allocation, the two rates and the classes that make it up."""
     spent = status.goodput
     if spent.allocated_s <= 0:
@@ -306,7 +320,7 @@ def goodput_lines(status: RunStatus, width: int) -> list[str]:
     items.append(f"{_node_hours(spent.allocated_s)} allocated")
     if spent.seconds[TimeClass.QUEUE] > 0:
         items.append(f"{duration(spent.seconds[TimeClass.QUEUE])} in the queue")
-    return [*pack(items, width, label="goodput"), *_classes(spent, width)]
+    return [("goodput", pack(items, width)), ("", _classes(spent, width))]
 
 
 def _node_hours(node_seconds: float) -> str:
@@ -316,7 +330,7 @@ def _node_hours(node_seconds: float) -> str:
     return f"{hours:,.0f} node-hours" if hours >= 100 else f"{hours:.1f} node-hours"  # noqa: PLR2004
 
 
-def _classes(spent: Goodput, width: int) -> list[str]:
+def _classes(spent: Goodput, width: int) -> str:
     """Shares of the allocated time, the largest first; they add up to 100.0 as they are shown."""
     shares = {kind.value.replace("_", "-"): s for kind, s in spent.node_seconds.items() if s > 0}
     large = {name: s for name, s in shares.items() if s >= SMALL * spent.allocated_s}
@@ -326,7 +340,7 @@ def _classes(spent: Goodput, width: int) -> list[str]:
         ordered.append(("rest", rest))
     tenths = _tenths(ordered, spent)
     texts = [f"{name} {value / 10:.1f} %" for (name, _), value in zip(ordered, tenths, strict=True)]
-    return pack(texts, width, label=" ")
+    return pack(texts, width)
 
 
 def _tenths(ordered: list[tuple[str, float]], spent: Goodput) -> list[int]:
@@ -354,37 +368,30 @@ def apportioned(values: list[float], total: int = 1000) -> list[int]:
     return parts
 
 
-def save_lines(status: RunStatus, width: int) -> list[str]:
+def save_lines(status: RunStatus, width: int) -> list[Fact]:
     """Labelled lines; nothing for a run that never began."""
-    lines = _checkpoint(status, width)
-    texts = [f"not taken   {one.name}: {one.reason}" for one in status.skipped[:SKIPPED_SHOWN]]
+    rows = _checkpoint(status, width)
+    rows += [*_missed_saves(status.saving), *_next_save(status)]
+    rows += [("not taken", f"{one.name}: {one.reason}") for one in status.skipped[:SKIPPED_SHOWN]]
     hidden = len(status.skipped) - SKIPPED_SHOWN
     if hidden > 0:
-        texts.append(f"{'':{LABEL}}... {hidden} more (--json shows all)")
-    for text in [*_missed_saves(status.saving), *_next_save(status), *texts]:
-        lines += textwrap.wrap(
-            text,
-            width,
-            subsequent_indent=" " * LABEL,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return [*lines, *_disk(status)] if lines else []
+        rows.append(("", f"... {hidden} more (--json shows all)"))
+    return [*rows, *_disk(status)] if rows else []
 
 
-def _checkpoint(status: RunStatus, width: int) -> list[str]:
+def _checkpoint(status: RunStatus, width: int) -> list[Fact]:
     newest = status.checkpoint
     if newest is None:
         begun = status.progress.saved_step is not None or status.skipped
         none = "none that could be loaded" if begun else "none so far"
-        return [f"checkpoint  {none}"] if status.attempts else []
+        return [("checkpoint", none)] if status.attempts else []
     items = [newest.name]
     if newest.t:
         items.append(f"saved {duration(status.now - newest.t)} ago")
     if newest.size_bytes:
         items.append(size(newest.size_bytes))
     items.append(_verified(status, newest))
-    return pack(items, width, label="checkpoint")
+    return [("checkpoint", pack(items, width))]
 
 
 def _verified(status: RunStatus, newest: Checkpoint) -> str:
@@ -403,25 +410,25 @@ def _verified(status: RunStatus, newest: Checkpoint) -> str:
     return f"whole by its manifest, not read back yet (last verified: step {last.first_step:,})"
 
 
-def _missed_saves(saves: Saving) -> list[str]:
+def _missed_saves(saves: Saving) -> list[Fact]:
     """A warning for each kind of save that was due and did not come."""
-    lines: list[str] = []
+    rows: list[Fact] = []
     if saves.last_failed is not None:
         before = f", {saves.failed} in a row" if saves.failed > 1 else ""
-        lines.append(f"save failed {_at_step(saves.last_failed)}{before}: {saves.last_failed.why}")
+        why = f"{_at_step(saves.last_failed)}{before}: {saves.last_failed.why}"
+        rows.append(("save failed", Text(why, "red")))
     if saves.last_skipped is not None:
         due = saves.committed + saves.failed + saves.skipped
-        why = saves.last_skipped.why
-        last = _at_step(saves.last_skipped)
-        lines.append(f"skipped     {saves.skipped} of {due} saves, the last {last}: {why}")
-    return lines
+        why = f"the last {_at_step(saves.last_skipped)}: {saves.last_skipped.why}"
+        rows.append(("skipped", f"{saves.skipped} of {due} saves, {why}"))
+    return rows
 
 
 def _at_step(missed: Missed) -> str:
     return "at step -" if missed.step is None else f"at step {missed.step:,}"
 
 
-def _next_save(status: RunStatus) -> list[str]:
+def _next_save(status: RunStatus) -> list[Fact]:
     """When the next save is due and why then; nothing where no rank is there to make it."""
     saves = status.saving
     every = saves.interval
@@ -432,22 +439,23 @@ def _next_save(status: RunStatus) -> list[str]:
         done = status.progress.step or 0
         following = (done // every.steps + 1) * every.steps
         last = status.progress.total or following
-        return [f"next save   at step {min(following, last):,} (every {every.steps:,} steps{why})"]
+        when = f"at step {min(following, last):,} (every {every.steps:,} steps{why})"
+        return [("next save", when)]
     if every.seconds is None or saves.since is None:
         return []
     # By a node's clock that is ahead of ours the last save may lie in the future.
     left = min(saves.since, status.now) + every.seconds - status.now
     when = f"in about {duration(left)}" if left > 0 else f"due {duration(-left)} ago, or under way"
-    return [f"next save   {when} (every {duration(every.seconds)}{why})"]
+    return [("next save", f"{when} (every {duration(every.seconds)}{why})")]
 
 
-def _disk(status: RunStatus) -> list[str]:
+def _disk(status: RunStatus) -> list[Fact]:
     free, newest = status.disk_free_bytes, status.checkpoint
     if free is None:
         return []
     each = newest.size_bytes if newest is not None else status.progress.saved_bytes
-    text = f"disk        {size(free)} left"
+    text = f"{size(free)} left"
     if each and free // each < ROOM_SHOWN:
         more = count(free // each, "more checkpoint")
         text += f", room for {more}" if free >= each else ", no room for another checkpoint"
-    return [text]
+    return [("disk", text)]

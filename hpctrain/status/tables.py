@@ -1,4 +1,4 @@
-"""The tables of a run's attempts and of an attempt's ranks. Pure.
+"""The tables of a run's attempts and of an attempt's ranks.
 
 The first says where, when and how far each attempt went and what followed; the second which rank is
 slow, and where its time and memory go. tests/unit/cli/test_status.py and
@@ -8,27 +8,19 @@ tests/unit/history/test_speed.py hold the promises.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpctrain.base.text import (
-    Column,
-    clock,
-    count,
-    duration,
-    fit,
-    fold_nodes,
-    pack,
-    percent,
-    size,
-    step_time,
-)
+from rich.text import Text
+
+from hpctrain.base.text import clock, count, duration, fold_nodes, pack, percent, size, step_time
+from hpctrain.drawing import Column, fitted
 from hpctrain.history.run_state import RunState
-from hpctrain.status.as_json import plain
 from hpctrain.status.status import ALIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
 
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.rank_samples import RankSample
@@ -36,16 +28,24 @@ if TYPE_CHECKING:
 
 ATTEMPTS_SHOWN = 20
 RANKS_SHOWN = 32
+_GOOD = frozenset({RunState.RUNNING, "completed"})
+_EXPECTED = frozenset(
+    {"preempted", "walltime", "timed_out", "cancelled", "stopped", "requeued", "fenced"}
+)
 
 
-def attempts_table(status: RunStatus, width: int, *, every: bool = False) -> str:
+def attempts_table(
+    status: RunStatus, width: int, *, every: bool = False
+) -> Sequence[RenderableType]:
     """What became of each attempt; the last 20 unless `every` is asked for."""
     shown = list(status.attempts) if every else list(status.attempts)[-ATTEMPTS_SHOWN:]
     if not shown:
-        return ""
+        return []
     one_job = len({attempt.job_id for attempt in status.attempts}) == 1
     pairs = zip(shown, [*shown[1:], None], strict=True)
     back = [_back(status, one, following) for one, following in pairs]
+    steps = [_steps(one) for one in shown]
+    plain_steps = Column("steps", [text.replace(",", "") for text in steps])
     columns = [
         Column("#", [str(one.number) for one in shown], right=True),
         Column("job", [one.job_id or "-" for one in shown], drop=1 if one_job else 3),
@@ -53,7 +53,7 @@ def attempts_table(status: RunStatus, width: int, *, every: bool = False) -> str
         Column("started", [clock(one.started, status.now) for one in shown]),
         Column("ran", [_ran(status, one) for one in shown], right=True),
         Column("ended", [_ended(status, one) for one in shown]),
-        Column("steps", [_steps(one) for one in shown], short=_plain_steps(shown)),
+        Column("steps", steps, short=plain_steps),
         Column("lost", [_or_dash(one.steps_lost) for one in shown], right=True),
         Column(
             "recovered in",
@@ -61,18 +61,14 @@ def attempts_table(status: RunStatus, width: int, *, every: bool = False) -> str
             short=Column("back in", [short for _, short in back], right=True),
         ),
     ]
-    lines = fit(columns, width)
+    parts: list[RenderableType] = [fitted(columns, width)]
     hidden = len(status.attempts) - len(shown)
     if hidden:
-        lines.insert(1, f"... {count(hidden, 'earlier attempt')} (--attempts shows all)")
+        parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
     lost = sum(one.steps_lost or 0 for one in status.attempts)
     if len(status.attempts) > 1:
-        lines.append(f"{len(status.attempts)} attempts, {lost:,} steps lost in all")
-    return "\n".join(lines)
-
-
-def _plain_steps(shown: Sequence[AttemptView]) -> Column:
-    return Column("steps", [_steps(one).replace(",", "") for one in shown])
+        parts.append(Text(f"{len(status.attempts)} attempts, {lost:,} steps lost in all"))
+    return parts
 
 
 def _back(
@@ -101,15 +97,14 @@ def _ran(status: RunStatus, attempt: AttemptView) -> str:
     return duration(end - attempt.started)
 
 
-def _ended(status: RunStatus, attempt: AttemptView) -> str:
-    if attempt.cause is not None:
-        return attempt.cause.value
-    if attempt.reason is not None:
-        return attempt.reason.value
-    if attempt.ended is not None or status.state not in ALIVE:
-        return "unknown"
-    ends = status.state is RunState.COMPLETING
-    return status.state.value if ends else RunState.RUNNING.value
+def _ended(status: RunStatus, attempt: AttemptView) -> Text:
+    word: str = attempt.cause or attempt.reason or ""
+    if not word:
+        over = attempt.ended is not None or status.state not in ALIVE
+        ends = status.state is RunState.COMPLETING
+        word = "unknown" if over else status.state if ends else RunState.RUNNING
+    style = "green" if word in _GOOD else "yellow" if word in _EXPECTED else "red"
+    return Text(word, "" if word == "unknown" else style)
 
 
 def _steps(attempt: AttemptView) -> str:
@@ -122,16 +117,17 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def ranks_as_text(status: RunStatus, sample: RankSample | None, width: int) -> str:
+def ranks_table(
+    status: RunStatus, sample: RankSample | None, width: int
+) -> Sequence[RenderableType]:
     """A row for each rank of the newest sample; of many the slowest, by their own work.
 
     Own work is what a rank does before it first waits for others: in wall time all are alike.
     """
     if sample is None:
-        lines = ["ranks       the newest attempt has told no times of its ranks so far"]
-        if status.cpus:
-            lines += pack([f"CPUs of a node's ranks: {'; '.join(status.cpus)}"], width)
-        return "\n".join(lines)
+        silent = "ranks       the newest attempt has told no times of its ranks so far"
+        cpus = f"CPUs of a node's ranks: {'; '.join(status.cpus)}"
+        return [Text(silent), *([Text(cpus)] if status.cpus else [])]
     busy = sample.busy_s
     ranks = sorted(range(len(busy)), key=lambda rank: -busy[rank])[:RANKS_SHOWN]
     if len(busy) <= RANKS_SHOWN:
@@ -156,10 +152,10 @@ def ranks_as_text(status: RunStatus, sample: RankSample | None, width: int) -> s
     ]
     if sample.own_s is None:
         title.append("nobody can tell a rank's own work from its waiting here")
-    lines = [*pack(title, width), *fit(columns, width)]
+    parts: list[RenderableType] = [Text(pack(title, width)), fitted(columns, width)]
     if len(busy) > len(ranks):
-        lines.append(f"the slowest {len(ranks)} of {len(busy)} ranks (--json has all)")
-    return "\n".join(lines)
+        parts.append(Text(f"the slowest {len(ranks)} of {len(busy)} ranks (--json has all)"))
+    return parts
 
 
 def _nodes(status: RunStatus, sample: RankSample, ranks: Sequence[int]) -> list[str]:
@@ -201,11 +197,3 @@ def _of(part: float, whole: float) -> str:
 def _deviations(busy: Sequence[float], ranks: Sequence[int]) -> list[str]:
     middle = statistics.median(busy)
     return [f"{100 * (busy[r] / middle - 1):+.1f} %" if middle > 0 else "-" for r in ranks]
-
-
-def ranks_as_json(sample: RankSample | None) -> dict[str, Any] | None:
-    """The newest sample of every rank; null where there is none."""
-    if sample is None:
-        return None
-    found: dict[str, Any] = plain(asdict(sample))
-    return found

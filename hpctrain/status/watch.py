@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,25 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import clock, crop, duration, paint
-from hpctrain.terminal import clean, draw
+from hpctrain.base.text import clock, duration
+from hpctrain.terminal import can_redraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType, TracebackType
     from typing import Self
 
+    from rich.console import RenderableType
+
     from hpctrain.run.layout import RunDir
     from hpctrain.status.reader import StatusReader
     from hpctrain.status.status import RunStatus
 
-NARROWEST = 40
-_ENTER, _LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
-"""Alternate screen without a cursor, and back."""
-_HOME, _TO_END_OF_LINE, _TO_END = "\033[H", "\033[K", "\033[J"
-_DIM = "2"
-SLICE_S = 0.2
-"""How soon a change of the terminal's size is seen."""
 TERMINATED = 128 + signal.SIGTERM
 _AGES = frozenset({"words", "last_seen", "goodput", "last_24h", "disk_free_bytes"})
 """What changes as time goes by although nothing happens."""
@@ -47,14 +41,14 @@ class Shown:
     """One look.
 
     Attributes:
-        as_text: The screen; takes the width and whether it may have colours.
+        screen: Makes what is drawn; rich is imported only where somebody wants to see it.
         as_value: The same for programs; made when it is asked for, since it takes its time.
         over: Nothing of it is under way.
         sure: False where a run seems lost: between two starts of a job a scheduler may not know it.
         exit_status: The run's state for scripts; 0 for all runs.
     """
 
-    as_text: Callable[[int, bool], str]
+    screen: Callable[[], RenderableType]
     as_value: Callable[[], Any]
     over: bool
     sure: bool = True
@@ -63,6 +57,12 @@ class Shown:
     def as_json(self, indent: int | None = None) -> str:
         """One JSON value."""
         return json.dumps(self.as_value(), indent=indent, allow_nan=False)
+
+    def as_text(self) -> str:
+        """The screen for stdout as it is."""
+        from hpctrain.drawing import colored, drawn, width
+
+        return drawn(self.screen(), width(), color=colored())
 
     @property
     def news(self) -> Any:
@@ -81,26 +81,25 @@ def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -
         attempts: Show all attempts.
         ranks: Add the newest attempt's ranks.
     """
-    from hpctrain.status.as_json import as_json
+    from hpctrain.status.as_json import as_json, ranks_as_json
     from hpctrain.status.reader import newest_ranks
-    from hpctrain.status.screen import as_text
     from hpctrain.status.status import exit_status
-    from hpctrain.status.tables import ranks_as_json, ranks_as_text
 
     status = reader.look(run)
     newest = status.attempts[-1].number if status.attempts else None
     sample = newest_ranks(run, newest) if ranks and newest is not None else None
 
-    def text(width: int, color: bool) -> str:
-        table = ranks_as_text(status, sample, width) if ranks else ""
-        return as_text(status, width=width, color=color, all_attempts=attempts, ranks=table)
+    def screen() -> RenderableType:
+        from hpctrain.status.screen import StatusScreen
+
+        return StatusScreen(status, attempts, ranks, sample)
 
     def value() -> dict[str, Any]:
         more = {"ranks": ranks_as_json(sample)} if ranks else {}
         return {**as_json(status), **more}
 
     over, sure = _over([status])
-    return Shown(text, value, over, sure, exit_status(status))
+    return Shown(screen, value, over, sure, exit_status(status))
 
 
 def look_at_all(reader: StatusReader, *, thorough: bool) -> Shown:
@@ -111,16 +110,18 @@ def look_at_all(reader: StatusReader, *, thorough: bool) -> Shown:
         thorough: See `StatusReader.look`; the table has nothing of what it costs.
     """
     from hpctrain.status.as_json import as_json
-    from hpctrain.status.screen import runs_as_text
 
     runs = reader.look_at_all(thorough=thorough)
 
-    def text(width: int, color: bool) -> str:
-        if not runs:
-            return f"no runs in {reader.runs}; `hpctrain submit` starts one"
-        return runs_as_text(runs, width=width, color=color)
+    def screen() -> RenderableType:
+        from hpctrain.drawing import uncut
+        from hpctrain.status.screen import RunsScreen
 
-    return Shown(text, lambda: [as_json(one) for one in runs], *_over(runs))
+        if not runs:
+            return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one")
+        return RunsScreen(runs)
+
+    return Shown(screen, lambda: [as_json(one) for one in runs], *_over(runs))
 
 
 def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
@@ -134,8 +135,9 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
     Raises:
         KeyboardInterrupt: the user had enough; the terminal is as it was, with the last look on it.
     """
-    in_place = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not as_json
-    paper = _Screen(interval_s) if in_place else _LinePrinter(interval_s, as_json=as_json)
+    paper = _LinePrinter(interval_s, as_json=as_json)
+    if not as_json and can_redraw(sys.stdout):
+        paper = _Screen(interval_s)
     lost = False
     with paper:
         while True:
@@ -145,16 +147,6 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
                 return shown
             lost = shown.over
             paper.wait()
-
-
-def width() -> int:
-    """Columns of the terminal; 80 where there is none."""
-    return max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-
-
-def colored() -> bool:
-    """Whether colours are wanted."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
@@ -194,7 +186,7 @@ class _LinePrinter:
             click.echo(shown.as_json())
         else:
             gap = "" if self._news is None else "\n"
-            click.echo(gap + shown.as_text(width(), colored()))
+            click.echo(gap + shown.as_text())
         self._news = shown.news
 
     def wait(self) -> None:
@@ -206,17 +198,22 @@ class _Screen(_LinePrinter):
     """Draws a look over the one before."""
 
     def __init__(self, interval_s: float) -> None:
+        from hpctrain.drawing import live
+
         super().__init__(interval_s)
         self._last: Shown | None = None
-        self._size: tuple[int, int] | None = None
-        """For which it was drawn last."""
+        self._live = live(sys.stdout, self._framed, screen=True)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         # Ended or stopped in another way than by Ctrl-C, it would leave a screen without a cursor.
-        handlers = {signal.SIGTERM: self._on_term, signal.SIGTSTP: self._on_stop}
+        handlers = {
+            signal.SIGTERM: self._on_term,
+            signal.SIGTSTP: self._on_stop,
+            signal.SIGWINCH: self._on_resize,
+        }
         self._before = {number: signal.signal(number, do) for number, do in handlers.items()}
-        _write(_ENTER)
+        self._live.start()
         return self
 
     def __exit__(
@@ -225,39 +222,23 @@ class _Screen(_LinePrinter):
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _write(_LEAVE)
+        self._live.stop()
         for number, before in self._before.items():
             signal.signal(number, before)
         if self._last is not None and (kind is None or kind is KeyboardInterrupt):
-            click.echo(self._last.as_text(width(), colored()))
+            click.echo(self._last.as_text())
 
     def show(self, shown: Shown) -> None:
         """Draw it."""
         self._last = shown
-        self._draw()
+        self._live.refresh()
 
-    def wait(self) -> None:
-        """Until the next look; a terminal of another size is drawn anew at once."""
-        end = time.monotonic() + self._interval_s
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(SLICE_S, left))
-            if shutil.get_terminal_size((80, 24)) != self._size:
-                self._draw()
+    def _framed(self) -> RenderableType:
+        from hpctrain.drawing import Framed
 
-    def _draw(self) -> None:
-        if self._last is None:
-            return
-        self._size = columns, rows = shutil.get_terminal_size((80, 24))
-        lines = clean(self._last.as_text(width(), colored())).splitlines()
-        hidden = len(lines) - (rows - 2)
-        if hidden > 0:
-            lines = [*lines[: rows - 3], f"... {hidden + 1} more lines in a taller terminal"]
         now = time.time()
-        every = duration(self._interval_s)
-        footer = paint(f"{clock(now, now)}, again every {every}; Ctrl-C ends", _DIM, on=colored())
-        drawn = [_padded(crop(line, columns), columns) for line in [*lines, "", footer]]
-        # Nothing is wiped first and all is one write, so that nothing flickers.
-        _write(_HOME + "\r\n".join(drawn) + _TO_END)
+        footer = f"{clock(now, now)}, again every {duration(self._interval_s)}; Ctrl-C ends"
+        return Framed(self._last.screen() if self._last else "", footer)
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -266,17 +247,10 @@ class _Screen(_LinePrinter):
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: give the terminal back until the shell continues us."""
         del number, frame
-        _write(_LEAVE)
+        self._live.stop()
         os.kill(os.getpid(), signal.SIGSTOP)
-        _write(_ENTER)
-        self._draw()
+        self._live.start(refresh=True)
 
-
-def _padded(line: str, columns: int) -> str:
-    # In the last column a terminal's cursor stands on the last character, which this would erase.
-    return line if len(line) >= columns else line + _TO_END_OF_LINE
-
-
-def _write(text: str) -> None:
-    draw(sys.stdout, text)
-    sys.stdout.flush()
+    def _on_resize(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._live.refresh()

@@ -14,7 +14,7 @@ from hpctrain.agent.cpus import Machine, as_list, cpus_of, plan
 from hpctrain.history.rank_samples import RankSample
 from hpctrain.settings.schema import Settings
 from hpctrain.site.load import load_site
-from hpctrain.status.tables import _bound, ranks_as_text
+from hpctrain.status.tables import _bound, ranks_table
 
 NUMA = [frozenset(range(4)), frozenset(range(4, 8))]
 THREADS = [frozenset({core, core + 4}) for core in range(4)]
@@ -194,4 +194,4 @@ def test_status_shows_the_cpus_of_each_rank_of_the_newest_attempt():
     assert (column.title, column.cells) == ("cpus", ["49-55", "57-63", "57-63"])
     attempts.append(SimpleNamespace(number=3))
     assert _bound(status, sample, [0]) == []
-    assert ranks_as_text(status, None, 80).endswith("CPUs of a node's ranks: 49-55; 57-63")
+    assert str(ranks_table(status, None, 80)[-1]).endswith("CPUs of a node's ranks: 49-55; 57-63")

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain import __version__, errors
 from hpctrain.cli import main as cli_main
-from hpctrain.terminal import table
+from hpctrain.drawing import echo_table
 
 
 def run_main(*argv):
@@ -190,10 +190,11 @@ def test_command_names_complete_from_the_table():
     assert names == [name for name in cli_main.COMMANDS if name.startswith("s")]
 
 
-def test_a_table_lines_its_columns_up():
+def test_a_table_lines_its_columns_up(capsys):
     rows = [("lm-1", 7, None), ("a-long-name", 1234, "x")]
 
-    text = table(rows, header=("RUN", "STEP", "WHY"), right=(1,), indent=" ")
+    echo_table(rows, header=("RUN", "STEP", "WHY"), right=(1,), indent=1)
+    echo_table([])
 
-    assert text == " RUN          STEP  WHY\n lm-1            7  -\n a-long-name  1234  x"
-    assert table([]) == ""
+    lines = [" RUN          STEP  WHY", " lm-1            7  -", " a-long-name  1234  x"]
+    assert capsys.readouterr().out.splitlines() == lines

@@ -15,14 +15,15 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.base.records import JobInfo, Skipped
-from hpctrain.base.text import crop, duration, fold_nodes
+from hpctrain.base.text import duration, fold_nodes
 from hpctrain.cli.main import main
+from hpctrain.drawing import drawn
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.speed import speed
 from hpctrain.run.events import read
 from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
-from hpctrain.status.screen import apportioned, as_text, runs_as_text
+from hpctrain.status.screen import RunsScreen, StatusScreen, apportioned
 from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
 from hpctrain.status.text import explained
 from tests.support.ledger_runs import Story, local_job
@@ -74,7 +75,7 @@ def shown(
     events, now = read(story.run), story.t + later
     more = {"speed": speed(events), **more}
     status = status_of(events, Answer(info), name=story.run.name, now=now, **more)
-    return as_text(status, width=width, all_attempts=all_attempts)
+    return drawn(StatusScreen(status, all_attempts), width)
 
 
 def test_a_running_run_shows_its_step_its_attempts_and_the_next_commands(
@@ -628,7 +629,7 @@ def test_clocks_ahead_of_ours_give_no_negative_age(runs):
     story = Story(runs / "lm", t=time.time() + 500).submitted("17").started(1).restored(1)
     story.steps(1, 1, 20).saved(1, 20).add("interval", 1, **CHOSEN).ended(1, "crashed", "restart")
     status = status_of(read(story.run), Answer(RUNNING), name="lm")
-    text = re.sub(r"n\[1-2\]|0-20|step-\d+", "", as_text(status))
+    text = re.sub(r"n\[1-2\]|0-20|step-\d+", "", drawn(StatusScreen(status), 80))
     assert not re.search(r"-\d", text)
     assert "next save   in about 10m00s" in text
     assert json.dumps(as_json(status), allow_nan=False)
@@ -761,11 +762,6 @@ def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, sto
     assert sorted(asked) == ["job", "job", "starts", "starts"]
 
 
-def test_a_line_is_cropped_by_what_is_seen_of_it():
-    assert crop("\033[1mabcdef\033[0m", 6) == "\033[1mabcdef\033[0m"
-    assert crop("\033[1mabcdefg\033[0m", 6) == "\033[1mabcd\033[0m.."
-
-
 def test_colour_is_for_terminals_only_and_not_with_no_color(story, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TERM": "xterm"}
     env.pop("NO_COLOR", None)
@@ -790,8 +786,8 @@ def test_colour_is_for_terminals_only_and_not_with_no_color(story, tmp_path):
 
 def test_the_table_keeps_its_columns_in_colour(runs, story):
     status = status_of(read(story.run), Answer(asked=False), name="running-wild")
-    plain = runs_as_text([status], color=False)
-    painted = runs_as_text([status], color=True)
+    plain = drawn(RunsScreen([status]), 80)
+    painted = drawn(RunsScreen([status]), 80, color=True)
     assert re.sub(r"\033\[\d+m", "", painted) == plain
     assert painted.splitlines()[1].startswith("running-wild  \033[32mrunning\033[0m?")
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain import drawing
 from hpctrain.base.mesh import AXES, Mesh
-from hpctrain.base.text import placed, rank_map
+from hpctrain.base.text import placed
 from hpctrain.cli.main import main
 from hpctrain.data.batches import MicrobatchRules
 from hpctrain.errors import UsageError
@@ -25,7 +26,7 @@ from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.schema import EngineSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
 from hpctrain.status.as_json import as_json
-from hpctrain.status.screen import as_text
+from hpctrain.status.screen import StatusScreen
 from hpctrain.status.status import Answer, status_of
 from hpctrain.submit.resume import SAME_RUN, ResumeRequest, change_spec
 from tests.support.ledger_runs import Story
@@ -804,6 +805,10 @@ def test_ranks_that_take_the_same_samples_count_once_and_a_pipeline_is_filled():
 # ---- who stands where
 
 
+def rank_map(mesh, nodes, each):
+    return drawing.drawn(drawing.rank_map(mesh, nodes, each, width=200), 200).splitlines()
+
+
 @given(
     st.tuples(*[st.integers(1, 3)] * 4).flatmap(
         lambda sizes: st.tuples(
@@ -819,7 +824,7 @@ def test_every_rank_has_a_place_of_its_own_and_stands_in_one_row(case):
 
     assert [row["rank"] for row in found] == list(range(mesh.world_size))
     assert len({tuple(row[axis] for axis in AXES) for row in found}) == mesh.world_size
-    rows = rank_map(mesh, nodes, each, width=200)[1:]
+    rows = rank_map(mesh, nodes, each)[1:]
     if not any(row.startswith("...") for row in rows):
         ranges = [row.split()[1].partition("-") for row in rows]
         ends = [(int(first), int(last or first)) for first, _, last in ranges]
@@ -882,7 +887,7 @@ def test_nodes_are_folded_and_rows_left_out_only_where_there_are_too_many():
     assert len(rank_map(Mesh(dp_shard=8), nodes[:8], 1)) == 1 + 8
     assert len(rank_map(Mesh(dp_shard=9), nodes[:9], 1)) == 1 + 1
     assert len(rank_map(Mesh(pp=12), nodes[:12], 1)) == 1 + 12
-    assert rank_map(Mesh(pp=13), nodes, 1)[-2].startswith("... 1 row")
+    assert rank_map(Mesh(pp=13), nodes, 1)[-1].startswith("... 1 row")
     copies = rank_map(Mesh(dp_replicate=3, dp_shard=4), nodes[:12], 1)
     assert [row.split()[0] for row in copies[1:]] == ["n[1-4]", "n[5-8]", "n[9-12]"]
 
@@ -900,9 +905,10 @@ def test_many_nodes_are_folded_by_stage_and_the_screen_stays_short():
 
     assert folded[1].split() == ["n[1-32]", "0-255", "0", "0-31", "0-7"]
     assert len(folded) == 3
-    assert len(long) == 14
-    assert long[-2] == "... 52 rows more (--json has all)"
-    assert long[-1].split() == ["n64", "504-511", "63", "0-7"]
+    assert len(long) == 15
+    assert set(long[-3].split()) == {"..."}
+    assert long[-2].split() == ["n64", "504-511", "63", "0-7"]
+    assert long[-1] == "... 52 rows more (--json has all)"
 
 
 # ---- status
@@ -916,6 +922,10 @@ def story(tmp_path):
 def said(story, attempt, **axes):
     mesh = {**dict.fromkeys((*AXES, "ep"), 1), **axes}
     return story.add("mesh", attempt, engine="fsdp2", ranks_per_node=2, **mesh)
+
+
+def as_text(status):
+    return drawing.drawn(StatusScreen(status), 80)
 
 
 def shown(story):
