@@ -222,7 +222,7 @@ class Framed:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ProgressText:
     """A line on a live terminal: a text, and before it how much is done where there is room."""
 
     text: str

@@ -100,10 +100,10 @@ class ProgressLine:
         self.out.flush()
 
     def _draw(self) -> None:
-        from hpctrain.drawing import Bar, live
+        from hpctrain.drawing import ProgressText, live
 
         if self._live is None:
-            self._live = live(self.out, lambda: Bar(self._shown, self._share))
+            self._live = live(self.out, lambda: ProgressText(self._shown, self._share))
             self._live.start()
             self._live.console.show_cursor()  # who is killed or stopped here leaves it behind
         self._live.refresh()
