@@ -16,6 +16,7 @@ HELD = runpy.run_path(str(Path(__file__).parents[2] / "engines" / "conftest.py")
         ("engine.ep 2 needs torch 2.12 or newer, and this is torch 2.8.0+cu128; set", True),
         ("engine.exact with engine.kind fsdp2 needs torch 2.13, this is 2.8.0+cu128; use", True),
         ("engine.exact needs torch.x._y, which torch 2.8.0+cu128 has not; see", True),
+        ("engine.ep needs DeviceMesh._unflatten, which torch 2.8.0+cu128 has not; see", True),
         ("rank 0: AssertionError: 3.0 != 4.0", False),
         ("engine.kind zero3 needs DeepSpeed 0.19.8 or newer, and this is 0.19.7", False),
         ("hpctrain train needs torch, which this Python does not have; install it", False),
