@@ -208,7 +208,7 @@ def _start_times(started: float, imported: float) -> dict[str, float]:
 
 
 def _task(spec: Spec, cpus: list[str]) -> object:
-    from hpctrain.agent.ranks import RankTask
+    from hpctrain.base.records import RankTask
 
     recipe = spec.entry.kind == "recipe"
     return RankTask(

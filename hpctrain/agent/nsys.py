@@ -25,7 +25,7 @@ from hpctrain.profile.files import folder_name
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.agent.ranks import RankTask
+    from hpctrain.base.records import RankTask
 
 
 def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:

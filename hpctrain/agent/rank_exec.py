@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from hpctrain.agent.ranks import RankTask, run_rank
+from hpctrain.agent.ranks import run_rank
+from hpctrain.base.records import RankTask
 
 if __name__ == "__main__":
     run_rank(RankTask(**json.loads(sys.argv[1])))

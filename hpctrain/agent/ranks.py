@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from hpctrain.agent.cpus import bind
 from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.base.process import die_with_parent, print_to
-from hpctrain.base.records import FailureReport
+from hpctrain.base.records import FailureReport, RankTask
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -49,24 +49,6 @@ ECHOES = (
     "NCCL communicator was aborted",
 )
 """What a rank says when a peer went away: never the cause while another failure is known."""
-
-
-@dataclass(frozen=True)
-class RankTask:
-    """What every rank of a node runs; picklable, for ranks that are spawned."""
-
-    module: str
-    """Module with a ``main()`` to call, or "" to run `script`."""
-    script: str = ""
-    args: list[str] = field(default_factory=list)
-    cwd: str = ""
-    python_path: list[str] = field(default_factory=list)
-    nsys_rank: int = -1
-    """The rank that runs under nsys, where there is one on its node."""
-    nsys_in_range: bool = False
-    """nsys records the steps of [profile] only."""
-    cpus: list[str] = field(default_factory=list)
-    """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""
 
 
 def run_rank(task: RankTask) -> None:

@@ -310,3 +310,21 @@ class FailureReport:
     exit_code: int | None = None
     others: list[int] = field(default_factory=list)
     """Ranks that failed after it."""
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What every rank of a node runs; picklable, for ranks that are spawned."""
+
+    module: str
+    """Module with a ``main()`` to call, or "" to run `script`."""
+    script: str = ""
+    args: list[str] = field(default_factory=list)
+    cwd: str = ""
+    python_path: list[str] = field(default_factory=list)
+    nsys_rank: int = -1
+    """The rank that runs under nsys, where there is one on its node."""
+    nsys_in_range: bool = False
+    """nsys records the steps of [profile] only."""
+    cpus: list[str] = field(default_factory=list)
+    """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from hpctrain.preflight.facts import by_value, outliers
+from hpctrain.preflight.facts import by_value
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.preflight.rendezvous import Skew
-    from hpctrain.preflight.slow_nodes import SearchResult
 
 SKEW_S = 1.0
 LOGIN = "@login"
@@ -164,53 +163,3 @@ def check_locks(kinds: Mapping[str, str], *, held: bool) -> list[Result]:
         for kind, nodes in by_kind.items()
         if kind != COHERENT
     ]
-
-
-def check_bandwidth(nodes: Sequence[str], verdict: SearchResult) -> list[Result]:
-    """Who made the collective slow, or what it reached."""
-    text = "failed or hung" if verdict.whole is None else f"{verdict.whole:.2f} GB/s"
-    results = []
-    if verdict.bad:
-        why = "slow with two different partners that are fast with each other"
-        if len(nodes) == 1:
-            why = f"all-reduce {text}"
-        hint = "a bad link, adapter or GPU: tell your admins"
-        results.append(Result("bandwidth", FAIL, why, verdict.bad, hint))
-    if verdict.suspects:
-        who = names(verdict.suspects)
-        message = f"all-reduce {text}; one of {who} is slow, and it cannot be said which"
-        hint = "run it again with more nodes"
-        results.append(Result("bandwidth", FAIL if verdict.whole_slow else WARN, message, [], hint))
-    if results:
-        return results
-    if verdict.whole_slow:
-        message = f"all-reduce {text} over all {len(nodes)} nodes, and no part of them is slow"
-        status = FAIL if verdict.whole is None else WARN
-        return [
-            Result("bandwidth", status, message, [], "the network between them, or its routing")
-        ]
-    if not verdict.compared and len(nodes) > 1:
-        message = f"all-reduce {text}, and there is no [baseline] to hold it against"
-        return [Result("bandwidth", UNKNOWN, message)]
-    return [Result("bandwidth", OK, f"all-reduce {text}")]
-
-
-def check_products(sums: Mapping[str, Sequence[float | None]]) -> list[Result]:
-    """The same matrix product everywhere: a GPU that computes wrongly says nothing of it.
-
-    Args:
-        sums: Node to its ranks' checksums; None where one was not finite.
-    """
-    broken = [node for node, values in sums.items() if None in values]
-    hint = "take the node out of use: it corrupts training without a word"
-    results = []
-    if broken:
-        results.append(Result("product", FAIL, "a matrix product is not finite", broken, hint))
-    whole = {n: tuple(sorted(set(v), key=str)) for n, v in sums.items() if n not in broken}
-    usual, odd = outliers(whole)
-    if whole and usual is None:
-        results.append(Result("product", FAIL, "a matrix product differs between nodes", [], hint))
-    if odd:
-        text = "a matrix product differs from the other nodes'"
-        results.append(Result("product", FAIL, text, list(odd), hint))
-    return results or ([Result("product", OK, "the same on all ranks")] if sums else [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.preflight.checks_fabric import ACTIVE, VIRTUAL
+from hpctrain.preflight.checks import ACTIVE, VIRTUAL
 
 if TYPE_CHECKING:
     from hpctrain.preflight.facts import NodeFacts

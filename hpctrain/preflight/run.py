@@ -18,8 +18,7 @@ from hpctrain.preflight import checks_between as between
 from hpctrain.preflight import shared
 from hpctrain.preflight.bounded import START_S, CollectiveProcess, Unanswered, bounded
 from hpctrain.preflight.checks import Order, check_facts
-from hpctrain.preflight.facts import NodeFacts
-from hpctrain.preflight.injected_faults import changed, seconds
+from hpctrain.preflight.facts import NodeFacts, changed, seconds
 from hpctrain.preflight.probe import probe, resolves
 from hpctrain.preflight.rendezvous import Coordinator, Peer
 from hpctrain.preflight.report import UNKNOWN, PreflightReport, Result

@@ -18,12 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.preflight.checks_between import check_bandwidth, check_products
+from hpctrain.preflight.facts import outliers
+from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
-
-    from hpctrain.preflight.report import Result
 
 Group = tuple[str, ...]
 Results = dict[Group, float | None]
@@ -324,3 +323,56 @@ def _tournament(nodes: Sequence[str]) -> Iterable[list[Group]]:
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(a, b) for a, b in pairs if a is not None and b is not None]
         seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+# What the search and the sums say.
+
+
+def check_bandwidth(nodes: Sequence[str], verdict: SearchResult) -> list[Result]:
+    """Who made the collective slow, or what it reached."""
+    text = "failed or hung" if verdict.whole is None else f"{verdict.whole:.2f} GB/s"
+    results = []
+    if verdict.bad:
+        why = "slow with two different partners that are fast with each other"
+        if len(nodes) == 1:
+            why = f"all-reduce {text}"
+        hint = "a bad link, adapter or GPU: tell your admins"
+        results.append(Result("bandwidth", FAIL, why, verdict.bad, hint))
+    if verdict.suspects:
+        who = names(verdict.suspects)
+        message = f"all-reduce {text}; one of {who} is slow, and it cannot be said which"
+        hint = "run it again with more nodes"
+        results.append(Result("bandwidth", FAIL if verdict.whole_slow else WARN, message, [], hint))
+    if results:
+        return results
+    if verdict.whole_slow:
+        message = f"all-reduce {text} over all {len(nodes)} nodes, and no part of them is slow"
+        status = FAIL if verdict.whole is None else WARN
+        return [
+            Result("bandwidth", status, message, [], "the network between them, or its routing")
+        ]
+    if not verdict.compared and len(nodes) > 1:
+        message = f"all-reduce {text}, and there is no [baseline] to hold it against"
+        return [Result("bandwidth", UNKNOWN, message)]
+    return [Result("bandwidth", OK, f"all-reduce {text}")]
+
+
+def check_products(sums: Mapping[str, Sequence[float | None]]) -> list[Result]:
+    """The same matrix product everywhere: a GPU that computes wrongly says nothing of it.
+
+    Args:
+        sums: Node to its ranks' checksums; None where one was not finite.
+    """
+    broken = [node for node, values in sums.items() if None in values]
+    hint = "take the node out of use: it corrupts training without a word"
+    results = []
+    if broken:
+        results.append(Result("product", FAIL, "a matrix product is not finite", broken, hint))
+    whole = {n: tuple(sorted(set(v), key=str)) for n, v in sums.items() if n not in broken}
+    usual, odd = outliers(whole)
+    if whole and usual is None:
+        results.append(Result("product", FAIL, "a matrix product differs between nodes", [], hint))
+    if odd:
+        text = "a matrix product differs from the other nodes'"
+        results.append(Result("product", FAIL, text, list(odd), hint))
+    return results or ([Result("product", OK, "the same on all ranks")] if sums else [])

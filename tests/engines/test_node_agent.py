@@ -17,9 +17,9 @@ import pytest
 from hpctrain.agent import node as module
 from hpctrain.agent import signals
 from hpctrain.agent.node import NodeAgent, RoundHooks
-from hpctrain.agent.ranks import RankTask, run_rank
+from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext
+from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
 from tests.support.gloo import preload
 from tests.support.processes import listening

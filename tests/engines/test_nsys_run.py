@@ -14,9 +14,9 @@ import time
 import pytest
 
 from hpctrain.agent.node import NodeAgent, RoundHooks
-from hpctrain.agent.ranks import RankTask, run_rank
+from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext
+from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
 from tests.support.gloo import _free_port
 from tests.support.processes import alive, kill_all

@@ -10,9 +10,9 @@ import weakref
 import pytest
 
 from hpctrain.agent.node import NodeAgent, RoundHooks
-from hpctrain.agent.ranks import RankTask, run_rank
+from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext
+from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
 from tests.support import local_runs
 from tests.support.gloo import _free_port, launch, preload

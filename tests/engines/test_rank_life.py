@@ -10,7 +10,8 @@ import time
 import pytest
 
 from hpctrain.agent import ranks
-from hpctrain.agent.ranks import RankTask, run_rank
+from hpctrain.agent.ranks import run_rank
+from hpctrain.base.records import RankTask
 from tests.support.gloo import preload
 from tests.support.processes import alive, descendants, kill_all
 

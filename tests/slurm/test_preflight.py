@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
-from hpctrain.preflight.checks import Expected
-from hpctrain.preflight.checks_fabric import check_interfaces
+from hpctrain.preflight.checks import Expected, check_interfaces
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.probe import FactSources, read_interfaces
 from hpctrain.preflight.report import FAIL

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from hpctrain.agent.nsys import command, environment, run_below
-from hpctrain.agent.ranks import RankTask
 from hpctrain.base.env import HPCTRAIN_NSYS
+from hpctrain.base.records import RankTask
 
 TASK = RankTask("module", nsys_rank=1)
 

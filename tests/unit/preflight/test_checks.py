@@ -10,18 +10,16 @@ from hpctrain.preflight.checks import Expected, Order, check_facts
 from hpctrain.preflight.checks_between import (
     LOGIN,
     apart,
-    check_bandwidth,
     check_clocks,
     check_locks,
     check_names,
     check_present,
-    check_products,
     check_shared,
 )
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 from hpctrain.preflight.rendezvous import Skew
 from hpctrain.preflight.report import PreflightReport, Result, lines
-from hpctrain.preflight.slow_nodes import SearchResult
+from hpctrain.preflight.slow_nodes import SearchResult, check_bandwidth, check_products
 
 NODES = ["n1", "n2", "n3", "n4"]
 WELL = NodeFacts(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.preflight.facts import Interface, NodeFacts
-from hpctrain.preflight.injected_faults import changed, seconds
+from hpctrain.preflight.facts import Interface, NodeFacts, changed, seconds
 from hpctrain.testing.node_faults import ACTIONS, of_node, parse
 
 PAGE = Path(__file__).parents[3] / "docs/preflight.md"
