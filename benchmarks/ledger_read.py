@@ -37,10 +37,10 @@ SAVE_EVERY = 36
 def main() -> None:
     """Print what each ledger costs."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, lines in (("one attempt", _one()), ("1,000 attempts", _many())):
+        for name, lines in (("one attempt", one_attempt()), ("1,000 attempts", many_attempts())):
             run = RunDir(Path(folder))
             run.events.write_text("".join(lines))
-            whole, status = _best(_parse_all, run), _best(_answer, run)
+            whole, status = _best(parse_all, run), _best(_answer, run)
             size = run.events.stat().st_size / 1e6
             print(
                 f"{name}: {size:.0f} MB; every line parsed {whole:.3f} s, answered {status:.3f} s, "
@@ -57,7 +57,8 @@ def _best(call: Callable[[RunDir], None], run: RunDir) -> float:
     return min(taken)
 
 
-def _parse_all(run: RunDir) -> None:
+def parse_all(run: RunDir) -> None:
+    """One pass over a ledger."""
     with run.events.open("rb") as file:
         for line in file:
             json.loads(line)
@@ -78,13 +79,15 @@ def _line(t: float, kind: str, attempt: int | None, **fields: object) -> str:
     return json.dumps({"t": round(t, 3), "kind": kind, "attempt": attempt} | fields) + "\n"
 
 
-def _one() -> Iterator[str]:
+def one_attempt() -> Iterator[str]:
+    """The lines of one long attempt's ledger."""
     yield _line(0, "submitted", None, job_id="17")
     yield _line(5, "attempt_started", 1, job_id="17", restarts=0, nodes=["a", "b"], by="start")
     yield from _trained(1, 10.0, 0, MARKS)
 
 
-def _many() -> Iterator[str]:
+def many_attempts() -> Iterator[str]:
+    """The lines of a ledger of many attempts that were preempted."""
     yield _line(0, "submitted", None, job_id="17")
     for number in range(1, ATTEMPTS + 1):
         t, step = number * 3600.0, (number - 1) * MARKS_EACH * 10
