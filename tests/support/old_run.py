@@ -1,0 +1,25 @@
+"""A copy of the run that version 0.1 left, as if it had been made in another folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+OLD = Path(__file__).parents[1] / "data" / "run-0.1"
+HERE = b"@HERE@"
+"""Stands in its files for the folder in which it was made."""
+
+
+def copy_of_old_run(folder: Path) -> Path:
+    """Put run, program and a ledger of every kind of event into a folder; returns the run's."""
+    shutil.copy(OLD / "program.py", folder)
+    run = folder / "runs" / "gpt"
+    shutil.copytree(OLD / "run", run)
+    other = folder / "runs" / "every-kind"
+    other.mkdir()
+    shutil.copy(OLD / "run" / "spec.json", other)
+    shutil.copy(OLD / "every-kind.jsonl", other / "events.jsonl")
+    for path in run.rglob("*"):
+        if path.suffix in {".json", ".jsonl", ".log", ".sh"}:
+            path.write_bytes(path.read_bytes().replace(HERE, str(folder).encode()))
+    return run
