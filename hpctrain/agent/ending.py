@@ -38,6 +38,7 @@ from hpctrain.plan.decide import (
     is_users,
 )
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import typed
 from hpctrain.run.event_fields import count, member
 from hpctrain.run.fence import read_fence, started, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
@@ -126,7 +127,9 @@ class EndWriter:
         """Write a fact down; one that has no room on the disk counts here all the same."""
         recorded = ledger.record(self._run, kind, attempt=attempt, **fields)
         kept = self._written if recorded else self._unwritten
-        kept.append(ledger.Event(round(time.time(), 3), kind, attempt, dict(fields)))
+        fact = typed(kind, fields)
+        if fact is not None:
+            kept.append(ledger.Event(round(time.time(), 3), attempt, fact))
         return recorded
 
     def last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:

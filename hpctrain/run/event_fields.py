@@ -1,11 +1,6 @@
-"""Types, ranges and words of the fields of each kind of event, and readers of single values.
+"""What passes for the value of a field of an event: checks by which `event_types` reads.
 
-A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
-anybody who can write it. `typed` is the one place where what was read becomes typed: what passes
-has the type, the range and the words that every reader counts on. A field that has not is left out
-as if it had not been told, and so is an event that says nothing without it. Kinds and fields that
-this version does not know pass as they are. Nothing here raises because of a value.
-tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
+Nothing here raises because of a value. tests/unit/run/test_event_fields.py holds the promises.
 """
 
 from __future__ import annotations
@@ -14,15 +9,14 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.base.records import EndReason, Next, StopCause
+from hpctrain.base.records import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from enum import StrEnum
 
-    Check = Callable[[object], Any]
-
 T = TypeVar("T", bound="StrEnum")
+V = TypeVar("V")
 _JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+|pid-\d+", re.ASCII)
 """SLURM's (an array's task too), the embedded cluster's, and a process in a terminal."""
 LAST_T = 250_000_000_000.0
@@ -82,7 +76,7 @@ def member(kind: type[T], value: object) -> T | None:
     return next((one for one in kind if one.value == value), None)
 
 
-# Checks: each gives the value that passes, else None (but for words that have a default).
+# Checks: each gives the value that passes, else None.
 
 
 def moment(value: object) -> float | None:
@@ -106,10 +100,10 @@ def seconds(value: object) -> float | None:
     return _between(0, value, MOST_S)
 
 
-def number(value: object) -> float | str | None:
-    """A number, or the word for one that JSON has none for: "nan", "inf", "-inf"; else None."""
+def number(value: object) -> float | None:
+    """A number, also one that JSON has only a word for: "nan", "inf", "-inf"; else None."""
     if isinstance(value, str):
-        return value if value in _WORDS_FOR_NO_NUMBER else None
+        return float(value) if value in _WORDS_FOR_NO_NUMBER else None
     return _between(-MOST_NUMBER, value, MOST_NUMBER)
 
 
@@ -142,13 +136,13 @@ def flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def list_of(check: Check) -> Check:
-    """A list of what passes the check; the rest of it is left out."""
+def list_of(check: Callable[[object], V | None]) -> Callable[[object], tuple[V, ...] | None]:
+    """What passes the check, of a list; the rest of it is left out."""
 
-    def checked(value: object) -> list[Any] | None:
+    def checked(value: object) -> tuple[V, ...] | None:
         if not isinstance(value, list):
             return None
-        return [found for one in value if (found := check(one)) is not None]
+        return tuple(found for one in value if (found := check(one)) is not None)
 
     return checked
 
@@ -164,114 +158,32 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, bool) else words(value)
 
 
-def _skipped(value: object) -> dict[str, Any] | None:
-    """A checkpoint that was not taken."""
-    if not isinstance(value, dict):
+def skipped_checkpoints(value: object) -> tuple[Skipped, ...] | None:
+    """Checkpoints that were not taken, as far as it is told which."""
+    if not isinstance(value, list):
         return None
-    checks: dict[str, Check] = {"step": count, "name": words, "reason": words}
-    return {name: found for name, check in checks.items() if (found := check(value.get(name)))}
+    return tuple(
+        Skipped(
+            count(one.get("step")) or 0,
+            words(one.get("name")) or "",
+            words(one.get("reason")) or "",
+        )
+        for one in value
+        if isinstance(one, dict)
+    )
 
 
-def _nodes(value: object) -> Any:
-    """Names of nodes, or how many were asked for."""
-    return list_of(words)(value) if isinstance(value, list) else words(value)
+def one_of(kind: type[T]) -> Callable[[object], T | None]:
+    """A member of a closed set; else None, as for the word of a newer version."""
+    by_value: dict[str, T] = {one.value: one for one in kind}
+
+    def member_of(value: object) -> T | None:
+        return by_value.get(value) if isinstance(value, str) else None
+
+    return member_of
 
 
-def _reason(value: object) -> str:
-    return (member(EndReason, value) or EndReason.UNKNOWN).value
-
-
-def _next(value: object) -> str:
-    """What follows; the batch side is asked where a newer version's word is not known here."""
-    return (member(Next, value) or Next.ASK_BATCH).value
-
-
-def _cause(value: object) -> str | None:
-    found = member(StopCause, value)
-    return None if found is None else found.value
-
-
-_FIELDS: dict[str, Check] = {
-    **dict.fromkeys(("step", "first", "last", "sample_first", "sample_last", "from_step"), count),
-    **dict.fromkeys(("total_steps", "world_size", "from_world_size", "ranks_per_node"), count),
-    **dict.fromkeys(("restarts", "exit_code", "rank", "slow_rank", "bytes", "bytes_read"), count),
-    **dict.fromkeys(("seconds", "stall_s", "waited_s", "data_s", "save_s", "cost_s"), seconds),
-    **dict.fromkeys(("mtbf_s", "p50_s", "p95_s", "slow_by"), seconds),
-    **dict.fromkeys(("loss", "grad_norm", "tokens", "flops"), number),
-    **dict.fromkeys(("heard", "ended_at", "job_started", "batch_started"), moment),
-    **dict.fromkeys(("agent_started", "imported"), moment),
-    **dict.fromkeys(("token", "job_id"), identifier),
-    **dict.fromkeys(
-        ("why", "by", "detail", "name", "device", "engine", "mode", "checkpoint"), words
-    ),
-    **dict.fromkeys(("summary", "traceback", "node", "kind_of", "what", "site"), words),
-    **dict.fromkeys(("script", "run_dir", "folder", "source"), path),
-    **dict.fromkeys(("no_answer", "collective", "cluster", "slurm_cluster", "reason"), words),
-    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep", "steps"), count),
-    **dict.fromkeys(("save", "ok", "at_save"), flag),
-    **dict.fromkeys(("others", "ranks"), list_of(count)),
-    **dict.fromkeys(("unset", "notes", "cpus"), list_of(words)),
-    **dict.fromkeys(("bad", "facts", "versions"), mapping),
-    "nodes": _nodes,
-    "skipped": count,
-}
-"""By name: a field means the same in every kind, but for those below."""
-_OF_KIND: dict[str, dict[str, Check]] = {
-    "attempt_ended": {"reason": _reason, "next": _next},
-    "run_stopped": {"reason": _reason},
-    "stop_requested": {"cause": _cause},
-    "restored": {"skipped": list_of(_skipped)},
-    "attempt_started": {"nodes": list_of(words)},
-    "excluded": {"nodes": list_of(words)},
-    "environment": {"nodes": count, "overridden": list_of(mapping)},
-}
-_KINDS = (
-    "submit_intent", "submitted", "submit_adopted", "submit_failed", "cancel_requested",
-    "attempt_started", "phase", "mesh", "interval", "save_mode", "restored", "steps",
-    "saved", "save_failed", "save_skipped", "verified", "checkpoint_set_aside",
-    "stop_requested", "stopped", "done", "profile_requested", "profiled", "failure",
-    "attempt_ended", "requeued", "requeue_failed", "excluded", "exclude_failed",
-    "run_stopped", "fenced", "orphan_left", "preflight", "environment", "notified",
-    "prune_failed", "imported",
-)  # fmt: skip
-_CHECKS = {kind: _FIELDS | _OF_KIND.get(kind, {}) for kind in _KINDS}
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "submit_intent": ("token",),
-    "submitted": ("token", "job_id"),
-    "submit_adopted": ("token", "job_id"),
-    "saved": ("step",),
-    "excluded": ("nodes",),
-}
-"""Without these a fact says nothing."""
-_ALWAYS = {"attempt_ended": {"reason": EndReason.UNKNOWN.value, "next": Next.ASK_BATCH.value}}
-"""What stands where nothing was told."""
-
-
-def typed(kind: str, raw: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a fact as every reader may count on them; None for one that says nothing.
-
-    Args:
-        kind: What happened.
-        raw: Its fields as they were read; used up.
-    """
-    checks = _CHECKS.get(kind)
-    if checks is None:
-        return raw
-    for name in list(raw):
-        check = checks.get(name)
-        if check is None or raw[name] is None:
-            continue
-        checked = check(raw[name])
-        if checked is None:
-            del raw[name]
-        else:
-            raw[name] = checked
-    if any(raw.get(name) is None for name in _NEEDED.get(kind, ())):
-        return None
-    for name, value in _ALWAYS.get(kind, {}).items():
-        if raw.get(name) is None:
-            raw[name] = value
-    return raw
+counts, texts, mappings = list_of(count), list_of(words), list_of(mapping)
 
 
 def whole_text(line: bytes, fact: dict[str, Any]) -> dict[str, Any] | None:

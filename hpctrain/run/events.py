@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.base import locks
 from hpctrain.base.files import open_plain, plain_descriptor, skip_hole
-from hpctrain.run.event_fields import attempt_number, moment, typed, whole_text
+from hpctrain.run.event_fields import attempt_number, moment, whole_text
+from hpctrain.run.event_types import KINDS, LedgerFact, UnknownFact, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from io import FileIO
     from pathlib import Path
 
@@ -54,39 +55,60 @@ _MARK = re.compile(rb'\{"t": [0-9.]+(, "kind": "steps", "attempt": [0-9]+, )')
 _HEAD = 80
 """Bytes of a line in which that stands."""
 _AT_SAVE = b'"at_save": true'
+_NO_EXTRA: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact.
+    """One line of the ledger.
 
     Attributes:
         t: Seconds since the epoch, by the clock of the node that wrote it.
-        kind: What happened; `data` has the fields of that kind.
         attempt: Number of the attempt it belongs to; None for facts about the run.
-        data: All other fields.
+        fact: What happened: see `event_types`.
+        extra: Fields that this version does not know.
     """
 
     t: float
-    kind: str
-    attempt: int | None = None
-    data: dict[str, Any] = field(default_factory=dict)
+    attempt: int | None
+    fact: LedgerFact
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What happened, as the ledger names it."""
+        return self.fact.kind
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The fields by name, for readers that do not know `fact` yet."""
+        return {**self.fact.as_read(), **self.extra}
 
 
-def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> None:
-    """Add one fact, whole or not at all for every reader, also beside other writers.
+def append(
+    run: RunDir,
+    fact: LedgerFact | str,
+    *,
+    attempt: int | None = None,
+    t: float | None = None,
+    **fields: Any,
+) -> None:
+    """Add one event, whole or not at all for every reader, also beside other writers.
 
     Args:
         run: The run; its directory exists.
-        kind: What happened.
+        fact: What happened.
         attempt: The attempt it belongs to.
-        fields: JSON values, paths, enums and dataclasses; `t` replaces the time of writing.
+        t: Seconds since the epoch; None is now.
+        fields: Of a fact that is named by its kind alone.
 
     Raises:
-        OSError: the fact could not be written, e.g. the disk is full; names the file.
+        OSError: the event could not be written, e.g. the disk is full; names the file.
     """
-    fact = {"t": round(time.time(), 3), "kind": kind, "attempt": attempt} | fields
-    line = _dumps(fact).encode() + b"\n"
+    fact = UnknownFact(fact, fields) if isinstance(fact, str) else fact
+    when = round(time.time(), 3) if t is None else t
+    plain = {"t": when, "kind": fact.kind, "attempt": attempt} | fact.told()
+    line = _dumps(plain).encode() + b"\n"
     with _locked(run):  # before it is opened: what a client knows of a file's end is from then
         descriptor = plain_descriptor(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
@@ -100,15 +122,18 @@ def append(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any)
         raise OSError(errno.ENOSPC, "event written in part; is the disk full?", str(run.events))
 
 
-def record(run: RunDir, kind: str, *, attempt: int | None = None, **fields: Any) -> bool:
-    """Add one fact, or say on stderr that it is missing, where what follows must be done anyway.
+def record(
+    run: RunDir, fact: LedgerFact | str, *, attempt: int | None = None, **fields: Any
+) -> bool:
+    """Add one event, or say on stderr that it is missing, where what follows must be done anyway.
 
     A disk that is full, or a file system that fails, must not keep a job from being requeued nor a
     user from cancelling one. Returns whether it was written. Arguments as for `append`.
     """
     try:
-        append(run, kind, attempt=attempt, **fields)
+        append(run, fact, attempt=attempt, **fields)
     except OSError as error:
+        kind = fact if isinstance(fact, str) else fact.kind
         why = f"{run.events}: {error.strerror or error}"
         print(f"hpctrain: the ledger misses {kind}: {why}", file=sys.stderr, flush=True)
         return False
@@ -166,14 +191,14 @@ def first_fact(run: RunDir) -> Event | None:
 def parse(line: bytes) -> Event | None:
     """One line as an event; None for what is no whole event.
 
-    What its fields are is certain from here on: see `event_fields.typed`.
+    What its fields are is certain from here on: see `event_types.typed`.
     """
     # NFS may show zeros where another client's bytes are still under way.
     line = line.strip(b"\0\r\n\t ")
     if not line.startswith(b"{"):
         return None
     try:
-        raw = json.loads(line)
+        raw = json.loads(line.decode(errors="surrogatepass"))
     except (ValueError, RecursionError):  # torn, not UTF-8, or not ours
         return None
     raw = whole_text(line, raw)
@@ -183,8 +208,11 @@ def parse(line: bytes) -> Event | None:
     t = moment(t)
     if t is None or not isinstance(kind, str):
         return None
-    data = typed(kind, raw)
-    return None if data is None else Event(float(t), kind, attempt_number(attempt), data)
+    fact = typed(kind, raw)
+    if fact is None:
+        return None
+    extra = raw if raw and kind in KINDS else _NO_EXTRA
+    return Event(float(t), attempt_number(attempt), fact, extra)
 
 
 class Tail:

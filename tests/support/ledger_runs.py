@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.run.events import append
+from hpctrain.run.event_types import KINDS, UnknownFact, typed
+from hpctrain.run.events import Event, append
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 
 if TYPE_CHECKING:
     from pathlib import Path
+
 
 BATCH = 8
 """Samples of one step."""
@@ -33,7 +35,8 @@ class Story:
 
     def add(self, kind: str, attempt: int | None = None, **fields: Any) -> Story:
         self.t += 1
-        append(self.run, kind, attempt=attempt, **{"t": self.t, **fields})
+        t = fields.pop("t", self.t)
+        append(self.run, UnknownFact(kind, fields), attempt=attempt, t=t)
         return self
 
     def submitted(self, job_id: str = "17", token: str = "tok-1", **fields: Any) -> Story:
@@ -104,3 +107,17 @@ def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     staged = folder / job_id / "job.json.new"
     staged.write_text(json.dumps(vars(record)))
     staged.replace(folder / job_id / "job.json")
+
+
+def told(event: Event) -> dict[str, Any]:
+    """The fields of an event that were told, as JSON holds them."""
+    return {**event.fact.as_read(), **event.extra}
+
+
+def event_of(
+    t: float, kind: str, attempt: int | None = None, data: dict[str, Any] | None = None
+) -> Event | None:
+    """An event as readers get it; None for one that says nothing."""
+    extra = dict(data or {})
+    fact = typed(kind, extra)
+    return None if fact is None else Event(t, attempt, fact, {} if kind not in KINDS else extra)

@@ -15,9 +15,9 @@ from hpctrain.cli import events as events_cli
 from hpctrain.cli.events import EventLines, Reading
 from hpctrain.cli.main import main
 from hpctrain.logs import follow as log_follow
-from hpctrain.run.events import Event, append, read
+from hpctrain.run.events import append, read
 from hpctrain.status.event_lines import _WORDS, in_words, line
-from tests.support.ledger_runs import Story, local_job
+from tests.support.ledger_runs import Story, event_of, local_job
 
 
 @pytest.fixture
@@ -176,7 +176,9 @@ def test_what_is_torn_is_left_out_and_told(story, capsys, tail, shown, told):
 
 
 def test_a_kind_of_a_newer_version_is_shown_with_its_fields():
-    event = Event(0.0, "new_thing", 3, {"count": 2, "name": "x", "none": None, "long": "y" * 500})
+    event = event_of(
+        0.0, "new_thing", 3, {"count": 2, "name": "x", "none": None, "long": "y" * 500}
+    )
     said = in_words(event)
     assert said.startswith("new thing count=2 name=x long=yyy")
     assert "none" not in said
@@ -188,12 +190,13 @@ def test_fields_that_are_missing_or_of_another_type_break_nothing(junk):
     names = ["step", "first", "last", "seconds", "nodes", "skipped", "bad", "versions", "notes"]
     names += ["bytes", "ranks", "overridden", "detail", "world_size", "checkpoint", "name", "cause"]
     for kind in [*_WORDS, "imported"]:
-        assert in_words(Event(0.0, kind, 1, {}))
-        assert "\n" not in line(Event(0.0, kind, 1, dict.fromkeys(names, junk)))
+        for fields in ({}, dict.fromkeys(names, junk)):
+            event = event_of(0.0, kind, 1, {"token": "t", "job_id": "7", "nodes": [], **fields})
+            assert event is None or ("\n" not in line(event) and in_words(event))
 
 
 def test_a_long_or_many_line_reason_stays_on_one_line():
-    event = Event(
+    event = event_of(
         0.0, "failure", 1, {"rank": 3, "node": "n2", "summary": "bad\nworse " + "x" * 999}
     )
     said = in_words(event)

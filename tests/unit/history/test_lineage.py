@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.history.lineage import coverage, lineage
 from hpctrain.run.events import Event, read
-from tests.support.ledger_runs import BATCH, Story
+from tests.support.ledger_runs import BATCH, Story, event_of
 
 
 @pytest.fixture
@@ -128,13 +128,13 @@ def test_whatever_is_killed_and_restored_correctly_is_covered_exactly_once(life)
         if older and len(saves) > 1:
             saves.pop()
         step = saves[-1]
-        events.append(Event(0, "attempt_started", number, {"job_id": "1"}))
-        events.append(Event(0, "restored", number, {"step": step}))
+        events.append(event_of(0, "attempt_started", number, {"job_id": "1"}))
+        events.append(event_of(0, "restored", number, {"step": step}))
         done = step
         for length in [*offsets, count]:
             mark = {"sample_first": done * BATCH, "sample_last": (done + length) * BATCH}
             first, done = done + 1, done + length
-            events.append(Event(0, "steps", number, {"first": first, "last": done, **mark}))
+            events.append(event_of(0, "steps", number, {"first": first, "last": done, **mark}))
             if length != count:
                 saves.append(done)
         end = done

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpctrain.history.rank_samples import newest_sample, peak_flops, rank_sample
 from hpctrain.history.speed import speed
-from hpctrain.run.events import Event
+from tests.support.ledger_runs import event_of
+
+if TYPE_CHECKING:
+    from hpctrain.run.events import Event
 
 
 def started(attempt: int, device: str = "cpu", ranks: int = 4) -> list[Event]:
     return [
-        Event(0.0, "attempt_started", attempt, {"world_size": ranks}),
-        Event(0.0, "phase", attempt, {"name": "initialised", "device": device}),
-        Event(0.0, "restored", attempt, {"step": 0}),
+        event_of(0.0, "attempt_started", attempt, {"world_size": ranks}),
+        event_of(0.0, "phase", attempt, {"name": "initialised", "device": device}),
+        event_of(0.0, "restored", attempt, {"step": 0}),
     ]
 
 
 def mark(t: float, first: int, last: int, *, attempt: int = 1, seconds=10.0, **more) -> Event:
-    return Event(t, "steps", attempt, {"first": first, "last": last, "seconds": seconds, **more})
+    return event_of(t, "steps", attempt, {"first": first, "last": last, "seconds": seconds, **more})
 
 
 def test_a_run_without_a_mark_has_no_speed():
@@ -112,7 +116,7 @@ def test_the_last_word_on_loss_norm_and_slowest_rank_counts():
     ],
 )
 def test_a_mark_that_cannot_be_counted_with_is_passed_over(data):
-    assert speed([*started(1), Event(1.0, "steps", 1, data)]) is None
+    assert speed([*started(1), event_of(1.0, "steps", 1, data)]) is None
     good = speed([*started(1), mark(1, 1, 5, loss="nan", p50_s=None, tokens="many")])
     assert (good.loss, good.tokens_per_s, good.step_p50_s) == (None, None, 2.0)
 

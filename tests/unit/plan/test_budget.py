@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hpctrain.base.records import EndReason
 from hpctrain.plan.decide import EXIT_STOPPED, allow, attempts_without_progress
-from hpctrain.run.events import Event
 from hpctrain.settings.schema import BudgetSettings
+from tests.support.ledger_runs import event_of
 
 BUDGET_OF = {
     EndReason.PREEMPTED: "preemptions",
@@ -38,19 +38,19 @@ reasons = st.sampled_from(sorted(EndReason))
 def ends(*reasons):
     """A ledger of attempts that ended like this, one after the other."""
     return [
-        Event(float(number), "attempt_ended", number, {"reason": reason.value})
+        event_of(float(number), "attempt_ended", number, {"reason": reason.value})
         for number, reason in enumerate(reasons, start=1)
     ]
 
 
 def attempt(number, *, restored, saved=()):
     """What one attempt writes: the step that it began at, and those that it committed."""
-    begun = Event(float(number), "restored", number, {"step": restored})
-    return [begun, *(Event(number + 0.5, "saved", number, {"step": step}) for step in saved)]
+    begun = event_of(float(number), "restored", number, {"step": restored})
+    return [begun, *(event_of(number + 0.5, "saved", number, {"step": step}) for step in saved)]
 
 
 def submitted(t):
-    return Event(float(t), "submitted", None, {"token": "t"})
+    return event_of(float(t), "submitted", None, {"token": "t", "job_id": "7"})
 
 
 def test_preemptions_a_time_limit_and_a_crash_do_not_use_each_others_budgets():
@@ -148,7 +148,7 @@ def test_a_step_that_was_committed_before_is_no_progress():
 
 def test_attempts_that_never_reached_the_restore_are_not_judged():
     idle = attempt(1, restored=0)
-    taken_away = [Event(2.0, "attempt_started", 2, {}), *ends(EndReason.PREEMPTED)]
+    taken_away = [event_of(2.0, "attempt_started", 2, {}), *ends(EndReason.PREEMPTED)]
 
     assert attempts_without_progress([*idle, *taken_away]) == 1
     assert attempts_without_progress([*ends(*[EndReason.CRASHED] * 9)]) == 0

@@ -22,9 +22,9 @@ from hpctrain.plan.interval import (
     first_guess,
     mtbf_s,
 )
-from hpctrain.run.events import Event, read
+from hpctrain.run.events import read
 from hpctrain.settings.schema import CheckpointSettings
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, event_of
 
 DAY = 86400.0
 FAR = 1e12
@@ -283,7 +283,7 @@ def test_a_run_that_has_not_begun_has_no_record(story):
 
 
 def saves(*fields, attempt=1, kind="saved"):
-    return [Event(float(n), kind, attempt, {"step": n, **one}) for n, one in enumerate(fields)]
+    return [event_of(float(n), kind, attempt, {"step": n, **one}) for n, one in enumerate(fields)]
 
 
 def test_a_save_in_the_background_costs_its_stall_and_a_waited_for_one_all_of_itself():
@@ -308,14 +308,14 @@ def test_the_newest_saves_count_and_one_slow_one_among_them_does_not():
 def test_what_earlier_attempts_measured_spares_the_next_one_a_guess():
     events = [
         *saves({"seconds": 5.0, "stall_s": 0.5}),
-        Event(9.0, "attempt_started", 2, {}),
-        Event(9.5, "restored", 2, {"step": 0}),
+        event_of(9.0, "attempt_started", 2, {}),
+        event_of(9.5, "restored", 2, {"step": 0}),
     ]
     assert costs(events) == Costs(0.5, 5.0)
 
 
 def test_the_save_on_the_way_out_says_nothing_of_those_behind_training():
     usual, last = {"seconds": 20.0, "stall_s": 0.5}, {"seconds": 20.0, "stall_s": 20.0}
-    first = [*saves(usual), Event(2.0, "stop_requested", 1, {}), *saves(last)]
-    second = [Event(3.0, "stop_requested", 2, {}), *saves(last, attempt=2)]
+    first = [*saves(usual), event_of(2.0, "stop_requested", 1, {}), *saves(last)]
+    second = [event_of(3.0, "stop_requested", 2, {}), *saves(last, attempt=2)]
     assert costs([*first, *second]) == Costs(0.5, 20.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -18,8 +19,9 @@ import pytest
 from hpctrain.base.records import EndReason, Skipped
 from hpctrain.history.lineage import progress
 from hpctrain.run import events
-from hpctrain.run.events import Event, Tail, append, parse, read
+from hpctrain.run.events import Tail, append, parse, read
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import event_of
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ def test_a_loss_that_is_not_a_number_stays_valid_json_and_can_be_read_as_a_float
 
     json.loads(run.events.read_text(), parse_constant=refuse)
     [event] = read(run)
-    assert event.data == {"loss": "nan", "more": ["-inf", 1.5]}
-    assert float(event.data["loss"]) != float(event.data["loss"])
+    assert math.isnan(event.fact.loss)
+    assert event.extra == {"more": ["-inf", 1.5]}
 
 
 def test_something_that_is_no_json_is_refused_before_anything_is_written(run):
@@ -236,7 +238,7 @@ def test_importing_the_ledger_imports_nothing_heavy():
 
 
 def test_events_are_values():
-    assert Event(1.0, "x", 2, {"a": 1}) == Event(1.0, "x", 2, {"a": 1})
+    assert event_of(1.0, "x", 2, {"a": 1}) == event_of(1.0, "x", 2, {"a": 1})
 
 
 # ---- reading a long ledger ----------------------------------------------------------------------

@@ -1,0 +1,565 @@
+"""The kinds of event that a ledger holds: a frozen, slotted dataclass for each.
+
+A field's range, its unit and its meaning stand beside it; docs/ledger.md is written from here
+(`make ledger-page`). A field that was not told is None; where None would say no more than nothing
+does, it is "", () or False.
+
+A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
+anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives
+has the types and ranges that every reader counts on. A field that has not is left out as if it had
+not been told, and so is an event that says nothing without it. Nothing here raises because of a
+value. tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+
+from hpctrain.base.records import EndReason, Next, Skipped, StopCause
+from hpctrain.run import event_fields as check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Check = Callable[[object], Any]
+
+T = TypeVar("T", bound="LedgerFact")
+_UNSET: Any = object()
+_NEEDED: Any = object()
+_NOTHING: dict[object, Any] = {
+    **dict.fromkeys((check.words, check.identifier, check.path), ""),
+    **dict.fromkeys((check.counts, check.texts, check.mappings, check.skipped_checkpoints), ()),
+    check.mapping: {},
+    check.flag: False,
+}
+"""What a field is that was not told, by its check; None for the others."""
+
+
+def told(passed: Check, doc: str, default: Any = _UNSET) -> Any:
+    """A field that may be left out.
+
+    Args:
+        passed: Gives the value that passes, else None.
+        doc: What it means.
+        default: What it is where nothing, or nothing that passes, was told.
+    """
+    if default is _UNSET:
+        default = _NOTHING.get(passed)
+    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": default})
+
+
+def needed(passed: Check, doc: str) -> Any:
+    """A field without which the event says nothing, and is left out."""
+    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": _NEEDED})
+
+
+class LedgerFact:
+    """What an event says, beside its time and its attempt.
+
+    The methods that a dataclass has are made once here and not for each kind: that would cost
+    every command 20 ms.
+
+    Attributes:
+        kind: As the ledger names it.
+        writer: Who writes it.
+    """
+
+    __slots__ = ()
+    kind: str
+    writer: str
+    _FIELDS: tuple[tuple[str, Check, Any, Callable[[Any, Any], None]], ...]
+
+    def __init__(self, **fields: Any) -> None:
+        for name, _, default, put in self._FIELDS:
+            value = fields.pop(name, default)
+            if value is _NEEDED:
+                raise TypeError(f"{type(self).__name__} needs {name}")
+            put(self, value)
+        if fields:
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(fields)}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.told() == self.told()
+
+    def __hash__(self) -> int:
+        return hash((self.kind, *map(str, self.told().values())))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.told().items())
+        return f"{type(self).__name__}({fields})"
+
+    def told(self) -> dict[str, Any]:
+        """The fields by name, without those that are None."""
+        return {
+            name: value for name, *_ in self._FIELDS if (value := getattr(self, name)) is not None
+        }
+
+    def as_read(self) -> dict[str, Any]:
+        """The fields that were told, as JSON holds them."""
+        return {
+            name: _plain(value)
+            for name, _, default, *_ in self._FIELDS
+            if (value := getattr(self, name)) != default or isinstance(value, StrEnum)
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Skipped):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+KINDS: dict[str, type[LedgerFact]] = {}
+"""Every kind of event, in the order in which docs/ledger.md shows them."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(needed,))
+def event(kind: str, *, by: str) -> Callable[[type[T]], type[T]]:
+    """Make a class the kind of event that a ledger knows by this name.
+
+    Args:
+        kind: Its name in the ledger, for good.
+        by: Who writes it.
+    """
+
+    def made(cls: type[T]) -> type[T]:
+        cls = dataclasses.dataclass(
+            init=False, eq=False, repr=False, match_args=False, kw_only=True, slots=True
+        )(cls)
+        cls.kind, cls.writer = kind, by
+        cls._FIELDS = tuple(
+            (f.name, f.metadata["check"], f.metadata["default"], getattr(cls, f.name).__set__)
+            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        )  # fmt: skip
+        KINDS[kind] = cls
+        return cls
+
+    return made
+
+
+class UnknownFact(LedgerFact):
+    """An event of a kind that this version does not know.
+
+    Attributes:
+        fields: As they were read.
+    """
+
+    __slots__ = ("fields", "kind")
+    writer = ""
+
+    def __init__(self, kind: str, fields: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "fields", fields)
+
+    kind: str
+    fields: Mapping[str, Any]
+
+    def as_read(self) -> dict[str, Any]:
+        """The fields that were told, as JSON holds them."""
+        return dict(self.fields)
+
+    def told(self) -> dict[str, Any]:
+        """The fields by name, without those that are None."""
+        return {name: value for name, value in self.fields.items() if value is not None}
+
+
+def typed(kind: str, raw: dict[str, Any]) -> LedgerFact | None:
+    """What was read as readers may count on it; None for an event that says nothing.
+
+    Args:
+        kind: What happened.
+        raw: Its fields as they were read; those that this version does not know are left in it.
+    """
+    cls = KINDS.get(kind)
+    if cls is None:
+        return UnknownFact(kind, raw)
+    fact = cls.__new__(cls)
+    for name, passed, default, put in cls._FIELDS:
+        value = raw.pop(name, None)
+        if value is None or (value := passed(value)) is None:
+            if default is _NEEDED:
+                return None
+            value = default
+        put(fact, value)
+    return fact
+
+
+@event("submit_intent", by="the login node")
+class SubmitIntent(LedgerFact):
+    """The scheduler is about to be asked for a job."""
+
+    token: str = needed(check.identifier, "names this submission, as its script and its job do")
+    script: str = told(check.path, "the batch script")
+    slurm_cluster: str = told(check.words, "SLURM's ClusterName")
+
+
+@event("submitted", by="the login node")
+class Submitted(LedgerFact):
+    """The scheduler has accepted the job."""
+
+    token: str = needed(check.identifier, "that of the intent")
+    job_id: str = needed(check.identifier, "the job")
+    cluster: str = told(check.words, "`slurm` or `local`")
+    nodes: str = told(check.words, "nodes that were asked for, as `2` or `2-4`")
+    by: str = told(check.words, "`submit` or `resume`")
+    from_step: int | None = told(check.count, "the checkpoint that `resume --from` named")
+    total_steps: int | None = told(check.count, "steps that a recipe trains for in all")
+
+
+@event("submit_adopted", by="the login node")
+class SubmitAdopted(LedgerFact):
+    """A submission that got no answer was found to have become a job."""
+
+    token: str = needed(check.identifier, "that of the intent")
+    job_id: str = needed(check.identifier, "the job")
+
+
+@event("submit_failed", by="the login node")
+class SubmitFailed(LedgerFact):
+    """The scheduler has refused the job."""
+
+    token: str = told(check.identifier, "that of the intent")
+    why: str = told(check.words, "what it said")
+
+
+@event("cancel_requested", by="the login node")
+class CancelRequested(LedgerFact):
+    """A user wants the job to end; it is not requeued any more."""
+
+    job_id: str = told(check.identifier, "the job")
+    save: bool = told(check.flag, "save first (`cancel --save`)")
+
+
+@event("attempt_started", by="the agent of node 0; the batch side where none came so far")
+class AttemptStarted(LedgerFact):
+    """An attempt has its number and may write."""
+
+    job_id: str = told(check.identifier, "its job")
+    restarts: int | None = told(check.count, "how often the scheduler had restarted the job")
+    nodes: tuple[str, ...] = told(check.texts, "host names, by node rank")
+    world_size: int | None = told(check.count, "ranks; 0 where none was started")
+    ranks_per_node: int | None = told(check.count, "ranks on each node")
+    run_dir: str = told(check.path, "where the run lay then: a copy is known by it")
+    slurm_cluster: str = told(check.words, "SLURM's ClusterName")
+    token: str = told(check.identifier, "the attempt's own, by which it holds the fence")
+    by: str = told(check.words, "`start`, `restart` inside the allocation, or `batch`")
+    cpus: tuple[str, ...] = told(
+        check.texts, "of each rank of the first node, where they are bound"
+    )
+    job_started: float | None = told(check.moment, "the start of the job by the scheduler's word")
+    batch_started: float | None = told(check.moment, "the start of the batch script")
+    agent_started: float | None = told(check.moment, "the start of the agent")
+    imported: float | None = told(check.moment, "when the agent had imported what it needs")
+
+
+@event("phase", by="rank 0")
+class PhaseReached(LedgerFact):
+    """The ranks have come so far."""
+
+    name: str = told(check.words, "`initialised` or `first_step`")
+    device: str = told(check.words, "with `initialised`: the accelerator's name, or `cpu`")
+    data_s: float | None = told(check.seconds, "with `first_step`: waited for data so far")
+    save_s: float | None = told(check.seconds, "with `first_step`: stopped for saves so far")
+
+
+@event("mesh", by="rank 0")
+class MeshBuilt(LedgerFact):
+    """How `parallelize` has spread the model over the ranks."""
+
+    engine: str = told(check.words, "`engine.kind` as it was chosen")
+    ranks_per_node: int | None = told(check.count, "ranks on each node")
+    pp: int | None = told(check.count, "pipeline stages")
+    dp_replicate: int | None = told(check.count, "replicas")
+    dp_shard: int | None = told(check.count, "ranks that share one replica's parameters")
+    tp: int | None = told(check.count, "ranks of a tensor-parallel group")
+    ep: int | None = told(check.count, "ranks of an expert-parallel group")
+
+
+@event("interval", by="rank 0")
+class IntervalSet(LedgerFact):
+    """How often is saved from now on."""
+
+    seconds: float | None = told(check.seconds, "between two saves; 0 where steps count")
+    steps: int | None = told(check.count, "between two saves, where the setting counts steps")
+    why: str = told(check.words, "the setting that says so, or how it was chosen")
+    cost_s: float | None = told(check.seconds, "what a save was taken to cost")
+    mtbf_s: float | None = told(check.seconds, "the mean time between failures that was assumed")
+
+
+@event("save_mode", by="rank 0")
+class SaveModeSet(LedgerFact):
+    """Saves are not made in the background."""
+
+    mode: str = told(check.words, "`sync`")
+    why: str = told(check.words, "what is missing")
+
+
+@event("restored", by="rank 0")
+class CheckpointRestored(LedgerFact):
+    """A checkpoint was read, or there was none; the event's time is the end of it."""
+
+    step: int | None = told(check.count, "training goes on from here; 0 without a checkpoint")
+    checkpoint: str | None = told(check.words, "its name; none where nothing was restored", None)
+    from_world_size: int | None = told(check.count, "ranks that had written it")
+    world_size: int | None = told(check.count, "ranks that read it")
+    seconds: float | None = told(check.seconds, "that it took")
+    bytes_read: int | None = told(check.count, "by rank 0")
+    skipped: tuple[Skipped, ...] = told(
+        check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
+    )
+
+
+@event("steps", by="rank 0")
+class StepsDone(LedgerFact):
+    """A step mark: the steps since the one before it."""
+
+    first: int | None = told(check.count, "first step")
+    last: int | None = told(check.count, "last step")
+    sample_first: int | None = told(check.count, "samples consumed before the first step")
+    sample_last: int | None = told(check.count, "samples consumed after the last step")
+    loss: float | None = told(check.number, "of the last step; may be NaN or infinite")
+    grad_norm: float | None = told(check.number, "of the last step; may be NaN or infinite")
+    seconds: float | None = told(check.seconds, "for all steps, by the clock")
+    p50_s: float | None = told(check.seconds, "half of the steps took no longer")
+    p95_s: float | None = told(check.seconds, "95 % of the steps took no longer")
+    tokens: float | None = told(check.number, "trained on, all ranks")
+    flops: float | None = told(check.number, "that the model needed, all ranks")
+    skipped: int | None = told(check.count, "updates that were left out")
+    data_s: float | None = told(check.seconds, "waited for data in this attempt so far")
+    save_s: float | None = told(check.seconds, "stopped for saves in this attempt so far")
+    slow_rank: int | None = told(check.count, "the slowest rank")
+    slow_by: float | None = told(
+        check.seconds, "by which share its own work took longer than usual"
+    )
+    at_save: bool | None = told(
+        check.flag, "a save follows; its checkpoint holds the last step", None
+    )
+
+
+@event("saved", by="rank 0")
+class CheckpointSaved(LedgerFact):
+    """A checkpoint was committed."""
+
+    step: int = needed(check.count, "updates in it")
+    bytes: int | None = told(check.count, "its size")
+    seconds: float | None = told(check.seconds, "from its begin to its commit")
+    stall_s: float | None = told(check.seconds, "that training stood still")
+    waited_s: float | None = told(check.seconds, "that training waited for the save before")
+    mode: str = told(check.words, "`sync` or `async`")
+    checkpoint: str = told(check.words, "its name")
+    same_as_before: bool | None = told(check.flag, "not a bit differs from the one before", None)
+
+
+@event("save_failed", by="rank 0")
+class SaveFailed(LedgerFact):
+    """A save did not become a checkpoint; training goes on."""
+
+    step: int | None = told(check.count, "the step")
+    why: str = told(check.words, "what went wrong")
+
+
+@event("save_skipped", by="rank 0")
+class SaveSkipped(LedgerFact):
+    """A save that was due was left out."""
+
+    step: int | None = told(check.count, "the step")
+    why: str = told(check.words, "what kept it")
+
+
+@event("prune_failed", by="rank 0")
+class PruneFailed(LedgerFact):
+    """Old checkpoints could not be deleted."""
+
+    step: int | None = told(check.count, "the checkpoint after which it was tried")
+    why: str = told(check.words, "what went wrong")
+
+
+@event("verified", by="the login node")
+class CheckpointVerified(LedgerFact):
+    """`checkpoints verify --deep` has read every byte of a checkpoint, and it is right."""
+
+    step: int | None = told(check.count, "the step")
+    name: str = told(check.words, "its name")
+
+
+@event("checkpoint_set_aside", by="rank 0")
+class CheckpointSetAside(LedgerFact):
+    """A damaged checkpoint was moved out of the way of the loads."""
+
+    name: str = told(check.words, "its name")
+    step: int | None = told(check.count, "the step")
+    reason: str = told(check.words, "what is wrong with it")
+
+
+@event("imported", by="the login node")
+class CheckpointImported(LedgerFact):
+    """`checkpoints import` has made a checkpoint of a strange one."""
+
+    step: int | None = told(check.count, "the step that it was given")
+    bytes: int | None = told(check.count, "its size")
+    kind_of_source: str = told(check.words, "the format that was read")
+    source: str = told(check.path, "where it lay")
+
+
+@event("stop_requested", by="rank 0")
+class StopRequested(LedgerFact):
+    """All ranks have agreed to stop; the last save follows."""
+
+    cause: StopCause | None = told(check.one_of(StopCause), "what asked for it")
+    rank: int | None = told(check.count, "the writer")
+
+
+@event("stopped", by="rank 0")
+class TrainingStopped(LedgerFact):
+    """The ranks leave before the end of training, after the last save."""
+
+    step: int | None = told(check.count, "the step that they had come to")
+
+
+@event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")
+class TrainingDone(LedgerFact):
+    """Training has come to its end."""
+
+    step: int | None = told(check.count, "the last step")
+
+
+@event("profile_requested", by="rank 0")
+class ProfileRequested(LedgerFact):
+    """The ranks will trace these steps."""
+
+    first: int | None = told(check.count, "first step")
+    last: int | None = told(check.count, "last step")
+    ranks: tuple[int, ...] | None = told(check.counts, "that trace; none for all", None)
+    token: str = told(check.identifier, "that of the request")
+
+
+@event("profiled", by="rank 0")
+class ProfileWritten(LedgerFact):
+    """These steps were traced."""
+
+    first: int | None = told(check.count, "first step")
+    last: int | None = told(check.count, "last step")
+    ranks: tuple[int, ...] | None = told(check.counts, "that traced; none for all", None)
+    folder: str = told(check.path, "where the traces lie")
+
+
+@event("failure", by="the agent of node 0")
+class RankFailed(LedgerFact):
+    """The first failure of an attempt."""
+
+    rank: int | None = told(check.count, "who failed")
+    node: str = told(check.words, "where")
+    kind_of: str = told(check.words, "`exception`, `signal` or `exit`")
+    summary: str = told(check.words, "one line")
+    traceback: str = told(check.words, "its end, where it is one of Python")
+    others: tuple[int, ...] = told(check.counts, "ranks that failed after it")
+
+
+@event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")
+class AttemptEnded(LedgerFact):
+    """An attempt has ended."""
+
+    reason: EndReason = told(check.one_of(EndReason), "why", EndReason.UNKNOWN)
+    next: Next = told(check.one_of(Next), "what follows", Next.ASK_BATCH)
+    step: int | None = told(check.count, "the last step that is known of")
+    heard: float | None = told(check.moment, "the last sign of life of the ranks")
+    ended_at: float | None = told(check.moment, "the scheduler's end of that start")
+    detail: str = told(check.words, "one line more")
+    facts: Mapping[str, Any] = told(check.mapping, "what the scheduler said of the job")
+    by: str = told(check.words, "`agent`, `batch`, or `successor`: the next attempt")
+
+
+@event("requeued", by="the agent of node 0 or the batch side")
+class Requeued(LedgerFact):
+    """The scheduler runs the job again."""
+
+    by: str = told(check.words, "who asked: `agent`, `batch`, or `scheduler` by itself")
+    job_id: str = told(check.identifier, "the job, by the batch side")
+    restarts: int | None = told(check.count, "of the start that ends, by the batch side")
+
+
+@event("requeue_failed", by="the agent of node 0 or the batch side")
+class RequeueFailed(LedgerFact):
+    """The scheduler did not want to run the job again, or gave no answer."""
+
+    by: str = told(check.words, "`agent` or `batch`")
+    why: str = told(check.words, "what it said")
+
+
+@event("excluded", by="the agent of node 0")
+class NodesExcluded(LedgerFact):
+    """The job goes on without nodes that were found bad."""
+
+    nodes: tuple[str, ...] = needed(check.texts, "host names")
+
+
+@event("exclude_failed", by="the agent of node 0")
+class ExcludeFailed(LedgerFact):
+    """Bad nodes could not be kept out of the job's next start."""
+
+    why: str = told(check.words, "what the scheduler said")
+
+
+@event("run_stopped", by="the agent of node 0 or the batch side")
+class RunStopped(LedgerFact):
+    """Nothing follows of itself: a budget is spent, or a start would end as this one did."""
+
+    reason: EndReason = told(check.one_of(EndReason), "that of the attempt", EndReason.UNKNOWN)
+    exit_code: int | None = told(check.count, "of the job; see docs/exit-codes.md")
+    detail: str = told(check.words, "one line")
+
+
+@event("fenced", by="the agent of node 0")
+class AttemptFenced(LedgerFact):
+    """An attempt gave way to a newer one."""
+
+    job_id: str = told(check.identifier, "its job")
+
+
+@event("orphan_left", by="the agent of node 0")
+class OrphanLeft(LedgerFact):
+    """A job that is not the run's own has left without an attempt."""
+
+    job_id: str = told(check.identifier, "that job")
+    why: str = told(check.words, "how it is known")
+
+
+@event("preflight", by="the agent of node 0")
+class NodesChecked(LedgerFact):
+    """What the nodes were found to be before the ranks were started."""
+
+    bad: Mapping[str, str] = told(check.mapping, "what is wrong, by host name")
+    leave: bool = told(check.flag, "the job is run again without them")
+    no_answer: str = told(check.words, "nodes that did not answer")
+    collective: str = told(check.words, "what is wrong with what was tried between nodes")
+
+
+@event("environment", by="the agent of node 0")
+class EnvironmentSet(LedgerFact):
+    """What the ranks were given; `attempts/N/environment.json` has the values."""
+
+    site: str = told(check.words, "the preset")
+    nodes: int | None = told(check.count, "how many")
+    versions: Mapping[str, str] = told(
+        check.mapping, "of torch, NCCL, its plugin, and the GPU's name"
+    )
+    overridden: tuple[Mapping[str, str], ...] = told(
+        check.mappings,
+        "what the preset says and somebody has set otherwise: name, by, instead_of, value",
+    )
+    unset: tuple[str, ...] = told(check.texts, "variables of the job that the ranks do not get")
+    notes: tuple[str, ...] = told(check.texts, "what to know besides")
+
+
+@event("notified", by="the agent of node 0 or the batch side")
+class Notified(LedgerFact):
+    """Somebody was told, or was to be; see docs/notifications.md."""
+
+    what: str = told(check.words, "of what")
+    ok: bool = told(check.flag, "in every way that is set")
+    why: str = told(check.words, "what went wrong")
