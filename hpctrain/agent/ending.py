@@ -38,8 +38,8 @@ from hpctrain.plan.decide import (
     is_users,
 )
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import typed
 from hpctrain.run.event_fields import count, member
+from hpctrain.run.event_types import typed
 from hpctrain.run.fence import read_fence, started, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.ownership import job_spec

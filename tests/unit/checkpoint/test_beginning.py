@@ -12,13 +12,14 @@ from hpctrain.checkpoint.store.find import asked_step, newest_known
 from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemFault, TornCheckpoint
 from hpctrain.run import events as ledger
-from hpctrain.run.events import Event
 from hpctrain.settings.spec import Entry, Spec
 from tests.support import checkpoints as support
+from tests.support.ledger_runs import event_of
 
 
 def told(*facts):
-    return [Event(float(number), kind, 1, data) for number, (kind, data) in enumerate(facts)]
+    events = (event_of(float(number), kind, 1, data) for number, (kind, data) in enumerate(facts))
+    return [event for event in events if event is not None]
 
 
 ANEW = ("restored", {"step": 0, "checkpoint": None})

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.base.records import EndReason, JobFacts, Next, StopCause
 from hpctrain.plan.decide import EndFacts, decide, decide_end
-from hpctrain.run.events import Event
+from tests.support.ledger_runs import event_of
 
 RUNNING = JobFacts("RUNNING", restarts=1)
 
@@ -94,8 +94,8 @@ def test_a_finished_program_is_never_started_again(cause):
 
 
 SEEN = EndFacts("agent", "7", 1, 3, "crashed", scheduler=RUNNING, why="rank 1: killed")
-CANCEL = Event(0.0, "cancel_requested", None, {"job_id": "7", "save": True})
-CRASHES = [Event(0.0, "attempt_ended", n, {"reason": "crashed"}) for n in range(10, 15)]
+CANCEL = event_of(0.0, "cancel_requested", None, {"job_id": "7", "save": True})
+CRASHES = [event_of(0.0, "attempt_ended", n, {"reason": "crashed"}) for n in range(10, 15)]
 
 
 @pytest.mark.parametrize("events", [[], [CANCEL], CRASHES, [*CRASHES, CANCEL]])
@@ -139,6 +139,6 @@ def test_what_follows_an_end(changes, events, reason, following, code):
 
 
 def test_an_end_that_stands_in_the_ledger_already_counts_once():
-    own = Event(0.0, "attempt_ended", SEEN.attempt, {"reason": "crashed", "next": "ask_batch"})
+    own = event_of(0.0, "attempt_ended", SEEN.attempt, {"reason": "crashed", "next": "ask_batch"})
 
     assert decide_end(SEEN, [*CRASHES[:4], own]).next is Next.REQUEUE
