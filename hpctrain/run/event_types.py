@@ -14,7 +14,6 @@ value. tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold th
 from __future__ import annotations
 
 import dataclasses
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 from hpctrain.base.records import EndReason, Next, Skipped, StopCause
@@ -99,13 +98,9 @@ class LedgerFact:
             name: value for name, *_ in self._FIELDS if (value := getattr(self, name)) is not None
         }
 
-    def as_read(self) -> dict[str, Any]:
-        """The fields that were told, as JSON holds them."""
-        return {
-            name: _plain(value)
-            for name, _, default, *_ in self._FIELDS
-            if (value := getattr(self, name)) != default or isinstance(value, StrEnum)
-        }
+    def as_json(self) -> dict[str, Any]:
+        """All fields, as JSON holds them."""
+        return {name: _plain(getattr(self, name)) for name, *_ in self._FIELDS}
 
 
 def _plain(value: Any) -> Any:
@@ -159,8 +154,8 @@ class UnknownFact(LedgerFact):
     kind: str
     fields: Mapping[str, Any]
 
-    def as_read(self) -> dict[str, Any]:
-        """The fields that were told, as JSON holds them."""
+    def as_json(self) -> dict[str, Any]:
+        """The fields, as JSON holds them."""
         return dict(self.fields)
 
     def told(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Event:
     @property
     def data(self) -> dict[str, Any]:
         """The fields by name, for readers that do not know `fact` yet."""
-        return {**self.fact.as_read(), **self.extra}
+        return {**self.fact.as_json(), **self.extra}
 
 
 def append(

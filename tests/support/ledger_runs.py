@@ -110,8 +110,14 @@ def local_job(folder: Path, job_id: str, **fields: Any) -> None:
 
 
 def told(event: Event) -> dict[str, Any]:
-    """The fields of an event that were told, as JSON holds them."""
-    return {**event.fact.as_read(), **event.extra}
+    """The fields of an event that say something, as JSON holds them."""
+    fields = {**event.fact.as_json(), **event.extra}
+    return {name: value for name, value in fields.items() if says_something(value)}
+
+
+def says_something(value: object) -> bool:
+    """Whether it is more than what a field is that was not told."""
+    return not (value is None or value is False or value in ("", [], {}))
 
 
 def event_of(

@@ -45,7 +45,7 @@ def test_what_the_ledger_knows_of_saves(facts, known):
 
 
 def test_what_was_asked_holds_until_it_is_restored():
-    asked = ("submitted", {"from_step": 0})
+    asked = ("submitted", {"token": "t", "job_id": "7", "from_step": 0})
 
     assert asked_step(told(asked)) == 0
     assert asked_step(told(asked, ANEW)) is None

@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.events import parse
-from tests.support.ledger_runs import told
+from tests.support.ledger_runs import says_something, told
 from tests.support.old_run import OLD, copy_of_old_run
 
 if TYPE_CHECKING:
@@ -68,13 +68,8 @@ def test_every_field_of_its_ledger_is_read(old, name):
             written.pop("t"), written.pop("kind"), written.pop("attempt"),
         )  # fmt: skip
         assert as_words(told(event)) == {
-            name: value for name, value in as_words(written).items() if not says_nothing(value)
+            name: value for name, value in as_words(written).items() if says_something(value)
         }
-
-
-def says_nothing(value: object) -> bool:
-    """Whether it is what a field is that is not there."""
-    return value is None or value is False or value in ("", [], {})
 
 
 def as_words(fields: dict[str, Any]) -> dict[str, Any]:
