@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.node import RoundEnd
     from hpctrain.agent.stop_deadline import StopDeadline
-    from hpctrain.base.records import FailureReport, JobContext, JobControl, JobFacts
+    from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
 
 EXIT_TRY_LATER = 75

@@ -28,9 +28,10 @@ from hpctrain.run import fence
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
-    from hpctrain.base.records import FailureReport, JobContext, JobControl
+    from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
 
 RENDEZVOUS_S = 600

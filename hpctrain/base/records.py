@@ -1,19 +1,22 @@
-"""Records that travel between the login node, the batch script and the ranks, and two protocols.
+"""Records that travel between the login node, the batch script and the ranks.
 
-The protocols are what a run needs of a scheduler: `Cluster` on the login node, `JobControl` inside
-the job. Standard library only; nothing here knows SLURM, torch or the disk. The tests are those of
-the rooms that use it.
+Standard library only; nothing here knows SLURM, torch or the disk. The tests are those of the rooms
+that use it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+
+TERMINAL_JOB = "pid-"
+"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 
 
 class EndReason(StrEnum):
@@ -163,103 +166,6 @@ class JobRequest:
     script_path: Path
     """runs/<name>/jobs/<token>.sh, already written."""
     script: str
-
-
-class Cluster(Protocol):
-    """The login node's side of a scheduler (`slurm/` and `local/` implement it)."""
-
-    name: str
-
-    def here(self) -> str:
-        """Name of this very cluster, which has job ids of its own; "" where nobody can say."""
-
-    def submit(self, request: JobRequest) -> str:
-        """Start the job and return its id.
-
-        Raises:
-            ClusterError: refused; nothing was started.
-            ClusterUnreachable: no answer in time; the job may or may not have been accepted.
-        """
-
-    def find_job(self, token: str) -> JobInfo | None:
-        """The job that was submitted with this token, if the scheduler knows one.
-
-        Raises:
-            ClusterUnreachable: the scheduler gave no answer.
-        """
-
-    def job(self, job_id: str) -> JobInfo | None:
-        """What is known of a job; None when the scheduler has forgotten it.
-
-        Raises:
-            AccountingSilent: it has, and its accounting gave no answer.
-            ClusterUnreachable: the scheduler gave no answer.
-        """
-
-    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
-        """Every start of these jobs that accounting remembers; none where there is no accounting.
-
-        Raises:
-            ClusterUnreachable: accounting gave no answer in time.
-        """
-
-    def survey(self, job_ids: Sequence[str]) -> Cluster:
-        """The same, for a look at many of this user's jobs at once, with few questions in all.
-
-        It asks once at most and answers from that, so it is for one look only.
-
-        Args:
-            job_ids: All that accounting may be asked about.
-        """
-
-    def cancel(self, job_id: str) -> None:
-        """Cancel a pending or running job.
-
-        Raises:
-            ClusterError: refused, or no answer.
-        """
-
-
-class JobControl(Protocol):
-    """A job's view of its own scheduler, from inside the allocation."""
-
-    def facts(self) -> JobFacts:
-        """Ask about our own job.
-
-        Raises:
-            ClusterUnreachable: the command is not here, or gave no answer in time.
-        """
-
-    def previous_end(self) -> EndReason:
-        """Why this job's previous start ended; UNKNOWN where the scheduler does not remember."""
-
-    def previous_stop(self) -> float | None:
-        """When this job's previous start ended, seconds since the epoch; None where unknown."""
-
-    def exclude(self, nodes: Sequence[str]) -> None:
-        """Keep nodes out of the job's next start, after a requeue; without effect elsewhere.
-
-        Raises:
-            ClusterError: refused, or no answer.
-        """
-
-    def requeue(self) -> None:
-        """Ask for this job to be run again; being requeued already counts as success.
-
-        Raises:
-            ClusterError: refused.
-            ClusterUnreachable: the command is not here, or gave no answer in time.
-        """
-
-    def forbid_requeue(self) -> None:
-        """Keep the scheduler from running this job again, whatever it meant to do.
-
-        For the end of a run. Without effect where the job is being run again already.
-
-        Raises:
-            ClusterError: refused.
-            ClusterUnreachable: the command is not here, or gave no answer in time.
-        """
 
 
 @dataclass(frozen=True)

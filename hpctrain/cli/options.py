@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hpctrain.base.env import HPCTRAIN_RUNS
+from hpctrain.scheduler.base import SCHEDULERS
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import EngineSettings
 
@@ -37,6 +38,11 @@ def runs_option(function: _Function) -> _Function:
         callback=lambda _ctx, _param, value: Path.cwd() / value,
         help=f"Folder of all runs (or {HPCTRAIN_RUNS}).",
     )(function)
+
+
+def cluster_option(text: str) -> Callable[[_Function], _Function]:
+    """`--cluster NAME`: one of the schedulers that there are."""
+    return click.option("--cluster", type=click.Choice(list(SCHEDULERS)), help=text)
 
 
 def json_option(function: _Function) -> _Function:

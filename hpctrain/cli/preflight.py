@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import cluster_option, json_option, runs_option
 
 if TYPE_CHECKING:
     from hpctrain.preflight.report import PreflightReport, Result
@@ -38,7 +38,7 @@ JOB_TIME = "0:20:00"
 @click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
 @click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU.")
 @click.option("--site", metavar="S", help="The cluster's preset: a name of `hpctrain sites list`.")
-@click.option("--cluster", type=click.Choice(["slurm", "local"]), help="Where to look.")
+@cluster_option("Where to look.")
 @click.option("--partition", help="SLURM partition(s).")
 @click.option("--account", help="Account to charge.")
 @click.option("--qos", help="Quality of service.")
@@ -105,7 +105,7 @@ def command(
         return _tell(report, as_json=as_json, strict=strict)
     preflight = make(spec, site, runs, bandwidth=bandwidth, try_s=try_timeout)
     try:
-        results += _accepted(preflight)
+        results += _accepted(preflight, spec.cluster)
         report = _report([], results)
         if report.status != "fail":
             reported = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
@@ -158,14 +158,13 @@ def _login(
     return spec, site, prepared.runs, results
 
 
-def _accepted(preflight: Preflight) -> list[Result]:
-    """What sbatch says of the job before it is submitted."""
+def _accepted(preflight: Preflight, cluster: str) -> list[Result]:
+    """What the scheduler says of the job before it is submitted."""
     if preflight.script is None:
         return []
-    from hpctrain.scheduler.slurm.command import run
-    from hpctrain.submit.preflight import check_accepted
+    from hpctrain.scheduler.base import get_cluster
 
-    return check_accepted(preflight.script, lambda words: run(words, query=False))
+    return get_cluster(cluster).check_script(preflight.script)
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
@@ -181,9 +180,10 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
     from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
+    from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.launch import name_here
 
-    if spec.cluster != "slurm":
+    if get_cluster(spec.cluster).on_this_machine:
         return
     well = [node for node in report.nodes if node not in report.bad]
     record_bad(bad_nodes_of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)

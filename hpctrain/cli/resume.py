@@ -90,9 +90,7 @@ def command(
     from hpctrain.settings.check_engine import engine_flags
     from hpctrain.settings.secrets import hide, secrets_in
     from hpctrain.submit.checks import of_slurm
-    from hpctrain.submit.launch import kept_out, launch
-    from hpctrain.submit.own_job import as_own_run
-    from hpctrain.submit.resume import ResumeRequest, change_spec, plan_resume, refuse_alive
+    from hpctrain.submit.resume import ResumeRequest, prepare_resume, resume_run
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")
@@ -107,25 +105,16 @@ def command(
         allow_locked=allow_locked,
         accounting=of_slurm(),
     )
-    spec, notes = change_spec(own_spec(run_dir, named=run, foreign=foreign), request)
-    refuse_alive(run_dir, spec)
-    spec, more = as_own_run(run_dir, spec)
-    notes += more
-    plan = plan_resume(run_dir, spec, from_step)
-    bad = kept_out(run_dir, spec, os.environ)
-    notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
-    secrets = secrets_in(spec)
+    spec = own_spec(run_dir, named=run, foreign=foreign)
+    prepared = prepare_resume(run_dir, spec, request, os.environ)
+    secrets = secrets_in(prepared.spec)
     if not as_json:
-        lines = [as_text(plan), *(f"note         {note}" for note in notes)]
+        lines = [as_text(prepared.plan), *(f"note         {note}" for note in prepared.notes)]
         click.echo(hide("\n".join(lines), secrets))
-    job_id = (
-        None
-        if dry_run
-        else launch(run_dir, spec, by="resume", from_step=from_step, exclude=list(bad))
-    )
+    job_id = None if dry_run else resume_run(run_dir, prepared, from_step)
     facts = {
-        "plan": plan.as_json(),
-        "notes": hide(notes, secrets),
+        "plan": prepared.plan.as_json(),
+        "notes": hide(prepared.notes, secrets),
         "job_id": job_id,
         "run_dir": str(run_dir.root),
     }

@@ -11,12 +11,12 @@ import click
 
 
 @click.command("init")
-@click.option("--from-slurm", is_flag=True, help="Ask the SLURM that answers here.")
+@click.option("--from-slurm", "source", flag_value="slurm", help="Ask the SLURM that answers here.")
 @click.option("--name", metavar="NAME", help="The site's name.  [default: SLURM's ClusterName]")
 @click.option(
     "--output", "-o", metavar="FILE", type=click.Path(path_type=Path), help="Write there, anew."
 )
-def command(*, from_slurm: bool, name: str | None, output: Path | None) -> None:
+def command(*, source: str | None, name: str | None, output: Path | None) -> None:
     """Write a draft of this cluster's preset from what SLURM tells of it.
 
     Partitions with their limits, GPUs and usable CPUs, preemption with grace and signal, KillWait.
@@ -31,12 +31,12 @@ def command(*, from_slurm: bool, name: str | None, output: Path | None) -> None:
     from datetime import date
 
     from hpctrain.errors import UsageError
-    from hpctrain.scheduler.slurm.facts import ask_cluster
+    from hpctrain.scheduler.base import get_cluster
     from hpctrain.site.draft import draft, site_name
 
-    if not from_slurm:
+    if source is None:
         raise click.UsageError("nothing to draft from; say --from-slurm.")
-    facts = ask_cluster()
+    facts = get_cluster(source).facts()
     chosen = name or (output.stem if output else site_name(facts.name))
     text = draft(facts, name=chosen, today=date.today().isoformat())  # noqa: DTZ011 - a day
     if output is None:

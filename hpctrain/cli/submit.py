@@ -6,13 +6,13 @@ tests/unit/cli/test_submit.py holds the promises.
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import (
+    cluster_option,
     engine_options,
     json_option,
     locked_option,
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.base.mesh import Mesh
-    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.spec import Spec
+    from hpctrain.submit.launch import Submitted
     from hpctrain.submit.prepare import Prepared, SubmitRequest
-
-DRY_RUN_TOKEN = "dry-run"  # noqa: S105 - stands where a submission's own token will stand
 
 EXAMPLES = """\b
 Examples:
@@ -71,11 +70,7 @@ class _Submit(click.Command):
     shell_complete=complete_site,
     help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
 )
-@click.option(
-    "--cluster",
-    type=click.Choice(["slurm", "local"]),
-    help="Where to run; slurm if there is an sbatch, else local: processes on this machine.",
-)
+@cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
 @click.option("--name", help="The run's name; the script's and a number by default.")
 @click.option("--partition", help="SLURM partition(s).")
 @click.option("--account", help="Account to charge.")
@@ -136,16 +131,18 @@ def command(
         accounting=of_slurm(),
         **flags,
     )
-    prepared = prepare(request)
     if dry_run:
-        _show(prepared, request, as_json=as_json)
+        _show(prepare(request), request, as_json=as_json)
         return 0
-    return _start(prepared, submit=not no_submit, wait=wait, as_json=as_json)
+    from hpctrain.submit.launch import submit_run
+
+    return _report(submit_run(request, start=not no_submit), wait=wait, as_json=as_json)
 
 
 def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     """Print what would be submitted."""
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import get_cluster
     from hpctrain.settings.secrets import hide
     from hpctrain.terminal import echo_json, echo_warning
 
@@ -155,12 +152,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
 
         plan_snapshot(spec.entry, spec.settings.run.snapshot)
     run = RunDir(prepared.runs / spec.name)
-    if spec.cluster == "slurm":
-        from hpctrain.scheduler.slurm.script import render_script
-
-        text = render_script(spec, run, DRY_RUN_TOKEN)
-    else:
-        text = _local_command(prepared)
+    text = get_cluster(spec.cluster).preview(spec, run, lambda: _environment(spec))
     text = str(hide(text, prepared.secrets))
     if as_json:
         from dataclasses import asdict
@@ -179,66 +171,25 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     click.echo(text, nl=not text.endswith("\n"))
 
 
-def _local_command(prepared: Prepared) -> str:
-    """What each rank of a local run executes, as one would type it."""
+def _environment(spec: Spec) -> dict[str, str]:
     from hpctrain.submit.launch import expected_environment
 
-    spec = prepared.spec
-    values = expected_environment(spec).values
-    env = [f"{name}={value.value}" for name, value in values.items()]
-    what = [spec.entry.path, *spec.entry.args] if spec.entry.path else ["-m", "hpctrain", "train"]
-    return (
-        f"# {spec.settings.slurm.nodes} node(s) as processes of this machine; each rank runs, "
-        "with torchrun's environment:\n"
-        f"cd {shlex.quote(spec.entry.cwd)} && {shlex.join(['env', *env, spec.python, *what])}\n"
-    )
+    return {name: value.value for name, value in expected_environment(spec).values.items()}
 
 
-def _start(prepared: Prepared, *, submit: bool, wait: bool, as_json: bool) -> int:
-    """Make the run and submit its job; a run that SLURM refused is taken back."""
-    from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
-    from hpctrain.submit.prepare import discard_run, make_run
-    from hpctrain.submit.snapshot import plan_snapshot
-
-    spec = prepared.spec
-    plan = plan_snapshot(spec.entry, spec.settings.run.snapshot)
-    run = make_run(prepared, plan.checkout)
-    job_id, notes = None, [*prepared.notes, *plan.notes]
-    if submit:
-        from hpctrain.submit.launch import kept_out, launch
-
-        bad = kept_out(run, spec, os.environ)
-        notes += [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
-        try:
-            job_id = launch(run, spec, by="submit", exclude=list(bad))
-        except ClusterUnreachable:
-            raise  # the job may have been accepted: its run must stay, `resume` finds it
-        except (ClusterError, UsageError):
-            discard_run(run, prepared.new_parent)
-            raise
-    return _report(prepared, run, job_id, notes, wait=wait, as_json=as_json)
-
-
-def _report(
-    prepared: Prepared,
-    run: RunDir,
-    job_id: str | None,
-    notes: list[str],
-    *,
-    wait: bool,
-    as_json: bool,
-) -> int:
+def _report(submitted: Submitted, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
     from hpctrain.terminal import echo_warning
 
+    prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
     spec = prepared.spec
     runs = runs_flag(prepared.runs)
     verbs = ("status", "logs -f", "cancel --save") if job_id else ("resume", "status")
     following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
     if as_json:
-        facts = _facts(prepared, run, job_id, notes, following)
+        facts = _facts(submitted, following)
         return conclude(run, prepared.runs, facts, wait=wait)
-    for note in notes:
+    for note in submitted.notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
     if spec.settings.engine.kind == "fsdp2":
@@ -273,22 +224,21 @@ def meshes_text(meshes: Mapping[int, Mesh]) -> str:
     return "; ".join(f"{nodes} nodes: {mesh.text}" for nodes, mesh in meshes.items())
 
 
-def _facts(
-    prepared: Prepared, run: RunDir, job_id: str | None, notes: list[str], following: list[str]
-) -> dict[str, Any]:
+def _facts(submitted: Submitted, following: list[str]) -> dict[str, Any]:
     from dataclasses import asdict
 
+    prepared, run = submitted.prepared, submitted.run
     spec = prepared.spec
     return {
         "run": run.name,
         "run_dir": str(run.root),
-        "job_id": job_id,
+        "job_id": submitted.job_id,
         "cluster": spec.cluster,
         "site": spec.site,
         "nodes": spec.settings.slurm.nodes,
         "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,
-        "notes": notes,
+        "notes": submitted.notes,
         "next": following,
     }

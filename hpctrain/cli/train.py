@@ -86,9 +86,10 @@ def command(
     from hpctrain.run.layout import RunDir
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.check_engine import engine_flags
+    from hpctrain.submit.launch import refuse_alive
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
-    from hpctrain.submit.resume import ResumeRequest, change_spec, refuse_alive
+    from hpctrain.submit.resume import ResumeRequest, change_spec
     from hpctrain.terminal import echo_warning
 
     root = runs_root(runs)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpctrain.base.records import JobControl, JobFacts
+    from hpctrain.base.records import JobFacts
     from hpctrain.runtime.save_policy import JobClock
+    from hpctrain.scheduler.base import JobControl
 
 POLL_S = 0.5
 

@@ -1,24 +1,59 @@
-"""The choice of a scheduler: the one place that knows all of them.
+"""What a run needs of a scheduler: `Cluster` on the login node, `JobControl` inside the job.
 
-Each is imported only when it is asked for, so nothing heavy comes with this module.
+Whoever writes a third scheduler reads this file, the records that it names (`base/records.py`) and,
+as an example, `tests/support/third_scheduler.py`. A scheduler
+
+- is a line in `SCHEDULERS`, which names a class of each kind, imported only when asked for,
+- starts one agent on each node: `hpctrain.agent.main.run_agent(run, context, control)`, with a
+  `JobContext` that says where in its job the node stands,
+- translates its own words into `JobState`, and its refusals into `ClusterError`, silence into
+  `ClusterUnreachable`.
+
+Nothing outside `scheduler` and `entry` knows which ones there are; .importlinter and
+tests/docs/test_seam.py hold that.
 """
 
 from __future__ import annotations
 
-import shutil
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.base.records import Cluster, JobControl
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-NAMES = ("slurm", "local")
+    from hpctrain.base.records import EndReason, JobFacts, JobInfo, JobRequest, JobStart
+    from hpctrain.preflight.report import Result
+    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.spec import Spec
+    from hpctrain.site.detect import ClusterFacts
 
 
-def default_cluster() -> str:
-    """The one to use where none is named: slurm where there is an sbatch, else local."""
-    return "slurm" if shutil.which("sbatch") else "local"
+@dataclass(frozen=True)
+class Scheduler:
+    """Where a scheduler's classes stand, as "module:Class", and what sentences call it."""
+
+    cluster: str
+    control: str
+    """Made with a job id and `restarts`, the restart count with which this process was started."""
+    title: str = "the cluster"
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "slurm": Scheduler(
+        "hpctrain.scheduler.slurm.client:SlurmCluster",
+        "hpctrain.scheduler.slurm.control:SlurmControl",
+        "SLURM",
+    ),
+    "local": Scheduler(
+        "hpctrain.scheduler.local.client:LocalCluster",
+        "hpctrain.scheduler.local.control:LocalControl",
+    ),
+}
+"""By the names that users give, in the order in which they are tried where none is named."""
 
 
 def get_cluster(name: str) -> Cluster:
@@ -27,15 +62,8 @@ def get_cluster(name: str) -> Cluster:
     Raises:
         UsageError: no such scheduler.
     """
-    if name == "slurm":
-        from hpctrain.scheduler.slurm.client import SlurmCluster
-
-        return SlurmCluster()
-    if name == "local":
-        from hpctrain.scheduler.local.client import LocalCluster
-
-        return LocalCluster()
-    raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(NAMES)}")
+    cluster: Cluster = _load(_known(name).cluster)()
+    return cluster
 
 
 def get_control(name: str, job_id: str, restarts: int) -> JobControl:
@@ -49,12 +77,219 @@ def get_control(name: str, job_id: str, restarts: int) -> JobControl:
     Raises:
         UsageError: no such scheduler.
     """
-    if name == "slurm":
-        from hpctrain.scheduler.slurm.control import SlurmControl
+    control: JobControl = _load(_known(name).control)(job_id, restarts=restarts)
+    return control
 
-        return SlurmControl(job_id, restarts=restarts)
-    if name == "local":
-        from hpctrain.scheduler.local.control import LocalControl
 
-        return LocalControl(job_id)
-    raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(NAMES)}")
+def default_cluster(environ: Mapping[str, str]) -> str:
+    """The first that can be used from here."""
+    return next(name for name in SCHEDULERS if not get_cluster(name).missing(environ))
+
+
+def title_of(name: str) -> str:
+    """What a sentence calls the scheduler; of an unknown one too."""
+    return SCHEDULERS[name].title if name in SCHEDULERS else Scheduler.title
+
+
+def _known(name: str) -> Scheduler:
+    if name not in SCHEDULERS:
+        raise UsageError(f"cluster {name!r} is not known; use one of {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name]
+
+
+def _load(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+class Cluster(Protocol):
+    """The login node's side of a scheduler. What has a body here may stay as it is.
+
+    Attributes:
+        name: By which users name it.
+        on_this_machine: Its nodes are processes of this machine: nobody else's limits hold for
+            them, and none of them is bad by itself.
+    """
+
+    name: str
+    on_this_machine: bool = False
+
+    def missing(self, environ: Mapping[str, str]) -> str:
+        """Why it cannot be used from a shell with these variables; "" where it can."""
+
+    def here(self) -> str:
+        """Name of this very cluster, which has job ids of its own; "" where nobody can say."""
+
+    def submit(self, request: JobRequest) -> str:
+        """Start the job and return its id.
+
+        Raises:
+            ClusterError: refused; nothing was started.
+            ClusterUnreachable: no answer in time; the job may or may not have been accepted.
+        """
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job that was submitted with this token, if the scheduler knows one.
+
+        Raises:
+            ClusterUnreachable: the scheduler gave no answer.
+        """
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What is known of a job; None when the scheduler has forgotten it.
+
+        Raises:
+            AccountingSilent: it has, and its accounting gave no answer.
+            ClusterUnreachable: the scheduler gave no answer.
+        """
+
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs that accounting remembers; none where there is no accounting.
+
+        Raises:
+            ClusterUnreachable: accounting gave no answer in time.
+        """
+
+    def survey(self, job_ids: Sequence[str]) -> Cluster:
+        """The same, for a look at many of this user's jobs at once, with few questions in all.
+
+        It asks once at most and answers from that, so it is for one look only.
+
+        Args:
+            job_ids: All that accounting may be asked about.
+        """
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a pending or running job.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
+    def render(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The script of one submission, which is kept as ``run.script(token)``.
+
+        Raises:
+            UsageError: a setting that no script can hold.
+        """
+
+    def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
+        """What `submit --dry-run` shows.
+
+        Args:
+            spec: The run.
+            run: Where it would lie.
+            env: Gives what the ranks will find in their environment, as far as it is known.
+        """
+        del env
+        return self.render(spec, run, "dry-run")
+
+    def facts(self) -> ClusterFacts:
+        """What the scheduler tells of this cluster, for a draft of its preset.
+
+        Raises:
+            ClusterUnreachable: it gave no answer.
+        """
+        raise UsageError(f"{self.name} tells nothing that a preset could be drafted from")
+
+    def check_settings(self, spec: Spec) -> list[Result]:
+        """What to warn of before a job, in a preflight."""
+        del spec
+        return []
+
+    def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The script of a job that looks at its nodes; "" where none is needed.
+
+        Args:
+            spec: A run's, but for what a preflight does without.
+            run: The preflight's folder.
+            token: The job's name.
+
+        Raises:
+            UsageError: a setting that no script can hold.
+        """
+        del spec, run, token
+        return ""
+
+    def check_script(self, script: Path) -> list[Result]:
+        """Whether the scheduler would take the script. Nothing is submitted."""
+        del script
+        return []
+
+    def start_preflight(
+        self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
+    ) -> PreflightJob:
+        """Start `hpctrain.preflight.node` on every node.
+
+        Args:
+            spec: As for `preflight_script`.
+            run: The preflight's folder; the script lies in ``run.script(token)``.
+            token: The job's name.
+            environ: Of this process.
+
+        Raises:
+            ClusterError: refused.
+            ClusterUnreachable: no answer.
+        """
+        del spec, run, token, environ
+        raise UsageError(f"{self.name} cannot look at its nodes")
+
+
+class PreflightJob(Protocol):
+    """A job that looks at its nodes."""
+
+    name: str
+
+    def waits_for(self) -> str:
+        """Why it does not run yet, "" where it runs."""
+
+    def is_over(self) -> bool:
+        """Whether nothing of it is left."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+    def release(self) -> None:
+        """Let go of what is left, once it has reported or was cancelled."""
+
+
+class JobControl(Protocol):
+    """A job's view of its own scheduler, from inside the allocation."""
+
+    def facts(self) -> JobFacts:
+        """Ask about our own job.
+
+        Raises:
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """
+
+    def previous_end(self) -> EndReason:
+        """Why this job's previous start ended; UNKNOWN where the scheduler does not remember."""
+
+    def previous_stop(self) -> float | None:
+        """When this job's previous start ended, seconds since the epoch; None where unknown."""
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Keep nodes out of the job's next start, after a requeue; without effect elsewhere.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
+    def requeue(self) -> None:
+        """Ask for this job to be run again; being requeued already counts as success.
+
+        Raises:
+            ClusterError: refused.
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """
+
+    def forbid_requeue(self) -> None:
+        """Keep the scheduler from running this job again, whatever it meant to do.
+
+        For the end of a run. Without effect where the job is being run again already.
+
+        Raises:
+            ClusterError: refused.
+            ClusterUnreachable: the command is not here, or gave no answer in time.
+        """

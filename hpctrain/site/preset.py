@@ -18,6 +18,8 @@ from hpctrain.site.schema import Preset
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from hpctrain.settings.spec import Spec
+
 FORMAT = 1
 """Of what `as_plain` gives."""
 
@@ -219,3 +221,12 @@ def _hashable(found: Iterable[PresetFinding]) -> list[PresetFinding]:
 
 def _plain(value: Any) -> Any:
     return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def site_of(spec: Spec) -> Site | None:
+    """The preset that the run was submitted with.
+
+    Raises:
+        UsageError: another version of hpctrain wrote it.
+    """
+    return None if spec.preset is None else Site.from_plain(spec.preset)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.base.records import JobInfo, JobState
+from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.run.find_run import runs_flag
 from hpctrain.status.status import Answer
@@ -22,10 +22,11 @@ from hpctrain.status.status import Answer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.base.records import Cluster, JobStart, Skipped
+    from hpctrain.base.records import JobStart, Skipped
     from hpctrain.history.rank_samples import RankSample
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import Checkpoint, RunStatus
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 ASKED_AT_ONCE = 8
 RANKS_TAIL_BYTES = 4 * 2**20
 """More than a line of ranks.jsonl takes with 16,384 ranks."""
-TERMINAL_JOB = "pid-"
-"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A prepared run handed to its cluster: never two writers, never an orphan job.
+"""A run handed to its cluster: never two writers, never an orphan job.
 
 The intent is written down before the scheduler is asked, with a token by which the job can be found
 again. If `sbatch` times out after it was accepted, or this process dies in between, the next
@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest, JobState
-from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive
+from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive, UsageError
 from hpctrain.history.run_state import OVER, ledger_state
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.scheduler.slurm.script import site_of
 from hpctrain.settings.check import node_range
 from hpctrain.site.environment import FLIGHT_RECORDER, Environment, Versions, derive, with_settings
+from hpctrain.site.preset import site_of
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
@@ -37,13 +37,65 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.base.records import Cluster, JobInfo
+    from hpctrain.base.records import JobInfo
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
+    from hpctrain.submit.prepare import Prepared, SubmitRequest
 
 ADOPT_WAIT_S = 20.0
 """After an sbatch without an answer: how long to look for a job that was accepted all the same."""
 LOOK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that was made.
+
+    Attributes:
+        prepared: What it was made from.
+        run: Its directory.
+        job_id: Of its job; None where none was to be started.
+        notes: What the user should know.
+    """
+
+    prepared: Prepared
+    run: RunDir
+    job_id: str | None
+    notes: list[str]
+
+
+def submit_run(request: SubmitRequest, *, start: bool = True) -> Submitted:
+    """Make a run with a copy of its code, and start its job; nothing stays of one that is refused.
+
+    Args:
+        request: What was asked.
+        start: False makes the directory only.
+
+    Raises:
+        ClusterUnreachable: no answer. The job may have been accepted, so the run stays, and
+            `resume` finds it.
+        HpctrainError: see `prepare` and `launch`.
+    """
+    from hpctrain.submit.prepare import discard_run, make_run, prepare
+    from hpctrain.submit.snapshot import plan_snapshot
+
+    prepared = prepare(request)
+    spec = prepared.spec
+    copy = plan_snapshot(spec.entry, spec.settings.run.snapshot)
+    run = make_run(prepared, copy.checkout)
+    notes = [*prepared.notes, *copy.notes]
+    if not start:
+        return Submitted(prepared, run, None, notes)
+    bad = kept_out(run, spec, request.environ)
+    try:
+        job_id = launch(run, spec, by="submit", exclude=list(bad))
+    except ClusterUnreachable:
+        raise
+    except (ClusterError, UsageError):
+        discard_run(run, prepared.new_parent)
+        raise
+    return Submitted(prepared, run, job_id, [*notes, *kept_out_notes(bad)])
 
 
 def launch(
@@ -117,6 +169,17 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
     return job
 
 
+def refuse_alive(run: RunDir, spec: Spec) -> None:
+    """Refuse while a job of the run may still write.
+
+    Raises:
+        RunAlive: with the job and what to do.
+    """
+    alive = live_job(run, get_cluster(spec.cluster))
+    if alive is not None:
+        raise refusal(run, alive)
+
+
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
@@ -155,7 +218,7 @@ def _submit(
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     renew_secret(run)
     token = new_token(run)
-    script = _script(run, without_nodes(spec, exclude), token)
+    script = cluster.render(without_nodes(spec, exclude), run, token)
     make_private_folder(run.jobs)
     write_private(run.script(token), script, mode=0o700)
     run.stop_request.unlink(missing_ok=True)
@@ -227,18 +290,8 @@ def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:
     return replace(spec, settings=settings)
 
 
-def _script(run: RunDir, spec: Spec, token: str) -> str:
-    if spec.cluster == "slurm":
-        from hpctrain.scheduler.slurm.script import render_script
-
-        return render_script(spec, run, token)
-    return (
-        f"#!/bin/sh\n# local cluster: {spec.python} -P -m hpctrain.entry.local_controller JOB_ID\n"
-    )
-
-
 def list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
-    """The user's list for the run's cluster: named by its site, else by SLURM's own name for it.
+    """The user's list for the run's cluster: by its site's name, else by the scheduler's for it.
 
     Homes are shared between clusters, and n001 of one is not n001 of another.
     """
@@ -250,25 +303,26 @@ def list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
 
 def name_here(spec: Spec) -> str:
     """What the user's list for this cluster is named by."""
-    if spec.site:
-        return spec.site
-    from hpctrain.scheduler.slurm.facts import cluster_name
-
-    return cluster_name() or spec.cluster
+    return spec.site or get_cluster(spec.cluster).here() or spec.cluster
 
 
 def kept_out(run: RunDir, spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Node to why the run's next job must not get it; none but on SLURM.
+    """Node to why the run's next job must not get it; none where all nodes are this machine.
 
     Both lists count: the user's, of `hpctrain preflight` on this cluster, and the run's own, of
     its attempts.
     """
-    if spec.cluster != "slurm":
+    if get_cluster(spec.cluster).on_this_machine:
         return {}
     lists = (list_of_user(spec, environ), bad_nodes_path(run))
     return {
         name: f"{bad.reason} ({path})" for path in lists for name, bad in read_bad(path).items()
     }
+
+
+def kept_out_notes(bad: Mapping[str, str]) -> list[str]:
+    """The same for the user to read."""
+    return [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
 
 
 def expected_environment(spec: Spec) -> Environment:

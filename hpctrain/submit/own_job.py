@@ -18,9 +18,10 @@ from hpctrain.run.event_fields import text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.base.records import Cluster, JobInfo
+    from hpctrain.base.records import JobInfo
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
 
 

@@ -1,11 +1,11 @@
 """Preflight from the login node: what can be told before a job, and the job that looks at nodes.
 
 `check_login` asks before a job does: under two seconds, nothing written. Most of it is `prepare`'s
-and raises there; this adds what is not an error but a warning, and asks SLURM.
+and raises there; this adds what is not an error but a warning.
 
-`make`, `start` and `wait` are for one job that looks at its nodes, on SLURM or as processes of this
-machine. The folder that the nodes write into lies beside the runs, so that it is the file system of
-the runs that is tried. It is removed when all is well.
+`make`, `start` and `wait` are for one job that looks at its nodes. The folder that the nodes write
+into lies beside the runs, so that it is the file system of the runs that is tried. It is removed
+when all is well.
 
 tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the promises.
 """
@@ -20,11 +20,9 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpctrain.base.files import follow_folder, make_runs_folder, read_text
-from hpctrain.base.records import JobState
-from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, HpctrainError
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.checks import Order, expected_of
 from hpctrain.preflight.checks_between import LOGIN
@@ -32,22 +30,18 @@ from hpctrain.preflight.node import ORDER, PROGRESS, REPORT
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, PreflightReport, Result
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.scheduler.local.preflight_nodes import LocalNodes
-from hpctrain.scheduler.slurm.command import run as run_command
-from hpctrain.scheduler.slurm.facts import submitted_here
-from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
 from hpctrain.settings.check import node_range
 from hpctrain.site.environment import Versions, derive
-from hpctrain.site.paths import data_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
+    from hpctrain.errors import HpctrainError
+    from hpctrain.scheduler.base import PreflightJob
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
 
     Say = Callable[[str], None]
-    TestOnly = Callable[[Sequence[str]], str]
 
 MOUNTS = Path("/proc/self/mountinfo")
 TIMEOUT_S = 1.0
@@ -57,12 +51,10 @@ SHARED_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs
              "pvfs", "orangefs", "glusterfs", "fuse", "afs", "cvmfs", "daos", "vast")  # fmt: skip
 LOCAL_FS = ("ext", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs", "f2fs", "vfat")
 FOLDER = ".preflight"
-BODY = "preflight.sh"
 POLL_S = 0.1
 ASK_EVERY_S = 2.0
 LAST_WORDS_S = 3.0
 """A job that is over may have written its report a moment ago: NFS shows it late."""
-SUBMIT_TIMEOUT_S = 60.0
 
 
 def check_login(
@@ -76,12 +68,12 @@ def check_login(
         runs: The folder of all runs, absolute.
         mounts: The kernel's table of mounts.
     """
-    slurm = spec.cluster == "slurm"
+    cluster = get_cluster(spec.cluster)
     return [
         *check_preset(site),
-        *(check_mount(runs, mounts) if slurm else []),
+        *([] if cluster.on_this_machine else check_mount(runs, mounts)),
         *check_room(runs),
-        *(check_options(spec.settings.slurm.extra) if slurm else []),
+        *cluster.check_settings(spec),
     ]
 
 
@@ -138,53 +130,9 @@ def check_room(folder: Path) -> list[Result]:
     return [Result("space", status, f"{free:.1f} GiB free in {place}", [], hint)]
 
 
-def check_options(extra: Sequence[str]) -> list[Result]:
-    """Options of the user's own that a run which is started again gets along with badly."""
-    results = []
-    for option in extra:
-        if option.replace(" ", "=") == "--open-mode=truncate":
-            text = "slurm.extra: --open-mode=truncate throws a job's output away at each requeue"
-            results.append(Result("options", WARN, text, [], "take it out"))
-        if option == "--no-requeue":
-            text = "slurm.extra: --no-requeue: a run that is preempted does not come back"
-            results.append(Result("options", WARN, text, [], "take it out"))
-    return results
-
-
-def check_accepted(script: Path, ask: TestOnly) -> list[Result]:
-    """What `sbatch --test-only` says of the script: partition, account, QOS, limits.
-
-    Args:
-        script: The batch script.
-        ask: Runs a command of SLURM's; see `scheduler.slurm.command.run`.
-    """
-    try:
-        ask(["sbatch", "--test-only", str(script)])
-    except ClusterUnreachable as error:
-        return [Result("sbatch", UNKNOWN, str(error))]
-    except ClusterError as error:
-        return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
-    return [Result("sbatch", OK, "accepts the job")]
-
-
 def refused(error: HpctrainError) -> Result:
     """What `prepare` found, as a result."""
     return Result("settings", FAIL, str(error))
-
-
-class Started(Protocol):
-    """A job that is under way."""
-
-    name: str
-
-    def waits_for(self) -> str:
-        """Why it does not run yet, "" where it runs."""
-
-    def is_over(self) -> bool:
-        """Whether nothing of it is left."""
-
-    def cancel(self) -> None:
-        """End it."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +142,7 @@ class Preflight:
     Attributes:
         run: The folder, laid out as a run's.
         token: The job's name.
-        script: The batch script; None on this machine.
+        script: The batch script; None where none is needed.
     """
 
     run: RunDir
@@ -228,22 +176,15 @@ def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: f
     (run.root / LOGIN).write_text(nonce)
     (run.root / "@key").write_text(secrets.token_hex(16))
     (run.root / "@key").chmod(0o600)
-    quiet = replace(spec.settings.slurm, signal_lead_s=0)
-    quiet.extra = [*quiet.extra, "--no-requeue"]
-    own = replace(spec, name="preflight", settings=replace(spec.settings, slurm=quiet))
+    own = replace(spec, name="preflight")
     own.dump(run.spec)
-    if spec.cluster != "slurm":
+    text = get_cluster(spec.cluster).preflight_script(own, run, token)
+    if not text:
         return Preflight(run, token, None)
-    body = body_path().read_text().rstrip("\n")
-    text = render_script(own, run, token).replace(body, _body(), 1)
     script = run.script(token)
     script.write_text(text)
     script.chmod(0o700)
     return Preflight(run, token, script)
-
-
-def _body() -> str:
-    return (data_dir("sbatch") / BODY).read_text().rstrip("\n")
 
 
 def _order(
@@ -257,53 +198,18 @@ def _order(
     return Order(expected, nonce, bandwidth=bandwidth, ranks=slurm.ranks(), timeout_s=try_s)
 
 
-def start(preflight: Preflight, spec: Spec, environ: Mapping[str, str]) -> Started:
+def start(preflight: Preflight, spec: Spec, environ: Mapping[str, str]) -> PreflightJob:
     """Start its job.
 
     Raises:
-        ClusterError: SLURM refused.
-        ClusterUnreachable: SLURM gave no answer.
+        ClusterError: refused.
+        ClusterUnreachable: no answer.
     """
-    if preflight.script is None:
-        count = node_range(spec.settings.slurm.nodes)[1]
-        return LocalNodes(preflight.run, preflight.token, count, spec.python, environ)
-    return SlurmJob(preflight.script)
+    cluster = get_cluster(spec.cluster)
+    return cluster.start_preflight(spec, preflight.run, preflight.token, environ)
 
 
-class SlurmJob:
-    """A job of SLURM's."""
-
-    def __init__(self, script: Path) -> None:
-        arguments = export_arguments(script.read_text())
-        command = ["sbatch", "--parsable", *arguments, str(script)]
-        self._job_id = submitted_here(run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False))
-        self._cluster = get_cluster("slurm")
-        self.name = f"job {self._job_id}"
-
-    def waits_for(self) -> str:
-        """SLURM's reason while it pends."""
-        with contextlib.suppress(ClusterUnreachable):  # asked again soon
-            job = self._cluster.job(self._job_id)
-            if job is not None and job.state in {JobState.PENDING, JobState.CONFIGURING}:
-                return job.reason or job.shown.lower()
-        return ""
-
-    def is_over(self) -> bool:
-        """Whether SLURM says so."""
-        try:
-            job = self._cluster.job(self._job_id)
-        except AccountingSilent:  # slurmctld itself has forgotten it
-            return True
-        except ClusterUnreachable:
-            return False
-        return job is None or not job.alive
-
-    def cancel(self) -> None:
-        """Cancel it."""
-        self._cluster.cancel(self._job_id)
-
-
-def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> PreflightReport:
+def wait(preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say) -> PreflightReport:
     """The report, once it is there; a job that leaves none is a failed check. Cancels on Ctrl-C.
 
     Args:
@@ -318,11 +224,12 @@ def wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> P
         job.cancel()
         raise
     finally:
-        if isinstance(job, LocalNodes):
-            job.cancel()
+        job.release()
 
 
-def _wait(preflight: Preflight, job: Started, *, timeout_s: float, say: Say) -> PreflightReport:
+def _wait(
+    preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say
+) -> PreflightReport:
     root = preflight.run.root
     lines_told, ask_at, over_at = 0, 0.0, None
     began: float | None = None

@@ -16,11 +16,13 @@ from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import look_anew
-from hpctrain.scheduler.slurm.script import site_of
 from hpctrain.settings.check import check
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
+from hpctrain.site.preset import site_of
 from hpctrain.submit.checks import check_hooks_here, check_versions, take_ds_config
+from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
+from hpctrain.submit.own_job import as_own_run
 from hpctrain.submit.site_checks import changed, check_site, forget_chosen, take_locks
 
 if TYPE_CHECKING:
@@ -168,15 +170,41 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     )
 
 
-def refuse_alive(run: RunDir, spec: Spec) -> None:
-    """Refuse while a job of the run may still write.
+@dataclass(frozen=True)
+class PreparedResume:
+    """A resume that could be started."""
+
+    spec: Spec
+    plan: ResumePlan
+    notes: list[str]
+    """What the user should know."""
+    exclude: list[str]
+    """Nodes that the job is kept off."""
+
+
+def prepare_resume(
+    run: RunDir, spec: Spec, request: ResumeRequest, environ: Mapping[str, str]
+) -> PreparedResume:
+    """Choose what the run goes on with. Writes nothing.
+
+    Args:
+        run: The run.
+        spec: As it was submitted.
+        request: What was asked.
+        environ: The user's.
 
     Raises:
-        RunAlive: with the job and what to do.
+        RunAlive: a job of the run may still write; with the job and what to do.
+        HpctrainError: see `change_spec` and `plan_resume`.
     """
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.launch import live_job, refusal
+    changed_spec, notes = change_spec(spec, request)
+    refuse_alive(run, changed_spec)
+    own, more = as_own_run(run, changed_spec)
+    plan = plan_resume(run, own, request.from_step)
+    bad = kept_out(run, own, environ)
+    return PreparedResume(own, plan, [*notes, *more, *kept_out_notes(bad)], list(bad))
 
-    alive = live_job(run, get_cluster(spec.cluster))
-    if alive is not None:
-        raise refusal(run, alive)
+
+def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> str:
+    """Start the run's next job; its id. See `launch` for what it raises."""
+    return launch(run, prepared.spec, by="resume", from_step=from_step, exclude=prepared.exclude)

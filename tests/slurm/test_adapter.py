@@ -397,7 +397,7 @@ def submit(tmp_path, token):
         assert text.count(" -m hpctrain.entry.slurm_task ") == 1
         text = text.replace(" -m hpctrain.entry.slurm_task ", f" {stand_in} ")
         run.script(token).write_text(text)
-        executor = HpctrainExecutor(run.jobs / token, run.script(token))
+        executor = HpctrainExecutor(run.jobs / token, run.script(token), 60.0)
         return run, executor.submit(StandIn(run.root, script)).job_id
 
     return submit_run

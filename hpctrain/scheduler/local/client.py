@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
@@ -22,13 +23,16 @@ from hpctrain.base.records import JobInfo, JobStart, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.base import Cluster
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.base.records import JobRequest
+    from hpctrain.scheduler.base import PreflightJob
+    from hpctrain.settings.spec import Spec
 
 PREFIX = "local-"
 OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
@@ -168,10 +172,16 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-class LocalCluster:
-    """Implements `records.Cluster`."""
+class LocalCluster(Cluster):
+    """Implements `Cluster`."""
 
     name = "local"
+    on_this_machine = True
+
+    def missing(self, environ: Mapping[str, str]) -> str:
+        """Nothing: there is always this machine."""
+        del environ
+        return ""
 
     def here(self) -> str:
         """No name: its jobs are known by their files alone."""
@@ -230,6 +240,33 @@ class LocalCluster:
         if not is_job_id(job_id):
             raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
         request(job_id, "cancel")
+
+    def render(self, spec: Spec, run: RunDir, token: str) -> str:
+        """A note for who looks for the script; a job's name is known by it."""
+        del run, token
+        start = f"{spec.python} -P -m hpctrain.entry.local_controller JOB_ID"
+        return f"#!/bin/sh\n# local cluster: {start}\n"
+
+    def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
+        """What each rank executes, as one would type it."""
+        del run
+        path, words = spec.entry.path, [f"{name}={value}" for name, value in env().items()]
+        what = [path, *spec.entry.args] if path else ["-m", "hpctrain", "train"]
+        command = shlex.join(["env", *words, spec.python, *what])
+        return (
+            f"# {spec.settings.slurm.nodes} node(s) as processes of this machine; each rank runs, "
+            "with torchrun's environment:\n"
+            f"cd {shlex.quote(spec.entry.cwd)} && {command}\n"
+        )
+
+    def start_preflight(
+        self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
+    ) -> PreflightJob:
+        """Start the nodes as processes."""
+        from hpctrain.scheduler.local.preflight_nodes import LocalNodes
+
+        count = node_range(spec.settings.slurm.nodes)[1]
+        return LocalNodes(run, token, count, spec.python, environ)
 
 
 def _read(job_id: str) -> LocalJobRecord | None:

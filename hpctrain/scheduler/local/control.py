@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class LocalControl:
-    """Implements `records.JobControl`."""
+    """Implements `JobControl`."""
 
-    def __init__(self, job_id: str) -> None:
-        """Speak of this job."""
+    def __init__(self, job_id: str, *, restarts: int | None = None) -> None:
+        """Speak of this job; its record counts the restarts."""
+        del restarts
         self._job_id = job_id
 
     def facts(self) -> JobFacts:

@@ -83,3 +83,7 @@ class LocalNodes:
                 os.killpg(node.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.wait(END_S)
+
+    def release(self) -> None:
+        """End what a node has left behind."""
+        self.cancel()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
+from hpctrain.scheduler.base import Cluster
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
 from hpctrain.scheduler.slurm.facts import name_here
 from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
@@ -29,18 +30,24 @@ from hpctrain.scheduler.slurm.parse import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hpctrain.base.records import JobInfo, JobRequest, JobStart
+    from hpctrain.preflight.report import Result
+    from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import PreflightJob
     from hpctrain.scheduler.slurm.parse import AccountRow
+    from hpctrain.settings.spec import Spec
+    from hpctrain.site.detect import ClusterFacts
 
 SUBMIT_TIMEOUT_S = 60.0
 FORGOTTEN = "invalid job id"
 NO_ACCOUNTING = "accounting storage is disabled"
 
 
-class SlurmCluster:
-    """Implements `records.Cluster` with sbatch, squeue, scontrol, sacct and scancel.
+class SlurmCluster(Cluster):
+    """Implements `Cluster` with sbatch, squeue, scontrol, sacct and scancel.
 
     Attributes:
         name: "slurm".
@@ -59,6 +66,11 @@ class SlurmCluster:
         self.submit_timeout_s = submit_timeout_s
         self.query_timeout_s = query_timeout_s
 
+    def missing(self, environ: Mapping[str, str]) -> str:
+        """Where there is an sbatch, there is SLURM."""
+        there = shutil.which("sbatch", path=environ.get("PATH", ""))
+        return "" if there else "there is no sbatch on PATH; go to a login node of the cluster"
+
     def here(self) -> str:
         """ClusterName, asked once in a process."""
         return name_here()
@@ -69,13 +81,13 @@ class SlurmCluster:
             raise CommandMissing(
                 "sbatch is not on PATH here: submit from a login node, or use --cluster local"
             )
-        from hpctrain.scheduler.slurm.executor import (
-            submit_agent,  # submitit: 0.1 s that only a submit pays
-        )
+        # submitit: 0.1 s that only a submit pays
+        from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
 
-        folder = request.script_path.with_suffix("")
+        path = request.script_path
+        executor = HpctrainExecutor(path.with_suffix(""), path, self.submit_timeout_s)
         try:
-            return submit_agent(folder, request.run_dir, request.script_path, self.submit_timeout_s)
+            return str(executor.submit(AgentTask(request.run_dir)).job_id)
         except ClusterUnreachable:
             raise
         except ClusterError as error:
@@ -123,6 +135,45 @@ class SlurmCluster:
         """Cancel the job; one that has ended already is left as it is."""
         _refuse_no_id(job_id)
         self._run("scancel", "--", job_id)
+
+    def render(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The batch script."""
+        from hpctrain.scheduler.slurm.script import render_script
+
+        return render_script(spec, run, token)
+
+    def facts(self) -> ClusterFacts:
+        """By scontrol, and sacctmgr where it answers."""
+        from hpctrain.scheduler.slurm.facts import ask_cluster
+
+        return ask_cluster()
+
+    def check_settings(self, spec: Spec) -> list[Result]:
+        """Options of the user's own that go badly with a run that is started again."""
+        from hpctrain.scheduler.slurm.preflight import check_options
+
+        return check_options(spec.settings.slurm.extra)
+
+    def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The batch script."""
+        from hpctrain.scheduler.slurm.preflight import render_preflight
+
+        return render_preflight(spec, run, token)
+
+    def check_script(self, script: Path) -> list[Result]:
+        """What `sbatch --test-only` says of it."""
+        from hpctrain.scheduler.slurm.preflight import check_accepted
+
+        return check_accepted(script, lambda words: run(words, query=False))
+
+    def start_preflight(
+        self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
+    ) -> PreflightJob:
+        """Submit its script."""
+        from hpctrain.scheduler.slurm.preflight import SlurmPreflight
+
+        del spec, environ
+        return SlurmPreflight(self, run.script(token))
 
     def _accounted(self, job_id: str) -> JobInfo | None:
         """The job's last state in accounting; None without an entry, and without accounting.

@@ -55,7 +55,7 @@ PREVIOUS_END = {
 
 
 class SlurmControl:
-    """Implements `records.JobControl` with scontrol.
+    """Implements `JobControl` with scontrol.
 
     Attributes:
         job_id: Our own job; ``A_t`` in an array, since ``A`` alone would requeue all its tasks.

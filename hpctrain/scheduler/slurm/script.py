@@ -63,6 +63,8 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         UsageError: a setting that a batch script cannot hold.
     """
     settings = spec.settings.slurm
+    from hpctrain.site.preset import site_of  # not for the batch script, which reads `body_path`
+
     site = site_of(spec)
     exports = {
         HPCTRAIN_RUN_DIR: str(run.root),
@@ -86,19 +88,6 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
 def body_path() -> Path:
     """Where the common part of all batch scripts lies, for `source` in a hand-written one."""
     return data_dir("sbatch") / BODY
-
-
-def site_of(spec: Spec) -> Site | None:
-    """The preset that the run was submitted with.
-
-    Raises:
-        UsageError: another version of hpctrain wrote it.
-    """
-    if spec.preset is None:
-        return None
-    from hpctrain.site.preset import Site
-
-    return Site.from_plain(spec.preset)
 
 
 def srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:

@@ -96,12 +96,13 @@ def test_what_needs_room_ends_in_one_line_that_names_the_file(running, runs, arg
 
 def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, monkeypatch, capsys):
     """The intent was written, sbatch has answered, and then the disk was full."""
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit import launch
 
     run = Story(runs / "lm").run
 
-    class Scheduler:
+    class Scheduler(Cluster):
         def here(self):
             return ""
 
@@ -112,6 +113,9 @@ def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, m
 
         def find_job(self, token):
             return token
+
+        def render(self, *_):
+            return "#!/bin/sh\n"
 
     scheduler = Scheduler()
     monkeypatch.setattr(launch, "get_cluster", lambda _: scheduler)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
+from hpctrain.base.records import JobInfo, JobState
 from hpctrain.checkpoint.exchange import (
     contents as source_contents,
 )
@@ -425,7 +426,7 @@ def test_a_live_run_and_a_taken_step_are_refused(run, call, tmp_path, monkeypatc
     assert "step 5 of lm-1 is there already" in call.refused(*words)
     monkeypatch.setattr(
         "hpctrain.submit.launch.live_job",
-        lambda *_: type("Job", (), {"job_id": "77", "state": "RUNNING"}),
+        lambda *_: JobInfo("77", JobState.RUNNING, alive=True),
     )
     words = (*words[:-1], 6)
     assert "lm-1 has job 77 (running), which may still write" in call.refused(*words)

@@ -7,7 +7,8 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.submit.preflight import check_accepted, check_mount, check_options, check_room
+from hpctrain.scheduler.slurm.preflight import check_accepted, check_options
+from hpctrain.submit.preflight import check_mount, check_room
 
 MOUNTS = """\
 21 1 8:1 / / rw - ext4 /dev/sda1 rw

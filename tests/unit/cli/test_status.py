@@ -199,7 +199,8 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
         survey=lambda _: scheduler,
         starts=lambda _: [],
     )
-    monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", lambda _: scheduler)
+    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
+        monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)
     _, screen, _ = run("lm", capsys=capsys)

@@ -10,8 +10,7 @@ import pytest
 from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
-
-read_id = HpctrainExecutor._get_job_id_from_submission_command
+from hpctrain.scheduler.slurm.facts import submitted_here as read_id
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
 
 
 @pytest.mark.parametrize(
-    "printed", ["4711\n", "4711;alps\n", b"4711\n", "Welcome to Alps!\nproject ok\n4711\n"]
+    "printed", ["4711\n", "4711;alps\n", "Welcome to Alps!\nproject ok\n4711\n"]
 )
 def test_job_id_is_read_whatever_the_site_prints_before_it(printed):
     assert read_id(printed) == "4711"
@@ -58,6 +57,26 @@ def test_a_script_of_an_older_version_finds_the_run_and_no_pickle_is_loaded(tmp_
 
     assert slurm_task.main([str(tmp_path / "jobs" / "tok")]) == 0
     assert started == [str(tmp_path)]
+
+
+def test_of_submitit_only_what_it_offers_is_overruled():
+    overruled = {name for name in vars(HpctrainExecutor) if not name.startswith("__")}
+
+    assert overruled - {"_abc_impl"} == {"affinity", "submit"}
+
+
+def test_the_script_is_submitted_and_nothing_is_pickled(tmp_path, commands):
+    sbatch = commands.parent / "bin" / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "sbatch $*" >> {commands}\necho "4711;alps"\n')
+    sbatch.chmod(0o755)
+    script = tmp_path / "tok.sh"
+    script.write_text("#!/bin/sh\n#SBATCH --export=NONE\n")
+
+    job = HpctrainExecutor(tmp_path / "tok", script, 20.0).submit(AgentTask(tmp_path))
+
+    assert job.job_id == "4711"
+    assert commands.read_text().splitlines()[0] == f"sbatch --parsable {script}"
+    assert not (tmp_path / "tok").exists()
 
 
 def test_interrupted_task_goes_on_as_itself(tmp_path):

@@ -11,6 +11,7 @@ from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.errors import ClusterError
 from hpctrain.run import events as ledger
+from hpctrain.scheduler.base import Cluster
 from hpctrain.scheduler.local.client import LocalCluster
 from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.settings.spec import load_spec
@@ -134,7 +135,7 @@ def test_nobody_guesses_where_scontrol_is_silent(original, asked, capsys):
     assert ledger.read(original.run)[-1].kind == "cancel_requested"
 
 
-class Scheduler:
+class Scheduler(Cluster):
     """Runs the original's job, and takes another."""
 
     name = "slurm"
@@ -151,6 +152,9 @@ class Scheduler:
     def submit(self, request):
         del request
         return "4712"
+
+    def render(self, *_):
+        return "#!/bin/sh\n"
 
 
 def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys):
@@ -175,7 +179,8 @@ def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys)
 
 def test_the_original_is_not_submitted_beside_its_job(original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", lambda _: scheduler)
+    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
+        monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
 
     assert main(["resume", "lm"]) == 5
 
