@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 from docs.draw_architecture import flow_svg, layers_svg
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
 
     from hpctrain.run.events import Event
     from hpctrain.status.status import RunStatus
@@ -67,11 +69,9 @@ def main() -> None:
 
 def svgs() -> dict[str, str]:
     """Each SVG's name and content."""
-    with _in_utc():
-        status, table = _status_text(_running_status()), _attempts_text(_done_status())
     return {
-        "status.svg": _screen(status, "hpctrain status demo"),
-        "attempts.svg": _screen(table, "hpctrain status demo"),
+        "status.svg": _screen(_print_status),
+        "attempts.svg": _screen(_print_attempts),
         "architecture.svg": flow_svg((PICTURES / "architecture.toml").read_text()),
         "layers.svg": layers_svg((HERE.parent / ".importlinter").read_text()),
     }
@@ -198,28 +198,37 @@ def _status_of(events: list[Event], job: Any) -> RunStatus:
 # ---- screens
 
 
-def _status_text(status: RunStatus) -> str:
-    from hpctrain.status.screen import as_text
-
-    return as_text(status, width=COLUMNS, color=True)
-
-
-def _attempts_text(status: RunStatus) -> str:
-    from hpctrain.status.tables import attempts_table
-
-    return attempts_table(status, COLUMNS)
-
-
-def _screen(text: str, command: str) -> str:
-    """A terminal as a picture."""
+def _screen(print_to: Callable[[Console], None]) -> str:
+    """What a command prints on a terminal, as a picture; nothing of this machine is in it."""
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console(record=True, width=COLUMNS, file=StringIO(), legacy_windows=False)
-    console.print(Text.from_ansi(text))
-    svg = console.export_svg(title=f"$ {command}", unique_id="hpctrain")
+    console = Console(
+        record=True,
+        width=COLUMNS,
+        file=StringIO(),
+        force_terminal=True,
+        no_color=False,
+        color_system="standard",
+        legacy_windows=False,
+        _environ={},
+    )
+    with _in_utc():
+        print_to(console)
+    svg = console.export_svg(title="$ hpctrain status demo", unique_id="hpctrain")
     # A picture that asks the network for its letters is none.
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+
+
+def _print_status(console: Console) -> None:
+    from hpctrain.status.screen import render
+
+    render(_running_status(), console)
+
+
+def _print_attempts(console: Console) -> None:
+    from hpctrain.status.tables import attempts_table
+
+    console.print(*attempts_table(_done_status(), COLUMNS), sep="\n")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,13 @@ ANEW = "run: make pictures"
 
 
 def test_every_svg_is_what_its_text_gives_on_any_machine(monkeypatch):
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    for name, value in {
+        "TZ": "Asia/Tokyo",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "COLUMNS": "60",
+    }.items():
+        monkeypatch.setenv(name, value)
     time.tzset()
 
     drawn = pictures.svgs()
