@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -81,6 +82,35 @@ def test_a_partition_that_slurm_does_not_have_is_one_line_and_leaves_nothing(slu
     assert "nosuch" in done.stderr or "partition" in done.stderr
     assert not (tmp_path / "runs").exists()
     assert not slurm.run("squeue", "-h").stdout
+
+
+def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_path):
+    """The agent, which cannot ask SLURM, and then the batch side, all between one SIGTERM and the
+    SIGKILL that follows it; of an end that comes later, the next start would write.
+    """
+    container = tmp_path / "container-python"
+    container.write_text(
+        '#!/bin/sh\ncase "$*" in *hpctrain.entry.slurm_task*) PATH=/none ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    container.chmod(0o755)
+    settings = SETTINGS | {"slurm.setup": [f"export HPCTRAIN_PYTHON={container}"]}
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=1", "--time=10", sets=settings)
+    run.wait_step(3)
+    mark = run.events("steps")[0]
+    told = json.dumps(mark.data | {"grad_norm": 0.123456789, "slow_by": 0.0123456789})[1:]
+    line = f'{{"t": {mark.t}, "kind": "steps", "attempt": 1, {told}\n'
+    with run.dir.events.open("a") as file:
+        file.write(line * (50_000_000 // len(line)))
+
+    urgent = slurm.submit_urgent(4)
+    back = slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    slurm.cancel(run.job_id)
+    slurm.cancel(urgent)
+
+    told = [(e.data["by"], e.data["next"]) for e in run.events("attempt_ended")]
+    assert told == [("agent", "ask_batch"), ("batch", "leave")], run.story()
+    assert back["Restarts"] == "1"
 
 
 def _signal_if_rank(pid):
