@@ -109,7 +109,7 @@ def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_pat
     slurm.cancel(urgent)
 
     told = [(e.data["by"], e.data["next"]) for e in run.events("attempt_ended")]
-    assert told == [("agent", "ask_batch"), ("batch", "leave")], run.story()
+    assert told == [("agent", "ask_batch"), ("batch", "leave")]
     assert back["Restarts"] == "1"
 
 
