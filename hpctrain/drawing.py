@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from rich.console import ConsoleOptions, RenderableType, RenderResult
     from rich.live import Live
+    from rich.progress import Progress
 
     from hpctrain.base.mesh import Mesh
 
@@ -42,6 +43,10 @@ _BAR = 16
 _ANY = 100_000
 """Columns for what is never cut, so that pipes and copied paths have all of it."""
 _BLANKS_AT_END = re.compile(r" +(\x1b\[0m)?$", re.MULTILINE)
+_AT_ONCE: dict[str, Any] = dict.fromkeys(
+    ("auto_refresh", "redirect_stdout", "redirect_stderr"), False
+)
+"""Drawn when something has changed, not by a thread of rich's."""
 Cell: TypeAlias = "str | Text"
 
 
@@ -180,23 +185,31 @@ def colored(stream: TextIO | None = None) -> bool:
 
 def drawn(renderable: RenderableType, width: int, *, color: bool = False) -> str:
     """As text, without blanks at the ends of lines; only lines that are `uncut` may be longer."""
-    console = _console(io.StringIO(), color=color, width=width, height=100)
+    console = _Console(io.StringIO(), color=color, width=width, height=100)
     with console.capture() as captured:
         console.print(Group(renderable), crop=False)  # bare text would lose what it says of itself
     return _BLANKS_AT_END.sub(r"\1", captured.get()).rstrip("\n")
 
 
-def _console(stream: TextIO, *, color: bool, **more: Any) -> Console:
-    """One that takes all text as it is and draws no glyph that a stream cannot show."""
-    return Console(
-        file=stream.stream if isinstance(stream, CleanedStream) else stream,
-        color_system="standard" if color else None,
-        legacy_windows=False,
-        markup=False,
-        emoji=False,
-        highlight=False,
-        **more,
-    )
+class _Console(Console):
+    """One that takes all text as it is, and draws no glyph that the user's language lacks."""
+
+    def __init__(self, stream: TextIO, *, color: bool, **more: Any) -> None:
+        super().__init__(
+            file=stream.stream if isinstance(stream, CleanedStream) else stream,
+            color_system="standard" if color else None,
+            legacy_windows=False,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            **more,
+        )
+
+    @property
+    def encoding(self) -> str:
+        """Of what is drawn, by which rich chooses its glyphs."""
+        names = (os.environ.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+        return super().encoding if "utf" in next(filter(None, names), "").lower() else "ascii"
 
 
 @dataclass(frozen=True)
@@ -221,50 +234,25 @@ class Framed:
         yield Text(self.footer, "dim")
 
 
-@dataclass(frozen=True)
-class ProgressText:
-    """A line on a live terminal: a text, and before it how much is done where there is room."""
-
-    text: str
-    share: float | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The bar and the text, cut to one line."""
-        from rich.progress_bar import ProgressBar
-
-        text = Text(clean(self.text), no_wrap=True, overflow="crop")
-        if self.share is None or options.max_width - text.cell_len - 2 < _BAR:
-            yield text
-            return
-        options = options.copy()
-        options.encoding = options.encoding if _has_utf8() else "ascii"
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        bar = ProgressBar(1, self.share, _BAR, complete_style="green", finished_style="green")
-        grid.add_row(bar, text)
-        yield from console.render(grid, options)
-
-
-def _has_utf8() -> bool:
-    names = (os.environ.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))
-    return "utf" in next(filter(None, names), "C").lower()
-
-
-def live(stream: TextIO, draw: Callable[[], RenderableType], *, screen: bool = False) -> Live:
-    """What is drawn over itself at each `refresh`, and is gone when it stops.
-
-    Args:
-        stream: Of a terminal that can be drawn over.
-        draw: Makes what is drawn; its text is cleaned already.
-        screen: Draw on the alternate screen.
-    """
+def live_screen(draw: Callable[[], RenderableType]) -> Live:
+    """The alternate screen of the terminal on stdout, drawn anew at each `refresh`."""
     from rich.live import Live
 
-    return Live(
-        console=_console(stream, color=colored(stream), force_terminal=True),
-        get_renderable=draw,
-        screen=screen,
-        transient=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
+    console = _Console(sys.stdout, color=colored(), force_terminal=True)
+    return Live(console=console, get_renderable=draw, screen=True, **_AT_ONCE)
+
+
+def live_line(stream: TextIO, *, bar: bool) -> Progress:
+    """A line on a terminal that changes and in the end is gone; task 0 says what it shows."""
+    from rich import progress
+    from rich.table import Column as TableColumn
+
+    console = _Console(stream, color=colored(stream), force_terminal=True)
+    one_line = TableColumn(no_wrap=True, overflow="crop")
+    text = progress.TextColumn("{task.description}", markup=False, table_column=one_line)
+    bars = [progress.BarColumn(_BAR)] if bar else []
+    line = progress.Progress(*bars, text, console=console, transient=True, **_AT_ONCE)
+    line.add_task("", total=1)
+    line.start()
+    console.show_cursor()  # who is killed or stopped here leaves the terminal as it was
+    return line

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import SPARSE_S, Meter
-from hpctrain.terminal import can_redraw
+from hpctrain.terminal import can_redraw, clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-    from rich.live import Live
+    from rich.progress import Progress
 
 DRAW_S = 0.2
 """Between two drawings on a terminal."""
@@ -70,9 +70,8 @@ class ProgressLine:
     out: TextIO
     sparse_s: float
     _shown: str = ""
-    _share: float | None = None
     _told: float | None = None
-    _live: Live | None = None
+    _live: Progress | None = None
 
     @property
     def in_place(self) -> bool:
@@ -89,8 +88,8 @@ class ProgressLine:
         if text == self._shown:
             return
         if self.in_place:
-            self._shown, self._share = text, share
-            self._draw()
+            self._shown = text
+            self._draw(text, share)
             return
         now = time.monotonic()
         if self._told is not None and now - self._told < self.sparse_s:
@@ -99,14 +98,13 @@ class ProgressLine:
         self.out.write(f"hpctrain: {text}\n")
         self.out.flush()
 
-    def _draw(self) -> None:
-        from hpctrain.drawing import ProgressText, live
+    def _draw(self, text: str, share: float | None) -> None:
+        from hpctrain.drawing import live_line
 
         if self._live is None:
-            self._live = live(self.out, lambda: ProgressText(self._shown, self._share))
-            self._live.start()
-            self._live.console.show_cursor()  # who is killed or stopped here leaves it behind
-        self._live.refresh()
+            self._live = live_line(self.out, bar=share is not None)
+        task = self._live.task_ids[0]
+        self._live.update(task, description=clean(text), completed=share, refresh=True)
 
     def erase(self) -> None:
         """Leave the terminal as it was; lines of a log stay."""

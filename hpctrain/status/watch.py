@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,9 +23,7 @@ from hpctrain.base.text import clock, duration
 from hpctrain.terminal import can_redraw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import FrameType, TracebackType
-    from typing import Self
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -135,18 +135,16 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
     Raises:
         KeyboardInterrupt: the user had enough; the terminal is as it was, with the last look on it.
     """
-    paper = _LinePrinter(interval_s, as_json=as_json)
-    if not as_json and can_redraw(sys.stdout):
-        paper = _Screen(interval_s)
+    drawn_over = not as_json and can_redraw(sys.stdout)
     lost = False
-    with paper:
+    with _on_screen(interval_s) if drawn_over else nullcontext(_of_news(as_json=as_json)) as show:
         while True:
             shown = look()
-            paper.show(shown)
+            show(shown)
             if shown.over and (shown.sure or lost):
                 return shown
             lost = shown.over
-            paper.wait()
+            time.sleep(interval_s)
 
 
 def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
@@ -159,98 +157,58 @@ def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
     return over, all(run.state is not RunState.LOST for run in runs)
 
 
-class _LinePrinter:
+def _of_news(*, as_json: bool) -> Callable[[Shown], None]:
     """Prints a look where it has news."""
+    news: list[Any] = []
 
-    def __init__(self, interval_s: float, *, as_json: bool = False) -> None:
-        self._interval_s = interval_s
-        self._as_json = as_json
-        self._news: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """There is nothing to put back."""
-
-    def show(self, shown: Shown) -> None:
-        """Print it if anything but ages has changed."""
-        if shown.news == self._news:
+    def show(shown: Shown) -> None:
+        if news and news[-1] == shown.news:
             return
-        if self._as_json:
-            click.echo(shown.as_json())
-        else:
-            gap = "" if self._news is None else "\n"
-            click.echo(gap + shown.as_text())
-        self._news = shown.news
+        gap = "\n" if news else ""
+        click.echo(shown.as_json() if as_json else gap + shown.as_text())
+        news[:] = [shown.news]
 
-    def wait(self) -> None:
-        """Until the next look."""
-        time.sleep(self._interval_s)
+    return show
 
 
-class _Screen(_LinePrinter):
-    """Draws a look over the one before."""
+@contextmanager
+def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
+    """Draws a look over the one before; the last one stays when the screen is given back."""
+    from hpctrain.drawing import Framed, live_screen
 
-    def __init__(self, interval_s: float) -> None:
-        from hpctrain.drawing import live
+    last: list[Shown] = []
 
-        super().__init__(interval_s)
-        self._last: Shown | None = None
-        self._live = live(sys.stdout, self._framed, screen=True)
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        # Ended or stopped in another way than by Ctrl-C, it would leave a screen without a cursor.
-        handlers = {
-            signal.SIGTERM: self._on_term,
-            signal.SIGTSTP: self._on_stop,
-            signal.SIGWINCH: self._on_resize,
-        }
-        self._before = {number: signal.signal(number, do) for number, do in handlers.items()}
-        self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.stop()
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        if self._last is not None and (kind is None or kind is KeyboardInterrupt):
-            click.echo(self._last.as_text())
-
-    def show(self, shown: Shown) -> None:
-        """Draw it."""
-        self._last = shown
-        self._live.refresh()
-
-    def _framed(self) -> RenderableType:
-        from hpctrain.drawing import Framed
-
+    def framed() -> RenderableType:
         now = time.time()
-        footer = f"{clock(now, now)}, again every {duration(self._interval_s)}; Ctrl-C ends"
-        return Framed(self._last.screen() if self._last else "", footer)
+        footer = f"{clock(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
+        return Framed(last[-1].screen() if last else "", footer)
 
-    def _on_term(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        sys.exit(TERMINATED)
+    def show(shown: Shown) -> None:
+        last[:] = [shown]
+        screen.refresh()
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+    def stop() -> None:
         """Ctrl-Z: give the terminal back until the shell continues us."""
-        del number, frame
-        self._live.stop()
+        screen.stop()
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._live.start(refresh=True)
+        screen.start(refresh=True)
 
-    def _on_resize(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._live.refresh()
+    screen = live_screen(framed)
+    # Ended or stopped in another way than by Ctrl-C, it would leave a screen without a cursor.
+    handlers: dict[int, Callable[[], object]] = {
+        signal.SIGTERM: partial(sys.exit, TERMINATED),
+        signal.SIGTSTP: stop,
+        signal.SIGWINCH: screen.refresh,
+    }
+    before = {n: signal.signal(n, lambda n, _: handlers[n]() and None) for n in handlers}
+    try:
+        with screen:
+            yield show
+    except (Exception, SystemExit):
+        last.clear()  # what went wrong is told where the screen would be
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if last:
+            click.echo(last[-1].as_text())
