@@ -21,6 +21,8 @@ from hpctrain.settings.schema import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from click.shell_completion import CompletionItem
+
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -150,3 +152,27 @@ def parse_since(text: str, now: float | None = None) -> float:
         raise UsageError(
             f"--since {text!r} is neither a span like 10m, 2h, 1d nor a time like 2026-01-31T04:15"
         ) from None
+
+
+def site_argument(function: _Function) -> _Function:
+    """`NAME`: a site's name, or the path of its .toml file."""
+    return click.argument("name", shell_complete=complete_site)(function)
+
+
+def complete_site(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Sites whose names begin so; files where it looks like a path."""
+    from click.shell_completion import CompletionItem
+
+    from hpctrain.errors import HpctrainError
+    from hpctrain.site.load import site_names
+
+    path = [CompletionItem(incomplete, type="file")]
+    if "/" in incomplete or incomplete.startswith("."):
+        return path
+    try:
+        names = site_names()
+    except HpctrainError:  # a completion has nowhere to say what is wrong
+        return path
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)] or path

@@ -1,30 +1,40 @@
-"""`hpctrain sites`: presets of clusters. Each command is a module of its own."""
+"""`hpctrain sites`: presets of clusters: list, show, detect and check them.
+
+tests/unit/cli/test_sites.py and test_sites_validate.py hold the promises.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.main import LazyGroup
+from hpctrain.cli.options import complete_site, json_option, site_argument
+from hpctrain.cli.sites_draft import init_command, probe_command, test_command
+from hpctrain.errors import ChecksFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpctrain.site.detect import Detected, Match
+    from hpctrain.site.environment import Environment
+    from hpctrain.site.preset import PresetFinding, Site
+
+BROKEN = "broken"
+_RUN_DIR = "RUN/attempts/N"
+_ABOUT = ("description", "stability", "reviewed", "contact", "url", "extends")
+_COLORS = {"error": "red", "warning": "yellow", "debug": "cyan"}
+"""Levels of findings, the worst first."""
+_COUNTED = {
+    "error": ("error", "errors"),
+    "warning": ("warning", "warnings"),
+    "debug": ("value without a reason", "values without a reason"),
+}
 
 
-class _Sites(LazyGroup):
-    table: ClassVar = {
-        "list": ("hpctrain.cli.sites_list", "Every site that there is a preset for."),
-        "show": ("hpctrain.cli.sites_show", "What a preset says, and where each value stands."),
-        "detect": ("hpctrain.cli.sites_detect", "Which site this is, and by what it is known."),
-        "validate": ("hpctrain.cli.sites_validate", "Hold presets against what NCCL and SLURM do."),
-        "init": ("hpctrain.cli.sites_init", "Write a draft of this cluster's preset."),
-        "test": ("hpctrain.cli.sites_test", "Render job scripts and ask sbatch about them."),
-        "probe": ("hpctrain.cli.sites_probe", "On a compute node: its interfaces and adapters."),
-    }
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Nothing: the exit codes stand in `hpctrain --help`."""
-
-
-@click.group(name="sites", cls=_Sites)
+@click.group(name="sites")
 def command() -> None:
     """Presets of clusters: show, detect, check and write them.
 
@@ -38,3 +48,355 @@ def command() -> None:
     HPCTRAIN_SITE_PATH, then ~/.config/hpctrain/sites, then site.toml beside hpctrain.toml.
     A file is laid on those of the same name in the layers below.
     """  # noqa: D301 - click wants the control character
+
+
+for _command in (init_command, probe_command, test_command):
+    command.add_command(_command)
+
+
+@command.command("list")
+@click.option("--all", "with_bases", is_flag=True, help="Bases for other presets too.")
+@json_option
+def list_command(*, with_bases: bool, as_json: bool) -> None:
+    """List every site that there is a preset for.
+
+    \b
+    reference   every value has a public source
+    local       written at the site
+    unverified  a skeleton, refused until an admin has completed it
+    base        only for other presets to extend (--all)
+    broken      its file cannot be read; what is wrong is told on stderr
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.site.load import site_files
+    from hpctrain.terminal import echo_json, echo_warning
+
+    rows = [_listed(name, files) for name, files in site_files().items()]
+    rows = sorted(
+        (row for row in rows if with_bases or row["stability"] != "base"),
+        key=lambda row: str(row["name"]),
+    )
+    if as_json:
+        echo_json(rows)
+        return
+    for row in rows:
+        if row["error"]:
+            echo_warning(row["error"])
+    cells = [
+        (row["name"], row["stability"], row["reviewed"] or None, row["description"], _files(row))
+        for row in rows
+    ]
+    from hpctrain.drawing import echo_table
+
+    echo_table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES"))
+
+
+def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
+    """What is told of a site; one that cannot be read hides none of the others."""
+    from hpctrain.errors import HpctrainError
+    from hpctrain.site.load import load_site
+
+    row: dict[str, Any] = {
+        "name": name,
+        "stability": BROKEN,
+        "description": "",
+        "reviewed": "",
+        "contact": "",
+        "files": [{"layer": layer, "path": str(path)} for layer, path in files],
+        "error": "",
+    }
+    try:
+        about = load_site(name).about
+    except HpctrainError as error:
+        return row | {"error": str(error)}
+    keys = ("stability", "description", "reviewed", "contact")
+    return row | {key: getattr(about, key) for key in keys}
+
+
+def _files(row: dict[str, Any]) -> str:
+    """The packaged file by its name, others by their path: they are what an admin looks for."""
+    from hpctrain.site.paths import PACKAGED
+
+    return ", ".join(
+        PACKAGED if one["layer"] == PACKAGED else str(one["path"]) for one in row["files"]
+    )
+
+
+def _versions(
+    _ctx: click.Context, _param: click.Parameter, values: Sequence[str]
+) -> dict[str, str]:
+    """`KEY=VERSION`s by key, refused where no condition of a preset asks for that key."""
+    names = ("nccl", "torch", "plugin", "gpu")
+    versions: dict[str, str] = {}
+    for text in values:
+        key, equals, value = text.partition("=")
+        if key not in names or not equals or not value:
+            raise click.BadParameter(f"{text}: write {', '.join(f'{k}=...' for k in names)}")
+        versions[key] = value
+    return versions
+
+
+@command.command("show")
+@site_argument
+@click.option("--origin", is_flag=True, help="Where each value stands: file, line and source.")
+@click.option("--env", "with_env", is_flag=True, help="The environment that ranks get.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
+@click.option(
+    "--assume",
+    metavar="KEY=VERSION",
+    multiple=True,
+    callback=_versions,
+    help="For --env: versions of nccl, torch or plugin, or the gpu's name; unknown ones hold for "
+    "no condition.",
+)
+@json_option
+def show_command(
+    *,
+    name: str,
+    origin: bool,
+    with_env: bool,
+    nodes: int | None,
+    assume: dict[str, str],
+    as_json: bool,
+) -> None:
+    """Show what a preset says: NAME is a site or a .toml file.
+
+    \b
+    hpctrain sites show frontier --origin
+    hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
+    hpctrain sites show ./mine.toml --json
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.site.load import load_site
+    from hpctrain.terminal import echo_json
+
+    if not with_env and (nodes is not None or assume):
+        raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
+    site = load_site(name, project=Path.cwd())
+    derived = _derived(site, nodes or 1, assume) if with_env else None
+    if as_json:
+        echo_json(_site_plain(site, derived))
+        return
+    _echo_head(site)
+    if derived is None:
+        _echo_values(site, origin=origin)
+    else:
+        _echo_environment(derived, origin=origin)
+
+
+def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
+    from hpctrain.site.environment import Versions, derive
+
+    return derive(site, nodes=nodes, versions=Versions(**assume), run_dir=_RUN_DIR)
+
+
+def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from hpctrain.site.preset import dotted
+
+    plain: dict[str, Any] = {"name": site.name}
+    plain |= {key: getattr(site.about, key) for key in _ABOUT}
+    plain["sources"] = site.about.sources
+    plain["files"] = [asdict(one) for one in site.files]
+    plain["values"] = {
+        dotted(path): asdict(leaf) | {"origin": site.where(*path)}
+        for path, leaf in site.leaves.items()
+        if len(path) > 1 and path[0] != "sources"
+    }
+    if derived is not None:
+        plain["environment"] = {name: asdict(one) for name, one in derived.values.items()}
+        plain["unset"] = list(derived.unset)
+        plain["notes"] = list(derived.notes)
+    return plain
+
+
+def _echo_head(site: Site) -> None:
+    """Who the site is: one line, and one for each fact that it has of itself."""
+    from hpctrain.drawing import echo_table
+
+    click.echo(f"{site.name}: {site.about.description or 'no description'}")
+    rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
+    rows += [("" if n else "files", one.path) for n, one in enumerate(site.files)]
+    echo_table(rows, indent=2)
+
+
+def _echo_values(site: Site, *, origin: bool) -> None:
+    from hpctrain.drawing import echo_table
+    from hpctrain.settings.fields import shown
+    from hpctrain.site.preset import dotted
+
+    rows: list[tuple[object, ...]] = []
+    for path, leaf in site.leaves.items():
+        if len(path) == 1 or path[0] == "sources":
+            continue
+        place = (f"{leaf.layer} {leaf.place}", leaf.source, leaf.why) if origin else ()
+        rows.append((dotted(path), shown(leaf.value), *place))
+    if rows:
+        click.echo()
+        header = ("KEY", "VALUE", "PLACE", "SOURCE", "WHY") if origin else ()
+        echo_table(rows, header=header)
+    if origin and site.about.sources:
+        click.echo()
+        echo_table(list(site.about.sources.items()), header=("SOURCE", ""))
+
+
+def _echo_environment(derived: Environment, *, origin: bool) -> None:
+    from hpctrain.drawing import echo_table
+    from hpctrain.terminal import echo_note
+
+    click.echo()
+    rows = [
+        (f"{name}={variable.value}", *([variable.origin] if origin else []))
+        for name, variable in sorted(derived.values.items())
+    ]
+    echo_table(rows)
+    for name in derived.unset:
+        click.echo(f"unset {name}")
+    for note in derived.notes:
+        echo_note(note)
+
+
+@command.command("detect")
+@json_option
+def detect_command(*, as_json: bool) -> None:
+    """Tell which site this is, and by what it is known.
+
+    Every site whose [detect] fits is listed with its reasons; the highest priority wins, then a
+    variable over a marker file over SLURM's ClusterName over the host's name. Exit code 2 where
+    nothing decides between two.
+
+    \b
+    hpctrain sites detect
+    hpctrain sites detect --json | jq -r .site
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.scheduler.slurm.facts import cluster_name
+    from hpctrain.site.detect import detect, look_around
+    from hpctrain.site.load import identities
+    from hpctrain.terminal import echo_json
+
+    here = look_around(os.environ, cluster_name)
+    detected = detect(identities(os.environ, project=Path.cwd()), here)
+    if as_json:
+        echo_json(_detected_plain(detected))
+    elif detected is None:
+        click.echo("no site matches here; --site NAME names one (`hpctrain sites list`)")
+    else:
+        cells = [
+            (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
+        ]
+        from hpctrain.drawing import echo_table
+
+        echo_table(cells)
+    if detected is not None:
+        detected.require_one()
+
+
+def _mark(match: Match, detected: Detected) -> str:
+    if match in detected.tied:
+        return "?"
+    return "*" if match == detected.chosen else " "
+
+
+def _reasons(match: Match) -> str:
+    passed_over = f" (passed over: {match.passed_over})" if match.passed_over else ""
+    return "; ".join(match.reasons) + passed_over
+
+
+def _detected_plain(detected: Detected | None) -> dict[str, Any]:
+    chosen = detected.chosen if detected else None
+    return {
+        "site": chosen.name if chosen else None,
+        "tied": [match.name for match in detected.tied] if detected else [],
+        "matches": [
+            {
+                "name": match.name,
+                "signal": match.signal.name.lower(),
+                "priority": match.priority,
+                "reasons": list(match.reasons),
+                "passed_over": match.passed_over,
+            }
+            for match in (detected.matches if detected else ())
+        ],
+    }
+
+
+@command.command("validate")
+@click.argument(
+    "sites", nargs=-1, required=True, metavar="FILE|NAME...", shell_complete=complete_site
+)
+@click.option(
+    "--strict", is_flag=True, help="Warnings and values without a reason fail the check too."
+)
+@json_option
+def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
+    """Hold presets against what NCCL, libfabric, torch and SLURM make of their values.
+
+    Says of each doubtful value where it stands, what its reader would do with it, and what to
+    write instead.
+
+    \b
+    error    the value does not do what it says
+    warning  it may well not
+    debug    one of NVIDIA's debugging variables, without `why = "..."` beside it
+
+    \b
+    hpctrain sites validate mine.toml
+    hpctrain sites validate frontier lumi-g --strict
+
+    Exit code 3 where there is an error; with --strict, where there is anything. A file that cannot
+    be read as a preset at all is exit code 2.
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.site.load import load_site
+    from hpctrain.site.validate import validate
+    from hpctrain.terminal import echo_json
+
+    found = [(site.name, validate(site)) for site in [load_site(one) for one in sites]]
+    every = _once(finding for _, findings in found for finding in findings)
+    failing = [one for one in every if strict or one.level == "error"]
+    if as_json:
+        echo_json([_findings_plain(name, findings) for name, findings in found])
+    else:
+        if every:
+            _echo_findings(every)
+        many = "site" if len(found) == 1 else "sites"
+        click.echo(f"{len(found)} {many} checked: {_counts(every)}")
+    if failing:
+        names = [name for name, findings in found if any(one in failing for one in findings)]
+        raise ChecksFailed(f"{_counts(failing)} in {', '.join(names)}")
+
+
+def _once(found: Iterable[PresetFinding]) -> list[PresetFinding]:
+    """Each finding once: what a base says is found in every preset that extends it."""
+    return list({(one.where, one.path, one.message): one for one in found}.values())
+
+
+def _echo_findings(found: Sequence[PresetFinding]) -> None:
+    """The findings as a table."""
+    from rich.text import Text
+
+    from hpctrain.drawing import echo_table
+
+    rows = [
+        (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
+        for one in found
+    ]
+    echo_table(rows, header=("WHERE", "LEVEL", "VALUE", ""))
+
+
+def _short(where: str) -> str:
+    """A place without the part of its path that is this directory's."""
+    here = f"{os.getcwd()}/"  # noqa: PTH109 - compared as text, and may be gone
+    return where.removeprefix(here)
+
+
+def _counts(findings: Sequence[PresetFinding]) -> str:
+    counts = [(sum(one.level == level for one in findings), level) for level in _COLORS]
+    told = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
+    return ", ".join(told) or "nothing found"
+
+
+def _findings_plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, Any]:
+    keys = ("level", "path", "value", "where", "message")
+    return {
+        "site": name,
+        "findings": [{key: getattr(one, key) for key in keys} for one in findings],
+    }

@@ -13,13 +13,13 @@ import click
 
 from hpctrain.cli.options import (
     cluster_option,
+    complete_site,
     engine_options,
     json_option,
     locked_option,
     profile_options,
     runs_option,
 )
-from hpctrain.cli.sites_names import complete_site
 from hpctrain.cli.wait import conclude, wait_option
 from hpctrain.run.find_run import runs_flag
 

@@ -292,6 +292,6 @@ def test_the_guides_commands_are_known():
     assert called
     for words in map(str.split, called):
         if words[0] == "sites":
-            assert words[1] in sites.table, words
+            assert words[1] in sites.commands, words
         else:
             assert words[0] in {*COMMANDS, "preflight"}, words

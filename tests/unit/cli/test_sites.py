@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from hpctrain.cli import sites_detect, sites_show
 from hpctrain.cli.main import main
+from hpctrain.cli.options import complete_site
 from hpctrain.cli.sites import command as sites
-from hpctrain.cli.sites_names import complete_site
+from hpctrain.cli.sites import detect_command, show_command
 from hpctrain.scheduler.slurm import facts
 from hpctrain.site import paths
 
@@ -200,15 +200,15 @@ def test_names_of_sites_complete(folder):
     assert names("j") == [("juniper", "plain")]
     assert names("") == [("fabric", "plain"), ("juniper", "plain")]
     assert names("./d") == [("./d", "file")]
-    argument = next(one for one in sites_show.command.params if one.name == "name")
+    argument = next(one for one in show_command.params if one.name == "name")
     assert argument._custom_shell_complete is complete_site
 
 
 def test_help_lists_every_command_and_has_examples(capsys):
     assert main(["sites", "--help"]) == 0
     out = capsys.readouterr().out
-    for name in sites.table:
+    for name in sites.commands:
         assert f"\n  {name} " in out
     assert "hpctrain sites show frontier --env --nodes 2" in out
-    for command in (sites_show.command, sites_detect.command):
+    for command in (show_command, detect_command):
         assert f"hpctrain sites {command.name}" in command.help

@@ -115,7 +115,7 @@ def test_an_unknown_name_exits_4_and_none_exits_2(site, capsys):
 
 @pytest.mark.parametrize(("typed", "completed"), [("jun", ["juniper"]), ("./mine.t", ["./mine.t"])])
 def test_names_and_files_are_completed(site, typed, completed):
-    from hpctrain.cli.sites_validate import command
+    from hpctrain.cli.sites import validate_command as command
 
     site("juniper", GOOD)
     (argument,) = [one for one in command.params if one.name == "sites"]
