@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+from hpctrain.base import log
 from tests.support import browser, client_disk, users
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -60,6 +61,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture(autouse=True)
+def _log_on_stderr() -> Iterator[None]:
+    """What a test's code logs is on its stderr, as a command's user sees it."""
+    with log.for_user():
+        yield
 
 
 @pytest.fixture(autouse=True)

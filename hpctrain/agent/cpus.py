@@ -12,6 +12,7 @@ of the reading, on trees as machines have them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.agent")
 
 Cpus = frozenset[int]
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -79,7 +82,7 @@ def bind(cpus: list[str]) -> None:
     try:
         os.sched_setaffinity(0, cpus_of(cpus[rank]))
     except OSError as error:  # slower, and no reason to stop
-        print(f"hpctrain: not bound to CPUs {cpus[rank]}: {error.strerror}", flush=True)
+        log.warning("not bound to CPUs %s: %s", cpus[rank], error.strerror)
 
 
 def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -> list[Cpus]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
 import tempfile
@@ -28,7 +29,6 @@ from hpctrain.base.env import (
     HPCTRAIN_JOB_ID,
     HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_NET_PLUGIN_VERSION,
-    HPCTRAIN_NODE,
     HPCTRAIN_RESTARTS,
     HPCTRAIN_RUN_DIR,
 )
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobContext
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.agent")
 
 COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE_CACHE_NAME = "hpctrain-compiled-{uid}"
@@ -175,7 +177,6 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     if COMPILE_CACHE_VARIABLE not in os.environ and COMPILE_CACHE_VARIABLE not in spec.env:
         os.environ[COMPILE_CACHE_VARIABLE] = str(compile_cache(run))
     os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
-    os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]
     os.environ[HPCTRAIN_JOB_ID] = context.job_id
     os.environ[HPCTRAIN_RESTARTS] = str(context.restarts)
     os.environ[HPCTRAIN_CLUSTER] = spec.cluster
@@ -221,5 +222,5 @@ def compile_cache(run: RunDir) -> Path:
             return folder
         why = f"{folder} is not this user's alone"
     other = run.root / "compiled"
-    print(f"hpctrain: what torch compiles is kept in {other}: {why}", flush=True)
+    log.warning("what torch compiles is kept in %s: %s", other, why)
     return other

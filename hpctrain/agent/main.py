@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,9 @@ from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.base import process
-from hpctrain.base.env import HPCTRAIN_BATCH_STARTED
+from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_NODE
 from hpctrain.base.files import follow_folder
+from hpctrain.base.log import hear_elastic
 from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
 from hpctrain.run import events as ledger
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.agent")
 
 RENDEZVOUS_S = 600
 PRELOAD = (
@@ -53,6 +55,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     but the first, whose code tells how the run stands (`errors.EXIT_CODES`).
     """
     signals.install()
+    os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
     spec = job_spec(run)
     first = context.node_rank == 0
@@ -62,7 +65,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
         ending.record_lost_attempt()
         if why := ending.is_over():
             ledger.record(run, "orphan_left", job_id=context.job_id, why=why)
-            print(f"hpctrain: {why}", flush=True)
+            log.warning("%s", why)
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.
             return RunAlive.exit_code
@@ -89,7 +92,7 @@ def _allow_connections(spec: Spec, context: JobContext) -> None:
     node = context.nodes[context.node_rank]
     warning = process.warning(world_size, process.raise_limit(), node)
     if warning:
-        print(f"hpctrain: {warning}", file=sys.stderr, flush=True)
+        log.warning("%s", warning)
 
 
 def _preload() -> None:
@@ -127,8 +130,7 @@ def _run_rounds(
 
     imported = time.time()
     cpus = cpus_of_ranks(spec, os.environ)
-    # The ledger and the ranks' logs tell what failed; torch's agent would tell it a third time.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    hear_elastic()
     deadline = StopDeadline(
         context,
         arrivals=signals.arrivals,

@@ -9,9 +9,9 @@ tests/unit/agent/test_notify.py holds the promises.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
+
+log = logging.getLogger("hpctrain.agent")
 
 SPARE_S = 5.0
 """Beyond `notify.timeout_s`: for the child's own start and its line in the ledger."""
@@ -80,7 +82,7 @@ def notify(run: RunDir, settings: NotifySettings, attempt: int) -> subprocess.Po
             start_new_session=True,
         )
     except OSError as error:  # no memory, no process to be had: the run's end goes on without it
-        print(f"hpctrain: nobody is notified: {error}", file=sys.stderr, flush=True)
+        log.warning("nobody is notified: %s", error)
         return None
     _started.append(child)
     return child

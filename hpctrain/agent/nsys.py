@@ -11,6 +11,7 @@ tests/unit/agent/test_nsys.py and tests/engines/test_nsys_run.py hold the promis
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.base.records import RankTask
+
+log = logging.getLogger("hpctrain.agent")
 
 
 def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:
@@ -62,13 +65,13 @@ def run_below(task: RankTask, rank: int, attempt_dir: Path) -> bool:
         return False
     nsys = shutil.which("nsys")
     if nsys is None:
-        print(f"hpctrain: there is no nsys on PATH: rank {rank} trains without it", flush=True)
+        log.warning("there is no nsys on PATH: rank %d trains without it", rank)
         return False
     folder = attempt_dir.parent.parent / "profile" / folder_name(int(attempt_dir.name))
     folder.mkdir(parents=True, exist_ok=True)
     program = own_program("hpctrain.agent.rank_exec", json.dumps(asdict(task)))
     words = command(nsys, folder / f"rank-{rank:05d}", program, in_range=task.nsys_in_range)
-    print(f"hpctrain: rank {rank} runs under {nsys}; its report goes to {folder}", flush=True)
+    log.info("rank %d runs under %s; its report goes to %s", rank, nsys, folder)
     parent = os.getpid()
     with subprocess.Popen(
         words,

@@ -12,6 +12,7 @@ test_failure_files.py hold the promises.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,7 @@ from hpctrain.agent import nsys, signals
 from hpctrain.agent.cpus import bind
 from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
+from hpctrain.base.log import configure
 from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.base.records import FailureReport, RankTask
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
@@ -35,6 +37,8 @@ from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import TracebackType
+
+log = logging.getLogger("hpctrain.agent")
 
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
@@ -58,6 +62,7 @@ def run_rank(task: RankTask) -> None:
     rank = int(os.environ["RANK"])
     attempt_dir = Path(os.environ[HPCTRAIN_ATTEMPT_DIR])
     print_to(rank_log_path(attempt_dir, rank))
+    configure(f"rank {rank}")
     bind(task.cpus)
     try:
         if not nsys.run_below(task, rank, attempt_dir):
@@ -137,7 +142,8 @@ def _run_program(task: RankTask) -> None:
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     frames = _own_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
     summary = traceback.format_exception_only(error)[-1].strip()
     code = error.code if isinstance(error, SystemExit) else 1
     report = FailureReport(
@@ -152,7 +158,7 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     try:
         replace_text(failure_path(attempt_dir, rank), json.dumps(asdict(report)))
     except OSError as problem:  # a full disk: the agent tells by the exit code
-        print(f"hpctrain: no report of this failure: {problem}", file=sys.stderr, flush=True)
+        log.warning("no report of this failure: %s", problem)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

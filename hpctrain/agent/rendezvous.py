@@ -10,6 +10,7 @@ the promises.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+log = logging.getLogger("hpctrain.agent")
+
 POLL_S = 0.1
+SAY_S = 30.0
+"""After this long node 0 says for whom it waits."""
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -96,15 +101,23 @@ class Rendezvous(StaticTCPRendezvous):
         here.set(str(self.rank), "")
         if self.rank != 0:
             return  # it waits for what node 0 says next
+        limit_s, place = self.timeout.total_seconds(), f"{self.master_addr}:{self.master_port}"
+        first_s = min(SAY_S, limit_s / 2)
+        if absent := self._absent(here, first_s):
+            log.warning("still waits at %s for the agents of %s", place, absent)
+            if absent := self._absent(here, limit_s - first_s):
+                raise ClusterError(
+                    f"the agents of {absent} did not come to {place} within {limit_s:g} s"
+                )
+
+    def _absent(self, here: Any, wait_s: float) -> str:
+        """The nodes whose agents do not come in that time."""
         try:
-            here.wait([str(rank) for rank in range(self.world_size)], self.timeout)
-        except RuntimeError as error:
+            here.wait([str(rank) for rank in range(self.world_size)], timedelta(seconds=wait_s))
+        except RuntimeError:
             absent = [name for rank, name in enumerate(self._nodes) if not here.check([str(rank)])]
-            raise ClusterError(
-                f"the agents of {', '.join(absent)} did not come to "
-                f"{self.master_addr}:{self.master_port} within "
-                f"{self.timeout / timedelta(seconds=1):g} s ({error})"
-            ) from error
+            return ", ".join(absent)
+        return ""
 
 
 class SignedStore:
@@ -147,10 +160,10 @@ class SignedStore:
         except Forged:
             if key not in self._told:
                 self._told.add(key)
-                print(
-                    f"hpctrain: another than this run's agents has written {key} into their store; "
-                    "it is not believed",
-                    flush=True,
+                log.warning(
+                    "another than this run's agents has written %s into their store; it is not "
+                    "believed",
+                    key,
                 )
             return None
 

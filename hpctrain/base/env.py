@@ -59,6 +59,9 @@ HPCTRAIN_FAULTS = "HPCTRAIN_FAULTS"
 """Faults to put into saves and restores. Set by users; read by every process."""
 HPCTRAIN_LOCAL_DIR = "HPCTRAIN_LOCAL_DIR"
 """Where local jobs live. Set by users; read by the local cluster."""
+HPCTRAIN_LOG_LEVEL = "HPCTRAIN_LOG_LEVEL"
+"""From which level on we log: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+Set by users; read by every process."""
 HPCTRAIN_NET_PLUGIN_VERSION = "HPCTRAIN_NET_PLUGIN_VERSION"
 """Version of NCCL's network plugin, which torch cannot be asked.
 Set by a site's modules or setup; read by agents."""

@@ -107,8 +107,12 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(VERSION, prog_name="hpctrain")
-def cli() -> None:
-    """Do nothing by itself: each command does."""
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Let what the command's code logs reach its user, and leave the rest to the command."""
+    from hpctrain.base.log import for_user
+
+    ctx.with_resource(for_user())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

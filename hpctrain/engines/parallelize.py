@@ -8,6 +8,7 @@ promises.
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from hpctrain.plan.mesh import ModelShape
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.engines")
 
 SPARE = "hpctrain_unused"
 
@@ -182,8 +185,8 @@ def _sharded(
 ) -> Engine:
     settings, world, mesh = inputs.settings, inputs.world, inputs.mesh
     if world.rank == 0 and not every_block(model):
-        name = type(model).__name__
-        print(f"hpctrain: {name} has no list of blocks: each pass gathers the whole model at once")
+        text = "%s has no list of blocks: each pass gathers the whole model at once"
+        log.warning(text, type(model).__name__)
     before = names_of(model)
     meshes = make_meshes(mesh, world.device)
     stages = None

@@ -9,6 +9,7 @@ promises.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
 from hpctrain.base.records import JobState
 from hpctrain.errors import HpctrainError
@@ -26,6 +28,8 @@ from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.local import client
 from hpctrain.scheduler.local.control import LocalControl
+
+log = logging.getLogger("hpctrain.entry")
 
 TICK_S = 0.05
 KILL_WAIT_S = 15.0
@@ -229,11 +233,12 @@ def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
 
 def main(arguments: list[str]) -> Any:
     """Serve one job."""
+    configure("batch")
     controller = Controller(arguments[0])
     try:
         return controller.serve()
     except HpctrainError as error:
-        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return controller.give_up(error.exit_code)
 
 

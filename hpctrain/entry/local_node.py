@@ -8,24 +8,29 @@ from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 signals.install()  # before anything heavy is imported
 
 import json  # noqa: E402
+import logging  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from hpctrain.agent.main import run_agent  # noqa: E402
+from hpctrain.base.log import configure  # noqa: E402
 from hpctrain.base.records import JobContext  # noqa: E402
 from hpctrain.errors import HpctrainError  # noqa: E402
 from hpctrain.run.layout import RunDir  # noqa: E402
 from hpctrain.scheduler.local.control import LocalControl  # noqa: E402
 
+log = logging.getLogger("hpctrain.entry")
+
 
 def main(argv: list[str]) -> int:
     """Run this node's agent; returns its exit code."""
+    configure("agent")
     context = JobContext(**json.loads(os.environ[HPCTRAIN_LOCAL_CONTEXT]))
     try:
         return run_agent(RunDir(Path(argv[0])), context, LocalControl(context.job_id))
     except HpctrainError as error:
-        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import socket
@@ -30,6 +31,7 @@ from hpctrain.base.env import (
     HPCTRAIN_PORT,
     HPCTRAIN_RESTARTS,
 )
+from hpctrain.base.log import configure
 from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
@@ -44,11 +46,14 @@ from hpctrain.scheduler.slurm.parse import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+log = logging.getLogger("hpctrain.entry")
+
 ASK_TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one of the three; the exit code is the batch script's."""
+    configure("batch")
     try:
         match list(argv):
             case ["before", root, _]:
@@ -73,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
                     f"hpctrain.entry.slurm_batch: {' '.join(argv)!r}: see its docstring"
                 )
     except HpctrainError as error:
-        print(f"hpctrain: error: {error}", file=sys.stderr)
+        log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
 
 
@@ -134,10 +139,10 @@ def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
         try:
             variables |= ask()
         except ClusterUnreachable as error:
-            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+            log.warning("%s; going on without it", error)
             break
         except (ClusterError, ValueError) as error:
-            print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+            log.warning("%s; going on without it", error)
     return variables
 
 
@@ -173,10 +178,12 @@ def _met_at(node: str, meeting: MeetingPoint) -> str:
     try:
         addresses = socket.getaddrinfo(name, None, family or socket.AF_UNSPEC)
     except (OSError, UnicodeError) as error:
-        print(
-            f"hpctrain: {name} has no {meeting.resolve if family else 'address'} here ({error}), "
-            "though the site's [network] says so; ranks meet at its own address instead",
-            file=sys.stderr,
+        log.warning(
+            "%s has no %s here (%s), though the site's [network] says so; ranks meet at its own "
+            "address instead",
+            name,
+            meeting.resolve if family else "address",
+            error,
         )
         return ""
     return str(addresses[0][4][0]) if family else name

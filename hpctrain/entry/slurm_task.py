@@ -19,10 +19,14 @@ OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno
 def main(argv: list[str]) -> int:
     """Run this node's part of the run; returns the exit code of the task."""
     signals.install()
+    import logging
     from pathlib import Path
 
+    from hpctrain.base.log import configure
     from hpctrain.errors import HpctrainError, UsageError
 
+    configure("agent")
+    log = logging.getLogger("hpctrain.entry")
     folder = Path(argv[0])
     try:
         from hpctrain.run.layout import RunDir
@@ -36,12 +40,12 @@ def main(argv: list[str]) -> int:
             "under the same path on every node"
         )
     except HpctrainError as error:
-        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
-        print(f"hpctrain: error: {folder}: {error}", file=sys.stderr, flush=True)
+        log.error("%s: %s", folder, error)  # noqa: TRY400 - the same
         return HpctrainError.exit_code
 
 

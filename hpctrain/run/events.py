@@ -21,10 +21,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
+
+log = logging.getLogger("hpctrain.run")
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 20
@@ -134,8 +136,7 @@ def record(
         append(run, fact, attempt=attempt, **fields)
     except OSError as error:
         kind = fact if isinstance(fact, str) else fact.kind
-        why = f"{run.events}: {error.strerror or error}"
-        print(f"hpctrain: the ledger misses {kind}: {why}", file=sys.stderr, flush=True)
+        log.warning("the ledger misses %s: %s: %s", kind, run.events, error.strerror or error)
         return False
     return True
 

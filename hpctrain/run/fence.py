@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
+
+log = logging.getLogger("hpctrain.run")
 
 LOCK_TIMEOUT_S = 120.0
 START_TRIES = 4
@@ -206,7 +209,7 @@ def _lock_at_start(run: RunDir) -> Iterator[None]:
             except RunLocked as error:
                 if not left:
                     raise
-                print(f"hpctrain: {error}; waiting on", flush=True)
+                log.warning("%s; waiting on", error)
             else:
                 break
         yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hpctrain.base.records import StopCause
     from hpctrain.run.layout import RunDir
     from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.runtime")
 
 
 def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
@@ -56,4 +58,4 @@ def write_outcome(
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(text))
     except OSError as error:  # the agent knows as much of a program that never leaves word
-        print(f"hpctrain: no word for the agent: {error}", file=sys.stderr, flush=True)
+        log.warning("no word for the agent: %s", error)

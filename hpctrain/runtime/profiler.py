@@ -13,6 +13,7 @@ tests/engines/test_profile_run.py holds the promises.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from hpctrain.runtime.telemetry import Stopwatch
     from hpctrain.settings.schema import ProfileSettings
     from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.runtime")
 
 MOST_ENTRIES = 200_000
 """Allocations that are remembered with their stacks; more would cost the host gigabytes."""
@@ -164,7 +167,7 @@ class Profiler:
             if self._recording and (left_s is None or left_s >= ENOUGH_S):
                 self._end()
             elif self._recording:
-                print("hpctrain: the profile is given up: there is no time to write it", flush=True)
+                log.warning("the profile is given up: there is no time to write it")
         except Exception as error:  # noqa: BLE001 - the same
             self._give_up(error)
         self._set_recording(on=False)
@@ -199,10 +202,7 @@ class Profiler:
 
     def _prepare(self, plan: Plan) -> None:
         if plan.memory and not self._history.start():
-            print(
-                "hpctrain: profile.memory has nothing to record: this rank trains on a CPU",
-                flush=True,
-            )
+            log.warning("profile.memory has nothing to record: this rank trains on a CPU")
         cuda = self._world.device.type == "cuda"
         self._tracer = _CudaRange() if HPCTRAIN_NSYS in os.environ else _Kineto(cuda=cuda)
         self._tracer.prepare()
@@ -279,7 +279,7 @@ class Profiler:
     def _explain(self, error: Exception, window: StepWindow | None) -> None:
         """Say what went wrong in the rank's log, and beside the traces."""
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"hpctrain: profiling has ended: {why}", file=sys.stderr, flush=True)
+        log.warning("profiling has ended: %s", why)
         if window is None or self._folder is None:
             return
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobFacts
     from hpctrain.runtime.save_policy import JobClock
     from hpctrain.scheduler.base import JobControl
+
+log = logging.getLogger("hpctrain.runtime")
 
 POLL_S = 0.5
 
@@ -123,11 +125,7 @@ class Rank0Requests:
         except Exception as error:  # noqa: BLE001 - a file server's hiccup, a stranger's file
             if what not in self._told:
                 self._told.add(what)
-                print(
-                    f"hpctrain: cannot look at {what} ({one_line(error)}); looks again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                log.warning("cannot look at %s (%s); looks again", what, one_line(error))
 
     def _look_for_stop(self) -> None:
         try:

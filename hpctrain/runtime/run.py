@@ -7,6 +7,7 @@ in a handler. tests/engines/test_resume.py and test_own_loop.py hold the promise
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from hpctrain.base.env import (
     HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_RUN_DIR,
 )
+from hpctrain.base.log import configure
 from hpctrain.base.records import StopCause
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.store.retention import sweep
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from hpctrain.run.fence import Attempt
     from hpctrain.settings.spec import Spec
 
+log = logging.getLogger("hpctrain.runtime")
+
 
 ASK_S = 2.0
 """So long may the scheduler take to say how long a preemption's grace time is."""
@@ -86,9 +90,13 @@ def init(settings: Settings | None = None) -> Run:
     Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
     directory: nothing is saved, and a stop signal ends it after the step in hand.
 
+    What we log goes to stderr, or through the program's own handlers where it has configured
+    logging.
+
     Args:
         settings: For programs that bring their own; otherwise the run's spec.json counts.
     """
+    configure(f"rank {os.environ.get('RANK', '0')}")
     root = os.environ.get(HPCTRAIN_RUN_DIR)
     run_dir = RunDir(Path(root)) if root else None
     spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
@@ -324,13 +332,13 @@ class Run:
         if late and not self._clock.has_stepped and not self._told_late:
             self._told_late = True
             left = (self._clock.end_time or now) - now
-            print(
-                f"hpctrain: the job ends in {left:.0f} s, and a stop with a save would have to "
-                f"begin {self._clock.lead_s():.0f} s before that (run.stop_margin_s, and a save of "
-                f"about {self._clock.expected_save_s():.0f} s); one step is tried all the same: "
-                "ask for more time (--time)",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "the job ends in %.0f s, and a stop with a save would have to begin %.0f s before "
+                "that (run.stop_margin_s, and a save of about %.0f s); one step is tried all the "
+                "same: ask for more time (--time)",
+                left,
+                self._clock.lead_s(),
+                self._clock.expected_save_s(),
             )
         return self._clock.is_due(now)
 
@@ -377,7 +385,7 @@ class Run:
         self._write_outcome("stopped", cause)
         self._profiler.close(self._left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
-            print(f"hpctrain: leaving at step {self.step} ({cause.value})", flush=True)
+            log.info("leaving at step %d (%s)", self.step, cause.value)
         if self._trackers is not None:
             self._trackers.close(self._left_s(cause))
         raise Stopped(0)
@@ -524,4 +532,4 @@ def _sweep(place: SavePlace) -> None:
     except Fenced:
         raise
     except CheckpointError as error:
-        print(f"hpctrain: {error}; the next attempt tries again", file=sys.stderr, flush=True)
+        log.warning("%s; the next attempt tries again", error)

@@ -6,7 +6,7 @@ tests/unit/runtime/test_saves.py and tests/engines/test_save_behind.py hold the 
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
     Snapshot = Callable[[], tuple[State, Manifest]]
+
+log = logging.getLogger("hpctrain.runtime")
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
@@ -226,7 +228,7 @@ class Saves:
             self._saver = None
             self._event("save_mode", mode="sync", why=missing)
             if self._world.rank == 0:
-                print(f"hpctrain: saves are synchronous: {missing}", file=sys.stderr, flush=True)
+                log.warning("saves are synchronous: %s", missing)
         return self._has_memory
 
     def _is_busy_and_skips(self, step: int) -> bool:
@@ -287,11 +289,10 @@ class Saves:
         if saved.state_digest == self._digest:
             # A step later no bit differs: the copy was made from tensors that are no longer used.
             stale = {"same_as_before": True}
-            print(
-                f"hpctrain: step {saved.step} holds the same bits as the checkpoint before it; "
-                "is the model that is trained the one that is tracked?",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "step %d holds the same bits as the checkpoint before it; is the model that is "
+                "trained the one that is tracked?",
+                saved.step,
             )
         self._digest = saved.state_digest
         self._event(
@@ -311,7 +312,7 @@ class Saves:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._event("save_failed", step=step, why=str(error))
-        print(f"hpctrain: {error}; training goes on", file=sys.stderr, flush=True)
+        log.warning("%s; training goes on", error)
 
     def _tell_interval(self) -> None:
         news = self._policy.news() if self._policy is not None else None

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import resource
 import statistics
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.runtime")
 
 SECONDS = ("wall_s", "data_s", "own_s")
 WHOLE = ("mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
@@ -284,7 +286,7 @@ class _Rank0Writer:
         """Said once: this may come every few seconds."""
         if not self._silent:
             self._silent = True
-            print(f"hpctrain: cannot write how the ranks do: {error}", file=sys.stderr, flush=True)
+            log.warning("cannot write how the ranks do: %s", error)
 
 
 class Stopwatch:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.runtime")
 
 MOST = 10_000
 """Logged steps that may wait for a tracker; what comes then is dropped, counted and told."""
@@ -184,12 +186,11 @@ def start_threads(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread
         try:
             make = find(name)
         except Exception as error:  # noqa: BLE001 - whatever its import does, the run goes on
-            text = " ".join(str(error).split())
-            print(
-                f"hpctrain: tracker {name} cannot be imported ({type(error).__name__}: {text}); "
-                "the run goes on without it",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "tracker %s cannot be imported (%s: %s); the run goes on without it",
+                name,
+                type(error).__name__,
+                " ".join(str(error).split()),
             )
             continue
         threads.append(TrackerThread(name, partial(make, run)))
@@ -318,8 +319,7 @@ class TrackerThread:
         return last
 
     def _tell(self, text: str) -> None:
-        stamp = time.strftime("%H:%M:%S")
-        print(f"hpctrain: {stamp} tracker {self.name}: {text}", file=sys.stderr, flush=True)
+        log.warning("tracker %s: %s", self.name, text)
 
 
 def start(run: TrackedRun) -> WandbTracker:
@@ -336,8 +336,7 @@ def start(run: TrackedRun) -> WandbTracker:
     try:
         return WandbTracker(run, "online")
     except Exception as error:  # noqa: BLE001 - no key, no permission: the data is kept all the same
-        text = " ".join(str(error).split())
-        print(f"hpctrain: wandb writes offline: {text}", file=sys.stderr, flush=True)
+        log.warning("wandb writes offline: %s", " ".join(str(error).split()))
         return WandbTracker(run, "offline")
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from hpctrain.testing.points import Reached
+
+log = logging.getLogger("hpctrain.testing")
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def _is_first(marker: Path) -> bool:
 def _say(fault: Fault, reached: Reached) -> None:
     """Nobody who reads the log of a run that was armed shall look for the fault elsewhere."""
     step = "" if reached.step is None else f", step {reached.step}"
-    print(f"fault: {fault.text} (rank {_rank(reached)}{step})", file=sys.stderr, flush=True)
+    log.warning("fault: %s (rank %d%s)", fault.text, _rank(reached), step)
 
 
 def _fail(fault: Fault, reached: Reached) -> None:

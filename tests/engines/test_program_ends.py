@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import time
 import weakref
 
@@ -108,6 +109,28 @@ def _order_of_ends():
 
 def test_the_group_of_a_model_goes_after_all_that_hold_it_without_python():
     assert launch(_order_of_ends, 1) == [([True, True], [None, None], None)]
+
+
+FAILS = """
+import logging, os, time
+if os.environ["RANK"] == "1":
+    logging.getLogger("hpctrain.runtime").info("is heard")
+    raise ValueError("mine")
+time.sleep(60)
+"""
+
+
+def test_what_ranks_and_agents_log_says_who_and_torchs_elastic_agent_is_heard(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    run = local_runs.start(tmp_path, "a", 1, 2, "--", str(tmp_path / "fails.py"))
+    assert local_runs.await_end(run)["reason"] == "user_error"
+
+    when = r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d local0"
+    text = (run / "attempts" / "0001" / "rank-00001.log").read_text()
+    assert re.search(f"{when} rank 1 attempt 1 hpctrain: is heard$", text)
+    (batch,) = (run / "jobs").glob("*.out")
+    elastic = r"agent attempt 1 torch.distributed.elastic\S+: failed \(exitcode: 1\) local_rank: 1"
+    assert len(re.findall(f"{when} {elastic}", batch.read_text())) == 1
 
 
 @pytest.mark.soak

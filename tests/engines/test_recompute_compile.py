@@ -328,7 +328,7 @@ def _sharded(blocks):
 
 def test_fsdp2_shards_layers_of_several_classes_one_by_one_and_says_where_there_are_none(capfd):
     assert launch(_sharded, 1, blocks=True) == [4]
-    assert not capfd.readouterr().out
+    assert not capfd.readouterr().err
     assert launch(_sharded, 1, blocks=False) == [1]
-    said = capfd.readouterr().out
+    said = capfd.readouterr().err
     assert "Sequential has no list of blocks: each pass gathers the whole model at once" in said

@@ -138,7 +138,7 @@ def load_slowly_rank(root):
 
     world = join_world()
     restore.time = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         got = _load(world, root, "ddp", read_once=False)
     assert got["wrong"] == []
     return said.getvalue().splitlines()

@@ -138,7 +138,7 @@ def test_stopping_waits_for_the_end():
         os.waitpid(pid, os.WNOHANG)
 
 
-def test_agents_that_do_not_come_are_named():
+def test_agents_that_do_not_come_are_named(capsys):
     from hpctrain.agent.rendezvous import Rendezvous
 
     nodes = ["n0", "n1", "n2"]
@@ -150,3 +150,5 @@ def test_agents_that_do_not_come_are_named():
             first.next_rendezvous()
     finally:
         first.close()
+    still = f"hpctrain: still waits at 127.0.0.1:{port} for the agents of n1, n2"
+    assert capsys.readouterr().err.splitlines().count(still) == 1, "told long before the end"

@@ -88,7 +88,7 @@ def _load(world, root, text, spoil=None):
             answer["step"] = restored.step
             answer["wrong"] = sharded.wrong(tensors, restored.step) if restored.step else []
     lines = said.getvalue().splitlines()
-    answer["said"] = [line for line in lines if line.startswith("hpctrain:")]
+    answer["said"] = [line for line in lines if not line.startswith("hpctrain: fault: ")]
     answer["touched"] = [n for n in before if not torch.equal(before[n], tensors[n])]
     return answer
 

@@ -9,7 +9,7 @@ promises are held by tests/unit/checkpoint/test_reader.py and test_beginning.py.
 from __future__ import annotations
 
 import errno
-import sys
+import logging
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,8 @@ from hpctrain.errors import FileSystemFault, IncompleteCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+log = logging.getLogger("hpctrain.checkpoint")
 
 T = TypeVar("T")
 
@@ -64,9 +66,10 @@ class Patience:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _tell(self, error: Exception, wait_s: float) -> None:
-        print(
-            f"hpctrain: {error}; tried again in {wait_s:g} s, for {self._left_s:g} s more of "
-            f"{self._all_s:g} s (checkpoint.patience_s)",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "%s; tried again in %g s, for %g s more of %g s (checkpoint.patience_s)",
+            error,
+            wait_s,
+            self._left_s,
+            self._all_s,
         )

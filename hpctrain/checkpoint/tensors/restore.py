@@ -13,7 +13,7 @@ The promises are held by tests/engines/test_save_and_restore.py and test_checkpo
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.checkpoint")
 
 BATCH_BYTES = 256 << 20
 """Host memory for what cannot be read straight into place, such as a device's memory."""
@@ -322,7 +324,7 @@ def _teller(name: str, total: int) -> Callable[[int], None]:
         meter.done += count
         now = time.monotonic()
         if meter.due(now):
-            print(f"hpctrain: {meter.text(now)}", flush=True)
+            log.info("%s", meter.text(now))
 
     return tell
 
@@ -408,11 +410,7 @@ def _bar(run: RunDir, attempt: Attempt) -> None:
     except Fenced:
         raise
     except CheckpointError as error:
-        print(
-            f"hpctrain: {error}; older attempts are kept out by the run's lock alone",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.warning("%s; older attempts are kept out by the run's lock alone", error)
 
 
 def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:

@@ -7,10 +7,12 @@ state. tests/unit/scheduler/test_slurm_parse.py holds the promises, on recorded 
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 import time
 from typing import NamedTuple
+
+log = logging.getLogger("hpctrain.scheduler")
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=")
 _COUNT = re.compile(r"[0-9]{1,11}")
@@ -182,7 +184,7 @@ def read_nodes(nodelist: str) -> list[str]:
     try:
         return expand_nodes(nodelist)
     except ValueError as error:
-        print(f"hpctrain: {error}; going on without it", file=sys.stderr)
+        log.warning("%s; going on without it", error)
         return []
 
 

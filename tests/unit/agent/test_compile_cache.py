@@ -55,7 +55,7 @@ def _file(path):
 def test_what_lies_ready_there_is_not_used(run, usual, squat, capsys):
     squat(usual)
     assert compile_cache(run) == run.root / "compiled"
-    assert str(usual) in capsys.readouterr().out
+    assert str(usual) in capsys.readouterr().err
 
 
 @pytest.mark.two_users

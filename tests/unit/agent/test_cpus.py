@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_be_bound_says_so_and_goes_on(monkeypatch, capsys):
     cpus.bind(["0"])
     cpus.bind([])
 
-    assert capsys.readouterr().out == "hpctrain: not bound to CPUs 4000: Invalid argument\n"
+    assert capsys.readouterr().err == "hpctrain: not bound to CPUs 4000: Invalid argument\n"
     assert os.sched_getaffinity(0) == before
 
 

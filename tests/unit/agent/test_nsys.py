@@ -40,7 +40,7 @@ def test_other_ranks_and_the_rank_below_nsys_run_where_they_are(tmp_path, monkey
 def test_without_an_nsys_the_rank_trains_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not run_below(TASK, 1, tmp_path)
-    assert "no nsys on PATH: rank 1 trains without it" in capsys.readouterr().out
+    assert "no nsys on PATH: rank 1 trains without it" in capsys.readouterr().err
 
 
 def test_what_runs_below_finds_hpctrain_first_and_keeps_the_users_paths():

@@ -68,7 +68,7 @@ def test_a_strangers_word_counts_for_nothing_and_is_told_once(stores, capsys, fo
     assert [other.get("round/0/news/0") for _ in range(3)] == [None] * 3
     with pytest.raises(TimeoutError, match="no agent said round/0/news/0"):
         other.wait("round/0/news/0", 0.0)
-    (told,) = capsys.readouterr().out.splitlines()
+    (told,) = capsys.readouterr().err.splitlines()
     assert "another than this run's agents has written round/0/news/0" in told
 
     one.set("round/0/news/0", {"ending": "killed"})

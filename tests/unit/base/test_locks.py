@@ -218,7 +218,7 @@ def test_a_start_waits_on_for_a_lock_and_says_so(run, monkeypatch, capfd):
 
         assert take_attempt(run, job_id="7", restarts=1).number == 2
 
-    told = capfd.readouterr().out.splitlines()
+    told = capfd.readouterr().err.splitlines()
     assert len(told) == 2
     assert all("lslocks" in line and line.endswith("waiting on") for line in told)
 
