@@ -15,7 +15,7 @@ test_full_disk.py and tests/slurm/test_requeue_path.py hold the promises.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.agent")
 
 EXIT_TRY_LATER = 75
 SUBMISSIONS = frozenset({"submit_intent", "submitted"})
@@ -513,7 +515,7 @@ def finish(
             code = side.finish()
             break
         except OSError as error:
-            print(f"hpctrain: {run.root} cannot be read: {error}", file=sys.stderr, flush=True)
+            log.warning("%s cannot be read: %s", run.root, error)
             if time.monotonic() > deadline:
                 return _without_ledger(start, control, sleep)
         sleep(READ_AGAIN_S)
@@ -539,7 +541,7 @@ def _without_ledger(
             sleep(start.pause_s())
             control.requeue()
     except ClusterError as error:
-        print(f"hpctrain: the job is not requeued: {error}", file=sys.stderr, flush=True)
+        log.warning("the job is not requeued: %s", error)
         return EXIT_TRY_LATER
     return 1 if following is Next.STOP else 0
 
@@ -571,7 +573,7 @@ class BatchScriptSide:
         try:
             self._tell()
         except Exception as error:  # noqa: BLE001 - news are worth less than the job's exit code
-            print(f"hpctrain: nobody is notified: {error}", flush=True)
+            log.warning("nobody is notified: %s", error)
         return code
 
     def wait_told(self) -> None:
@@ -617,7 +619,7 @@ class BatchScriptSide:
         try:
             self._control.forbid_requeue()
         except ClusterError as error:
-            print(f"hpctrain: the job may be started once more, in vain: {error}", flush=True)
+            log.warning("the job may be started once more, in vain: %s", error)
 
     def _has_left(self) -> bool:
         """Whether our agent found the run in other hands, or over, and left it alone."""
@@ -702,7 +704,7 @@ class BatchScriptSide:
         try:
             taken = take_attempt(self._run, job_id=start.job_id, restarts=start.restarts)
         except OSError as error:
-            print(f"hpctrain: this start is not counted: {error}", file=sys.stderr, flush=True)
+            log.warning("this start is not counted: %s", error)
             return None
         where = {"nodes": start.nodes, "job_started": start.start_time}
         self._end.add(
