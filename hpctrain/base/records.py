@@ -20,7 +20,7 @@ TERMINAL_JOB = "pid-"
 
 
 class EndReason(StrEnum):
-    """Why an attempt ended: a closed set."""
+    """Why an attempt ended: a closed set; docs/contributing.md says what another one needs."""
 
     COMPLETED = "completed"
     """The program returned; the run is done."""
