@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
@@ -37,9 +37,9 @@ from hpctrain.plan.decide import (
     is_requeued,
     is_users,
 )
+from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.event_types import typed
 from hpctrain.run.fence import read_fence, started, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.ownership import job_spec
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 EXIT_TRY_LATER = 75
-SUBMISSIONS = frozenset({"submit_intent", "submitted"})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
 """Before a requeue that no budget counts, since it could not be written down; twice as long after
 each restart of the job, so that a full disk makes no crash loop."""
@@ -68,6 +67,9 @@ UNREAD_S, READ_AGAIN_S = 60.0, 2.0
 """How long a file system is waited for that does not give the ledger, and how often it is asked."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 """Ends that come at the scheduler's pace."""
+_TELLING = kinds.StepsDone | kinds.CheckpointSaved | kinds.CheckpointRestored
+_STEPPED = _TELLING | kinds.TrainingStopped | kinds.TrainingDone
+T = TypeVar("T", bound=kinds.LedgerFact)
 
 
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
@@ -87,10 +89,9 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
 
 def last_step(events: list[ledger.Event], attempt: int | None) -> int | None:
     """The last step that an attempt is known to have done."""
+    own = [e.fact for e in events if e.attempt == attempt]
     steps = [
-        e.data.get("last" if e.kind == "steps" else "step")
-        for e in events
-        if e.attempt == attempt and e.kind in {"steps", "saved", "restored", "stopped", "done"}
+        f.last if isinstance(f, kinds.StepsDone) else f.step for f in own if isinstance(f, _STEPPED)
     ]
     return max((step for step in steps if step is not None), default=None)
 
@@ -126,19 +127,18 @@ class EndWriter:
         self._written.clear()  # it was among that
         return self.events
 
-    def add(self, kind: str, attempt: int | None, **fields: object) -> bool:
+    def add(self, fact: kinds.LedgerFact, attempt: int | None) -> bool:
         """Write a fact down; one that has no room on the disk counts here all the same."""
-        recorded = ledger.record(self._run, kind, attempt=attempt, **fields)
+        recorded = ledger.record(self._run, fact, attempt=attempt)
         kept = self._written if recorded else self._unwritten
-        fact = typed(kind, fields)
-        if fact is not None:
-            kept.append(ledger.Event(round(time.time(), 3), attempt, fact))
+        kept.append(ledger.Event(round(time.time(), 3), attempt, fact))
         return recorded
 
-    def last(self, kind: str, attempt: int | None) -> dict[str, Any] | None:
-        """The newest event of a kind that this attempt has."""
-        newest = [e.data for e in self.events if e.kind == kind and e.attempt == attempt]
-        return newest[-1] if newest and attempt is not None else None
+    def last(self, kind: type[T], attempt: int | None) -> T | None:
+        """The newest fact of a kind about this attempt."""
+        own = (e.fact for e in reversed(self.events) if e.attempt == attempt)
+        newest = (fact for fact in own if isinstance(fact, kind))
+        return None if attempt is None else next(newest, None)
 
     def carry_out(
         self,
@@ -159,23 +159,24 @@ class EndWriter:
         """
         attempt, following = facts.attempt, decision.next
         is_done = decision.reason is EndReason.COMPLETED and facts.by != "successor"
-        if is_done and self.last("done", attempt) is None:
+        if is_done and self.last(kinds.TrainingDone, attempt) is None:
             step = last_step(self.events, attempt) if facts.step is None else facts.step
-            self.add("done", attempt, step=step)
+            self.add(kinds.TrainingDone(step=step), attempt)
         recorded = attempt is not None and self.add(
-            "attempt_ended",
+            kinds.AttemptEnded(
+                reason=decision.reason,
+                next=following,
+                **self._last_seen(attempt),
+                ended_at=facts.ended_at,
+                detail=facts.why,
+                facts={} if facts.scheduler is None else dict(vars(facts.scheduler)),
+                by=facts.by,
+            ),
             attempt,
-            reason=decision.reason.value,
-            next=following.value,
-            **self._last_seen(attempt),
-            ended_at=facts.ended_at,
-            detail=facts.why,
-            facts={} if facts.scheduler is None else dict(vars(facts.scheduler)),
-            by=facts.by,
         )
         if decision.stopped:
-            stop = {"exit_code": decision.exit_code, "detail": decision.stopped}
-            self.add("run_stopped", attempt, reason=decision.reason.value, **stop)
+            code, why = decision.exit_code, decision.stopped
+            self.add(kinds.RunStopped(reason=decision.reason, exit_code=code, detail=why), attempt)
         if facts.has_successor:
             return CarriedOut(recorded)
         if following is Next.LEAVE:
@@ -193,14 +194,14 @@ class EndWriter:
         try:
             self._control.requeue()
         except ClusterError as error:
-            self.add("requeue_failed", facts.attempt, by=facts.by, why=str(error))
+            self.add(kinds.RequeueFailed(by=facts.by, why=str(error)), facts.attempt)
             return False
         self._note_requeue(facts, by=facts.by)
         return True
 
     def _note_requeue(self, facts: EndFacts, *, by: str) -> None:
-        start = {"job_id": facts.job_id, "restarts": facts.restarts}
-        self.add("requeued", facts.attempt, by=by, **start)
+        fact = kinds.Requeued(by=by, job_id=facts.job_id, restarts=facts.restarts)
+        self.add(fact, facts.attempt)
 
     def _exclude(self, attempt: int | None, nodes: Sequence[str]) -> None:
         """Where it does not work the job may get the same nodes again, and looks at them again."""
@@ -209,9 +210,9 @@ class EndWriter:
         try:
             self._control.exclude(nodes)
         except ClusterError as error:
-            self.add("exclude_failed", attempt, why=str(error))
+            self.add(kinds.ExcludeFailed(why=str(error)), attempt)
             return
-        self.add("excluded", attempt, nodes=list(nodes))
+        self.add(kinds.NodesExcluded(nodes=tuple(nodes)), attempt)
 
     def _last_seen(self, attempt: int) -> dict[str, Any]:
         """How far an attempt came and when it was last heard of, as fields of its end.
@@ -220,7 +221,8 @@ class EndWriter:
         """
         beat = read_heartbeat(self._run, attempt)
         step = last_step(self.events, attempt)
-        own = [e.t for e in self.events if e.attempt == attempt and e.kind != "attempt_ended"]
+        own = [e.t for e in self.events
+               if e.attempt == attempt and not isinstance(e.fact, kinds.AttemptEnded)]  # fmt: skip
         if beat is not None:
             step = max(beat.step, step or 0)
             own.append(beat.t)
@@ -265,33 +267,31 @@ class AttemptEnding:
 
     def _has_ended_it(self, events: list[ledger.Event]) -> str:
         job_id = self._context.job_id
-        ours = {e.attempt for e in events
-                if e.kind == "attempt_started" and e.data.get("job_id") == job_id}  # fmt: skip
-        for end in events:
-            is_ours = end.kind == "attempt_ended" and end.attempt in ours
-            if is_ours and end.data["next"] == Next.STOP:
-                reason = end.data["reason"]
-                return f"job {job_id} has ended the run ({reason}); it does not start again"
+        ours: set[int | None] = set()
+        for event in events:
+            match event.fact:
+                case kinds.AttemptStarted(job_id=other) if other == job_id:
+                    ours.add(event.attempt)
+                case kinds.AttemptEnded(next=Next.STOP, reason=why) if event.attempt in ours:
+                    return f"job {job_id} has ended the run ({why}); it does not start again"
         return ""
 
     def _is_stale(self, events: list[ledger.Event]) -> str:
-        token = self._context.token
+        token, job_id = self._context.token, self._context.job_id
         newest = ""
         for event in events:
-            if event.kind in {"submit_intent", "submitted"}:
-                newest = event.data["token"]
-            if event.kind == "submit_failed" and event.data.get("token") == newest:
-                newest = "refused"  # it came all the same, and nobody waits for it
-            if event.kind == "cancel_requested" and not event.data.get("save"):
-                newest = newest if event.data.get("job_id") != self._context.job_id else "cancelled"
+            match event.fact:
+                case kinds.SubmitIntent(token=other) | kinds.Submitted(token=other):
+                    newest = other
+                case kinds.SubmitFailed(token=other) if other == newest:
+                    newest = "refused"  # it came all the same, and nobody waits for it
+                case kinds.CancelRequested(job_id=other, save=False) if other == job_id:
+                    newest = "cancelled"
         if not token or not newest or token == newest:
             return ""
         if newest == "cancelled":
-            return f"job {self._context.job_id} was cancelled; it does not start again"
-        return (
-            f"job {self._context.job_id} belongs to an older submission of {self._run.name}; "
-            "it leaves"
-        )
+            return f"job {job_id} was cancelled; it does not start again"
+        return f"job {job_id} belongs to an older submission of {self._run.name}; it leaves"
 
     def record_lost_attempt(self) -> None:
         """Write down the end of an attempt that could not do so itself.
@@ -302,7 +302,7 @@ class AttemptEnding:
         if fence is None:
             return
         self._look(0)
-        if self._end.last("attempt_ended", fence.number) is not None:
+        if self._end.last(kinds.AttemptEnded, fence.number) is not None:
             return
         same_job = fence.job_id == self._context.job_id
         reason, ended_at = EndReason.UNKNOWN, None
@@ -323,9 +323,8 @@ class AttemptEnding:
         again = [
             e
             for e in self._look(attempt)
-            if e.kind == "attempt_started"
-            and e.data.get("by") == "restart"
-            and (e.data.get("job_id"), e.data.get("restarts")) == (job_id, own_restarts)
+            if isinstance(e.fact, kinds.AttemptStarted)
+            and (e.fact.by, e.fact.job_id, e.fact.restarts) == ("restart", job_id, own_restarts)
         ]
         if len(again) >= self._settings.run.restarts_in_job:
             return False
@@ -353,7 +352,7 @@ class AttemptEnding:
     def conclude(self, attempt: int, end: RoundEnd, deadline: StopDeadline) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""
         if not self._is_current(attempt):
-            ledger.record(self._run, "fenced", attempt=attempt, job_id=self._context.job_id)
+            self._end.add(kinds.AttemptFenced(job_id=self._context.job_id), attempt)
             return 0  # a zombie must not requeue the job that took over
         self._look(attempt)
         left = read_outcome(self._run, attempt)
@@ -447,8 +446,9 @@ class AttemptEnding:
 
     def _is_silent_end(self, attempt: int) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
-        kinds = {event.kind for event in self._end.events if event.attempt == attempt}
-        return "done" not in kinds and bool(kinds & {"restored", "steps", "saved"})
+        own = [event.fact for event in self._end.events if event.attempt == attempt]
+        tells = any(isinstance(fact, _TELLING) for fact in own)
+        return tells and not any(isinstance(fact, kinds.TrainingDone) for fact in own)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
@@ -461,8 +461,15 @@ class AttemptEnding:
 
     def _record_failure(self, attempt: int | None, failure: FailureReport | None) -> None:
         if failure is not None:
-            fields = dict(vars(failure)) | {"traceback": failure.traceback[-8000:]}
-            self._end.add("failure", attempt, kind_of=fields.pop("kind"), **fields)
+            fact = kinds.RankFailed(
+                rank=failure.rank,
+                node=failure.node,
+                kind_of=failure.kind,
+                summary=failure.summary,
+                traceback=failure.traceback[-8000:],
+                others=tuple(failure.others),
+            )
+            self._end.add(fact, attempt)
 
 
 # ---- the batch script's side
@@ -589,31 +596,30 @@ class BatchScriptSide:
         if attempt is not None:
             settings = job_spec(self._run).settings.notify
             self._telling = notify(self._run, settings, attempt)
-            end = self._end.last("attempt_ended", attempt)
-            over = end is not None and end["next"] == Next.STOP
+            end = self._end.last(kinds.AttemptEnded, attempt)
+            over = end is not None and end.next is Next.STOP
             self._tell_s = (2 * settings.timeout_s if over else 0.0) + SPARE_S
 
     def _finish(self) -> int:
         attempt = self._attempt()
         if self._is_superseded(attempt):
             return 0
-        end = self._end.last("attempt_ended", attempt)
-        following = Next(end["next"]) if end else None
-        if end is None or following in {Next.ASK_BATCH, Next.RESTART}:
+        end = self._end.last(kinds.AttemptEnded, attempt)
+        if end is None or end.next in {Next.ASK_BATCH, Next.RESTART}:
             if self._start.rc == EXIT_STOPPED:  # decided by the agent, which could not write it
                 return EXIT_STOPPED
             return self._decide(attempt)
-        if following is Next.REQUEUE and self._end.last("requeued", attempt) is None:
+        if end.next is Next.REQUEUE and self._end.last(kinds.Requeued, attempt) is None:
             return 0 if self._end.requeue(self._facts(attempt)) else EXIT_TRY_LATER
-        return self._exit_code(attempt, EndReason(end["reason"]), Next(end["next"]))
+        return self._exit_code(attempt, end.reason, end.next)
 
     def _forbid_requeue(self) -> None:
         """Where the run is over, or not ours, the scheduler is not to run the job again either.
 
         Where that cannot be said, a start that comes all the same ends itself (`AttemptEnding`).
         """
-        end = self._end.last("attempt_ended", self._attempt())
-        over = end is not None and end["next"] == Next.STOP
+        end = self._end.last(kinds.AttemptEnded, self._attempt())
+        over = end is not None and end.next is Next.STOP
         if not (over or self._has_left() or self._start.rc == EXIT_STOPPED):
             return
         try:
@@ -624,19 +630,19 @@ class BatchScriptSide:
     def _has_left(self) -> bool:
         """Whether our agent found the run in other hands, or over, and left it alone."""
         return any(
-            event.kind == "orphan_left" and event.data.get("job_id") == self._start.job_id
+            isinstance(event.fact, kinds.OrphanLeft) and event.fact.job_id == self._start.job_id
             for event in self._end.events
         )
 
     def _attempt(self) -> int | None:
         """The newest attempt of this start; None where no agent came so far."""
+        own = self._start.job_id, self._start.restarts
         numbers = [
-            event.attempt
-            for event in self._end.events
-            if event.kind == "attempt_started"
-            and event.attempt is not None
-            and event.data.get("job_id") == self._start.job_id
-            and event.data.get("restarts") == self._start.restarts
+            e.attempt
+            for e in self._end.events
+            if isinstance(e.fact, kinds.AttemptStarted)
+            and e.attempt is not None
+            and (e.fact.job_id, e.fact.restarts) == own
         ]
         return max(numbers, default=None)
 
@@ -645,7 +651,8 @@ class BatchScriptSide:
         if self._has_left():
             return True
         if attempt is None:
-            tokens = [e.data.get("token") for e in self._end.events if e.kind in SUBMISSIONS]
+            facts = [event.fact for event in self._end.events]
+            tokens = [f.token for f in facts if isinstance(f, kinds.SubmitIntent | kinds.Submitted)]
             return bool(self._start.token and tokens and tokens[-1] != self._start.token)
         fence = read_fence(self._run)
         return fence is not None and fence.number > attempt
@@ -661,7 +668,7 @@ class BatchScriptSide:
         try:
             scheduler = self._control.facts()
         except ClusterError as error:
-            self._end.add("requeue_failed", attempt, by="batch", why=str(error))
+            self._end.add(kinds.RequeueFailed(by="batch", why=str(error)), attempt)
             return EXIT_TRY_LATER
         is_back = is_requeued(scheduler, self._start.restarts)
         facts = self._facts(
@@ -684,15 +691,17 @@ class BatchScriptSide:
     def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
         """What asked for the stop and how the ranks ended, from what they left behind."""
         left = {} if attempt is None else read_outcome(self._run, attempt)
-        asked = self._end.last("stop_requested", attempt) or {}
-        named = left.get("cause") or asked.get("cause")
-        cause = StopCause(named) if named else StopCause.TERM if self._start.term else None
-        seen = (self._end.last("attempt_ended", attempt) or {}).get("reason")
+        asked = self._end.last(kinds.StopRequested, attempt)
+        named = left.get("cause") or (asked and asked.cause)
+        cause = named or (StopCause.TERM if self._start.term else None)
+        end = self._end.last(kinds.AttemptEnded, attempt)
         outcome: Outcome = "killed" if cause else "crashed"
         if left.get("outcome") in {"done", "stopped"}:
             outcome = left["outcome"]
-        elif cause is None and seen in BY_REASON:
-            outcome = BY_REASON[seen]  # the agent saw it, and the scheduler was silent
+        elif cause is None and end is not None:
+            outcome = BY_REASON.get(
+                end.reason, outcome
+            )  # the agent saw it, and the scheduler was silent
         return cause, outcome
 
     def _take_attempt(self) -> int | None:
@@ -707,16 +716,15 @@ class BatchScriptSide:
             log.warning("this start is not counted: %s", error)
             return None
         where = {"nodes": start.nodes, "job_started": start.start_time}
-        self._end.add(
-            "attempt_started", taken.number, **started(self._run, taken, "batch", **where)
-        )
+        fields = started(self._run, taken, "batch", **where)
+        self._end.add(kinds.AttemptStarted(**fields), taken.number)
         return taken.number
 
     def _exit_code(self, attempt: int | None, reason: EndReason, following: Next) -> int:
         """The job's exit code, where it is not to be requeued any more."""
         if following is not Next.STOP:
             return 0
-        stopped = self._end.last("run_stopped", attempt)
+        stopped = self._end.last(kinds.RunStopped, attempt)
         if stopped is not None:
-            return stopped.get("exit_code") or 1
+            return stopped.exit_code or 1
         return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1
