@@ -51,13 +51,13 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     from hpctrain.run import events
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.local import client
-    from hpctrain.settings.schema import Settings
+    from hpctrain.settings.schema import RunSettings, Settings, SlurmSettings
     from hpctrain.settings.spec import Entry, Spec
 
     root = Path(tempfile.mkdtemp(dir=folder))
-    settings = Settings()
-    settings.slurm.ranks_per_node = RANKS
-    settings.run.start_method = method
+    settings = Settings(
+        slurm=SlurmSettings(ranks_per_node=RANKS), run=RunSettings(start_method=method)
+    )
     entry = Entry("script", str(script), cwd=str(root))
     spec = Spec("bench", "id", time.time(), "local", "", entry, settings, python=sys.executable)
     spec.dump(root / "spec.json")

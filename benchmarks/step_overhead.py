@@ -41,9 +41,9 @@ def bare() -> float:
 def ours() -> tuple[float, float]:
     """Seconds per step in `run.steps`, and this process's CPU seconds per step."""
     import hpctrain
+    from hpctrain.settings.schema import CheckpointSettings, Settings
 
-    run = hpctrain.init()
-    run.settings.checkpoint.interval_s = 1e9
+    run = hpctrain.init(Settings(checkpoint=CheckpointSettings(interval_s=1e9)))
     first = None
     for step in run.steps(total=STEPS + 20):
         if step == 20:
@@ -60,9 +60,9 @@ def ours() -> tuple[float, float]:
 def alone() -> float:
     """CPU seconds of one step of no length: `run.steps`, `run.timed` and `run.log` alone."""
     import hpctrain
+    from hpctrain.settings.schema import CheckpointSettings, Settings
 
-    run = hpctrain.init()
-    run.settings.checkpoint.interval_s = 1e9
+    run = hpctrain.init(Settings(checkpoint=CheckpointSettings(interval_s=1e9)))
     for step in run.steps(total=ALONE_STEPS + 20):
         if step == 20:
             cpu = time.process_time()

@@ -51,11 +51,15 @@ def parity(
         HpctrainError: a rank failed.
     """
     settings, origins = _settings(request, existing)
-    notes = check(settings, origins)
+    chosen = check(settings, origins)
+    settings, origins = chosen.upon(settings, origins)
     ranks = ranks or least_ranks(settings.engine)
     shape = shape_of(settings.train)
     mesh = plan_mesh(settings.engine, ranks, ranks, shape=shape, origins=origins)
-    notes += take_ds_config(settings, request.cwd, is_recipe=True, data_ranks=[mesh.data_ranks])
+    settings, more = take_ds_config(
+        settings, request.cwd, is_recipe=True, data_ranks=[mesh.data_ranks]
+    )
+    notes = chosen.notes + more
     if settings.train.dropout:
         notes.append("train.dropout has no effect on --parity: ranks would differ by chance")
     for note in notes:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import UsageError
 from hpctrain.settings.check_engine import check_engine
 from hpctrain.settings.fields import fault, keys_of
+from hpctrain.settings.layers import Chosen
 from hpctrain.settings.sbatch_options import names_of
-from hpctrain.settings.schema import sections
+from hpctrain.settings.schema import sections, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -282,11 +283,8 @@ def time_s(text: str, *, where: str = "slurm.time") -> int:
     return total
 
 
-def check(settings: Settings, origins: dict[str, str]) -> list[str]:
-    """Refuse settings that cannot work; returns what was adapted, for the user to read.
-
-    A default `slurm.signal_lead_s` that does not fit a short time limit is lowered in place, in
-    both arguments.
+def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
+    """Refuse settings that cannot work; returns what is to be adapted, and what to know.
 
     Raises:
         UsageError: a value is out of its range, or two do not go together.
@@ -297,19 +295,15 @@ def check(settings: Settings, origins: dict[str, str]) -> list[str]:
     _check_model(settings, origins)
     check_hooks(settings, origins)
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
-    return [
-        *check_engine(settings, origins),
-        *check_profile(settings, origins, most_ranks),
-        *_fit_lead(settings, origins),
-    ]
+    notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
+    return Chosen(notes=notes) + fit_lead(settings, origins)
 
 
 def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
     for section, cls in sections().items():
         for name, key in keys_of(cls).items():
             path = f"{section}.{name}"
-            value = getattr(getattr(settings, section), name)
-            if wrong := fault(key, value, _told(path, origins)):
+            if wrong := fault(key, value_at(settings, path), _told(path, origins)):
                 raise UsageError(wrong)
     if settings.checkpoint.keep_best and not settings.checkpoint.best_metric:
         raise UsageError(
@@ -354,24 +348,30 @@ def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:
         )
 
 
-def _fit_lead(settings: Settings, origins: dict[str, str]) -> list[str]:
-    """Keep the warning well inside the time limit: past half of it a job would mostly save."""
+def fit_lead(settings: Settings, origins: Mapping[str, str]) -> Chosen:
+    """Keep the warning well inside the time limit: past half of it a job would mostly save.
+
+    A default `slurm.signal_lead_s` that does not fit a short time limit is lowered.
+
+    Raises:
+        UsageError: one that the user gave does not fit.
+    """
     where = _told("slurm.signal_lead_s", origins)
     limit = time_s(settings.slurm.time, where=_told("slurm.time", origins))
     lead = settings.slurm.signal_lead_s
     if lead > _MAX_LEAD_S:
         raise UsageError(f"{where} is {lead}; sbatch takes at most {_MAX_LEAD_S}")
     if lead * 2 <= limit:
-        return []
+        return Chosen()
     if origins.get("slurm.signal_lead_s", "default") != "default":
         raise UsageError(
             f"{where} is {lead}, more than half of the time limit of {limit} s "
             f"({_told('slurm.time', origins)}); raise --time or lower it to {max(1, limit // 3)}"
         )
-    settings.slurm.signal_lead_s = max(1, limit // 3)
-    origins["slurm.signal_lead_s"] = "default, lowered to fit slurm.time"
+    lowered = max(1, limit // 3)
     note = (
-        f"SLURM will warn {settings.slurm.signal_lead_s} s before the time limit of {limit} s "
+        f"SLURM will warn {lowered} s before the time limit of {limit} s "
         f"(slurm.signal_lead_s is {lead} by default, too long for it)"
     )
-    return [note]
+    origin = "default, lowered to fit slurm.time"
+    return Chosen({"slurm.signal_lead_s": (lowered, origin)}, [note])

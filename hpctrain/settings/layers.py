@@ -11,14 +11,13 @@ Pure. tests/unit/settings/test_layers.py holds the promises.
 from __future__ import annotations
 
 import re
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.settings import fields
 from hpctrain.settings.fields import keys_of
-from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.schema import Settings, replaced, sections
 from hpctrain.settings.toml_lines import parse_toml
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def resolve(
     Raises:
         UsageError: an unknown section or key (with the nearest one), or a value of the wrong type.
     """
-    settings = deepcopy(base) if base else Settings()
+    values_at: dict[str, Any] = {}
     keys_in = {name: keys_of(cls) for name, cls in sections().items()}
     merged = dict.fromkeys(_paths(), DEFAULT) | dict(origins or {})
     for layer in layers:
@@ -130,10 +129,34 @@ def resolve(
                 where = layer.where(section, key)
                 if key not in keys_in[section]:
                     raise UsageError(f"{where}: {unknown_setting(key, section)}")
-                converted = convert(keys_in[section][key], value, section, where)
-                setattr(getattr(settings, section), key, converted)
-                merged[f"{section}.{key}"] = where
-    return settings, merged
+                path = f"{section}.{key}"
+                values_at[path] = convert(keys_in[section][key], value, section, where)
+                merged[path] = where
+    return replaced(base or Settings(), values_at), merged
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What nobody has given and a check has chosen: the topmost layer, which a resume drops."""
+
+    changes: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """"slurm.partition" to its value, and to the origin that is shown of it."""
+    notes: list[str] = field(default_factory=list)
+    """For the user to read."""
+
+    def __add__(self, later: Chosen) -> Chosen:
+        return Chosen({**self.changes, **later.changes}, self.notes + later.notes)
+
+    def upon(
+        self, settings: Settings, origins: Mapping[str, str]
+    ) -> tuple[Settings, dict[str, str]]:
+        """Settings and origins with this layer on top."""
+        values: dict[str, dict[str, Any]] = {}
+        for path, (value, _) in self.changes.items():
+            section, _, key = path.partition(".")
+            values.setdefault(section, {})[key] = value
+        layer = Layer("chosen", values, lambda section, key: self.changes[f"{section}.{key}"][1])
+        return resolve([layer], base=settings, origins=origins)
 
 
 def flag_layer(

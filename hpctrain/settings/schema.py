@@ -8,15 +8,20 @@ tests/unit/settings/test_layers.py and test_check.py hold the promises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.settings.fields import WORD, field, keys_of, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 setting = partial(field, free=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SlurmSettings:
     """[slurm]: what is asked of the scheduler."""
 
@@ -56,7 +61,7 @@ class SlurmSettings:
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunSettings:
     """[run]: how the run is kept going."""
 
@@ -90,7 +95,7 @@ class RunSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreflightSettings:
     """[preflight]: the look at the nodes before the ranks of a job start."""
 
@@ -113,7 +118,7 @@ class PreflightSettings:
     bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BudgetSettings:
     """[budget]: how often each cause may end an attempt before the run stops for good (0: no limit)."""
 
@@ -125,7 +130,7 @@ class BudgetSettings:
     no_progress: int = setting(3, "attempts in a row without one new committed step")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointSettings:
     """[checkpoint]: when to save, how, and what to keep."""
 
@@ -178,7 +183,7 @@ class CheckpointSettings:
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class NotifySettings:
     """[notify]: who hears of a run's end; never blocks or breaks training."""
 
@@ -200,7 +205,7 @@ class NotifySettings:
     timeout_s: float = setting(30.0, "a notification that takes longer is given up", least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackSettings:
     """[track]: experiment trackers beside TensorBoard."""
 
@@ -208,7 +213,7 @@ class TrackSettings:
     project: str = setting("hpctrain", "the project that the tracker files the run under")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProfileSettings:
     """[profile]: a look at some steps of some ranks, without touching the program."""
 
@@ -218,7 +223,7 @@ class ProfileSettings:
     nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineSettings:
     """[engine]: how the model is parallelised."""
 
@@ -282,7 +287,7 @@ class EngineSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainSettings:
     """[train]: the shipped recipe, a decoder language model on bytes of text files."""
 
@@ -315,7 +320,7 @@ class TrainSettings:
     step_delay_s: float = setting(0.0, "sleep in each step, to rehearse with a tiny model")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     """All sections."""
 
@@ -334,3 +339,19 @@ class Settings:
 def sections() -> dict[str, type]:
     """Section name to its class, in the order in which they are shown."""
     return {name: key.inner for name, key in keys_of(Settings).items() if key.inner}
+
+
+def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with other values, by "section.key"; each must be of its setting's type."""
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        changes[section][key] = value
+    parts = {name: replace(getattr(settings, name), **keys) for name, keys in changes.items()}
+    return replace(settings, **parts)
+
+
+def value_at(settings: Settings, path: str) -> Any:
+    """A setting's value by "section.key"."""
+    section, _, key = path.partition(".")
+    return getattr(getattr(settings, section), key)

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain, write_private
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.fields import make
+from hpctrain.settings.layers import DEFAULT
+from hpctrain.settings.schema import Settings, replaced, sections, value_at
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT = 2
-"""2: has `preset`, and `env` without the site's part. Format 1 is read too."""
+FORMAT = 3
+"""2: has `preset`, and `env` without the site's part. 3: has `chosen`. All are read."""
+_CHOSEN_BEFORE_3 = ("chosen from ", "default, lowered to ")
+"""How the origin of a value began that submit had chosen."""
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Spec:
     settings: Settings = field(default_factory=Settings)
     origins: dict[str, str] = field(default_factory=dict)
     """Setting to origin: "default", "flag --nodes", "hpctrain.toml:3", "site x (.../x.toml:7)"."""
+    chosen: list[str] = field(default_factory=list)
+    """Settings that nobody has given, for which submit chose a value; its layer lies on top."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the ranks that hpctrain.toml and flags set; the preset's is derived for each
     attempt. No secrets: see `submit`."""
@@ -77,6 +83,11 @@ class Spec:
     foreign: bool = False
     """Whether the user has asked for this run although others own its code (--foreign)."""
     format: int = FORMAT
+
+    def given(self) -> tuple[Settings, dict[str, str]]:
+        """Settings and origins without the layer of what was chosen: defaults are below it."""
+        below = {path: value_at(Settings(), path) for path in self.chosen}
+        return replaced(self.settings, below), self.origins | dict.fromkeys(self.chosen, DEFAULT)
 
     def dump(self, path: Path) -> None:
         """Write spec.json, whole or not at all; nobody else can write it, nor read it."""
@@ -99,9 +110,12 @@ def load_spec(path: Path) -> Spec:
             )
         raw["entry"] = Entry(**raw["entry"])
         raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
-        raw["settings"] = Settings(
-            **{name: cls(**raw["settings"].get(name, {})) for name, cls in sections().items()}
-        )
+        given = raw["settings"]
+        raw["settings"] = make(Settings, {name: given.get(name, {}) for name in sections()})
+        if raw["format"] < FORMAT:
+            origins = raw.get("origins", {}).items()
+            raw["chosen"] = [path for path, why in origins if why.startswith(_CHOSEN_BEFORE_3)]
+            raw["format"] = FORMAT
         return Spec(**raw)
     except FileNotFoundError:
         raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None

@@ -26,6 +26,7 @@ from hpctrain.plan.deepspeed import check_user_config, is_text, read_user_config
 from hpctrain.plan.versions import refusal, untried
 from hpctrain.scheduler.slurm.site_options import module_lines
 from hpctrain.settings.check import missing_tracker
+from hpctrain.settings.schema import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -95,17 +96,17 @@ def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path)
 
 def take_ds_config(
     settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
-) -> list[str]:
-    """Put the file's text in the place of its path in `engine.ds_config`, checked.
+) -> tuple[Settings, list[str]]:
+    """The settings with the file's text in the place of its path in `engine.ds_config`, checked.
 
     Args:
-        settings: Checked otherwise; changed in place.
+        settings: Checked otherwise.
         cwd: What the path is relative to.
         is_recipe: The shipped recipe runs, so that its batch sizes are known.
         data_ranks: At the fewest and at the most nodes.
 
     Returns:
-        What has no effect, for the user to read.
+        Them, and what has no effect, for the user to read.
 
     Raises:
         NotFound: there is no such file.
@@ -113,7 +114,7 @@ def take_ds_config(
     """
     value = settings.engine.ds_config
     if not value:
-        return []
+        return settings, []
 
     def read(path: str) -> str:
         try:
@@ -134,8 +135,7 @@ def take_ds_config(
         data_ranks=data_ranks,
         where=where,
     )
-    settings.engine.ds_config = text
-    return notes
+    return replaced(settings, {"engine.ds_config": text}), notes
 
 
 def nsys_notes(rank: int, cluster: str, environ: Mapping[str, str]) -> list[str]:

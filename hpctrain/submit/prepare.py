@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
     from hpctrain.submit.checks import Accounting
+    from hpctrain.submit.site_rules import SiteChoice
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"
@@ -143,39 +144,36 @@ def prepare(request: SubmitRequest) -> Prepared:
     """
     config = read_config(request)
     cluster = _choose_cluster(request, config)
-    chosen = find_site(request, config, cluster)
-    site = chosen.site
-    flags = flag_layer(flags_of(request), request.sets)
+    site_choice = _find_site(request, config, cluster)
+    site = site_choice.site
     shell = shell_layer(site, request.environ) if site and cluster == "slurm" else None
-    settings, origins = resolve(
-        [
-            *([site.layer] if site else []),
-            *([shell] if shell else []),
-            *([config.layer] if config else []),
-            flags,
-        ]
-    )
+    lower = [site.layer if site else None, shell, config.layer if config else None]
+    flags = flag_layer(flags_of(request), request.sets)
+    given, origins = resolve([*filter(None, lower), flags])
     entry = _entry(request)
-    notes = [*chosen.notes, *check(settings, origins)]
-    notes += check_hooks_here(settings, origins, request.cwd)
+    is_recipe = entry.kind == "recipe"
+    chosen = check(given, origins)
+    notes = [*site_choice.notes, *chosen.notes]
+    notes += check_hooks_here(given, origins, request.cwd)
     env, env_origins = _environment(request, config)
-    unlocked = dropped_locks(request, config, chosen) if cluster == "slurm" else []
+    unlocked = dropped_locks(request.environ, site_choice) if cluster == "slurm" else []
     if unlocked:
         notes.append(
             f"locks that do not hold because another site was named: {', '.join(unlocked)}"
         )
     if site is not None:
-        changes = changed(site, settings, origins, env, env_origins) | changed_by_shell(
+        changes = changed(site, given, origins, env, env_origins) | changed_by_shell(
             site, request.environ, env
         )
         lock_notes, changed_paths = take_locks(site, changes, allow=request.allow_locked)
         notes += lock_notes
         unlocked += changed_paths
         if cluster == "slurm":
-            is_script = entry.kind == "script"
-            notes += check_site(
-                settings, origins, site, is_script=is_script, accounting=request.accounting
-            )
+            now, ask = chosen.upon(given, origins), request.accounting
+            here = check_site(*now, site, is_script=not is_recipe, accounting=ask)
+            notes += here.notes
+            chosen += here
+    settings, origins = chosen.upon(given, origins)
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_warnings(secrets)
     runs = Path(os.path.normpath(request.cwd / request.runs))
@@ -191,15 +189,11 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
-    is_recipe = entry.kind == "recipe"
     planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
     ranks = [mesh.data_ranks for mesh in planned.values()]
-    notes += take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
-    new_parent = _check_writable(runs)
-    stem = RECIPE_NAME if is_recipe else _legal(Path(entry.path).stem)
-    name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
-    _refuse_existing(runs / name)
-    check_disk(new_parent.parent if new_parent is not None else runs)
+    settings, more = take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
+    notes += more
+    name, new_parent = _find_place(request, runs, entry)
     spec = Spec(
         name=name,
         run_id=os.urandom(8).hex(),
@@ -209,6 +203,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         entry=entry,
         settings=settings,
         origins=origins,
+        chosen=list(chosen.changes),
         env=env,
         env_origins=env_origins,
         dropped_env=_dropped(request, site, cluster),
@@ -360,7 +355,12 @@ def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> str:
 
 def choose_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Site | None:
     """The site that counts; None on a SLURM cluster that has none."""
-    return find_site(request, config, cluster).site
+    return _find_site(request, config, cluster).site
+
+
+def _find_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> SiteChoice:
+    project = (request.cwd / request.config).parent if request.config else request.cwd
+    return find_site(request.site, request.environ, config, project, cluster)
 
 
 def _dropped(request: SubmitRequest, site: Site | None, cluster: str) -> list[str]:
@@ -449,6 +449,16 @@ def _environment(
         env[name] = value
         origins[name] = "flag --env"
     return env, origins
+
+
+def _find_place(request: SubmitRequest, runs: Path, entry: Entry) -> tuple[str, Path | None]:
+    """The run's name, and the topmost folder above it that is missing."""
+    new_parent = _check_writable(runs)
+    stem = RECIPE_NAME if entry.kind == "recipe" else _legal(Path(entry.path).stem)
+    name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
+    _refuse_existing(runs / name)
+    check_disk(new_parent.parent if new_parent is not None else runs)
+    return name, new_parent
 
 
 def _check_name(name: str) -> str:

@@ -23,7 +23,7 @@ from hpctrain.site.preset import site_of
 from hpctrain.submit.checks import check_hooks_here, check_versions, take_ds_config
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
 from hpctrain.submit.own_job import as_own_run
-from hpctrain.submit.site_checks import changed, check_site, forget_chosen, take_locks
+from hpctrain.submit.site_checks import changed, check_site, take_locks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,19 +76,43 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
             without a mesh, or a job that the site does not take.
     """
     layer = flag_layer(request.flags, request.sets)
-    settings, origins = resolve([layer], base=spec.settings, origins=spec.origins)
-    forget_chosen(settings, origins)
-    notes = check(settings, origins)
-    notes += check_hooks_here(
-        settings, origins, Path(spec.entry.cwd or Path.cwd()), python=spec.python
+    below, below_origins = spec.given()
+    given, origins = resolve([layer], base=below, origins=below_origins)
+    chosen = check(given, origins)
+    notes = chosen.notes + check_hooks_here(
+        given, origins, Path(spec.entry.cwd or Path.cwd()), python=spec.python
     )
-    unlocked = list(spec.unlocked)
+    unlocked, is_recipe = list(spec.unlocked), spec.entry.kind == "recipe"
     site = site_of(spec)
     if site is not None:
-        site_notes, more = _check_with_site(spec, site, settings, origins, request)
+        site_notes, more = _take_locks(spec, site, given, origins, request)
         notes += site_notes
         unlocked += [path for path in more if path not in unlocked]
+        if spec.cluster == "slurm":
+            now, ask = chosen.upon(given, origins), request.accounting
+            here = check_site(*now, site, is_script=not is_recipe, accounting=ask)
+            notes += here.notes
+            chosen += here
+    settings, origins = chosen.upon(given, origins)
     notes += check_versions(settings, site if spec.cluster == "slurm" else None, python=spec.python)
+    _refuse_another_run(spec, settings, origins)
+    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
+    ranks = [mesh.data_ranks for mesh in planned.values()]
+    if settings.engine.kind.startswith("zero"):
+        settings, ds_notes = take_ds_config(
+            settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks
+        )
+        notes += ds_notes
+    changes = list(chosen.changes)
+    fresh = replace(spec, settings=settings, origins=origins, chosen=changes, unlocked=unlocked)
+    secrets_before = {secret[1:] for secret in secrets_in(spec)}
+    notes += secret_warnings(
+        [secret for secret in secrets_in(fresh) if secret[1:] not in secrets_before]
+    )
+    return fresh, notes
+
+
+def _refuse_another_run(spec: Spec, settings: Settings, origins: Mapping[str, str]) -> None:
     for name in SAME_RUN:
         before, now = getattr(spec.settings.train, name), getattr(settings.train, name)
         if before != now:
@@ -97,33 +121,16 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
                 f"({origins[f'train.{name}']}): weights or sample order would not fit; "
                 "start a new run"
             )
-    is_recipe = spec.entry.kind == "recipe"
-    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
-    ranks = [mesh.data_ranks for mesh in planned.values()]
-    if settings.engine.kind.startswith("zero"):
-        notes += take_ds_config(settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks)
-    fresh = replace(spec, settings=settings, origins=origins, unlocked=unlocked)
-    secrets_before = {secret[1:] for secret in secrets_in(spec)}
-    notes += secret_warnings(
-        [secret for secret in secrets_in(fresh) if secret[1:] not in secrets_before]
-    )
-    return fresh, notes
 
 
-def _check_with_site(
-    spec: Spec, site: Site, settings: Settings, origins: dict[str, str], request: ResumeRequest
+def _take_locks(
+    spec: Spec, site: Site, given: Settings, origins: Mapping[str, str], request: ResumeRequest
 ) -> tuple[list[str], list[str]]:
     """What the user should know, and the locked paths that this resume changes."""
-    changes = changed(site, settings, origins, {}, {})
+    changes = changed(site, given, origins, {}, {})
     new = {path: origin for path, origin in changes.items() if path not in spec.unlocked}
     # Which file overrides which was settled at submit; only what is new can be refused.
-    notes, unlocked = take_locks(replace(site, overridden={}), new, allow=request.allow_locked)
-    if spec.cluster == "slurm":
-        is_script = spec.entry.kind == "script"
-        notes += check_site(
-            settings, origins, site, is_script=is_script, accounting=request.accounting
-        )
-    return notes, unlocked
+    return take_locks(replace(site, overridden={}), new, allow=request.allow_locked)
 
 
 def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:

@@ -1,6 +1,6 @@
 """What a site's preset says of a job: what it lacks is filled in, what cannot run is refused.
 
-Each value that is filled in has an origin that begins with `CHOSEN`, so that a resume chooses anew.
+What is filled in is a layer of its own (`Chosen`), which a resume drops, to choose anew.
 `changed` and `take_locks` list what the user changes of the preset and hold its locks against that.
 Pure, but for a few questions to SLURM that a caller may hand in.
 tests/unit/submit/test_site_submit.py and test_site_lock.py hold the promises.
@@ -16,10 +16,10 @@ from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.environment import kept_settings
 from hpctrain.scheduler.slurm.script import check_options, is_exclusive
 from hpctrain.scheduler.slurm.site_options import is_forbidden
-from hpctrain.settings.check import check, node_range, time_s
-from hpctrain.settings.layers import DEFAULT, Layer, nearest
+from hpctrain.settings.check import fit_lead, node_range, time_s
+from hpctrain.settings.layers import DEFAULT, Chosen, Layer, nearest
 from hpctrain.settings.sbatch_options import name_of
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import value_at
 from hpctrain.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.site.preset import dotted
 from hpctrain.site.sheet import check_locked
@@ -28,13 +28,10 @@ from hpctrain.submit.site_rules import Need, choose_partition, misfits, preempti
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
-    from hpctrain.site.schema import Partition
     from hpctrain.submit.checks import Accounting
 
-CHOSEN = "chosen from "
-"""Beginning of the origin of a value that nobody has given."""
-LOWERED = "default, lowered to "
 _CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
@@ -57,15 +54,13 @@ def shell_layer(site: Site, environ: Mapping[str, str]) -> Layer:
 
 def check_site(
     settings: Settings,
-    origins: dict[str, str],
+    origins: Mapping[str, str],
     site: Site,
     *,
     is_script: bool,
     accounting: Accounting | None = None,
-) -> list[str]:
-    """Hold the settings against the site, for a job of SLURM's; returns what the user should know.
-
-    Partition, quality of service, CPUs and a default time limit are filled in, in place.
+) -> Chosen:
+    """Hold the settings against the site, for a job of SLURM's.
 
     Args:
         settings: Checked by themselves already.
@@ -74,40 +69,85 @@ def check_site(
         is_script: The ranks run a script of the user's, not hpctrain's own loop.
         accounting: Whom to ask for accounts and qualities of service; None asks nobody.
 
+    Returns:
+        Partition, quality of service, CPUs and time limit where nobody has given them, and what
+        the user should know.
+
     Raises:
         UsageError: SLURM would refuse the job here, or no partition takes it.
     """
-    slurm = settings.slurm
-    if site.slurm.account_required and not slurm.account:
+    if site.slurm.account_required and not settings.slurm.account:
         raise UsageError(_no_account(site))
-    notes: list[str] = []
-    if not slurm.partition and site.partitions:
-        need = need_of(settings)
-        where = site.where("partitions")
-        slurm.partition, why = choose_partition(site.partitions, need, where)
-        origins["slurm.partition"] = f"{CHOSEN}the limits of {where}"
-        notes.append(why)
-    notes += _check_partitions(settings, origins, site)
-    partition = site.partitions.get(slurm.partition)
-    _fill_qos(settings, origins, site, partition)
-    if partition is not None:
-        _fill_cpus(settings, origins, site, partition)
-    check_options(slurm, site, origins)
+    chosen = Chosen()
+    for choose in (_choose_partition, _choose_time, _choose_qos, _choose_cpus):
+        chosen += choose(*chosen.upon(settings, origins), site)
+    settings, origins = chosen.upon(settings, origins)
+    notes = _check_partitions(settings, origins, site)
+    check_options(settings.slurm, site, origins)
     if accounting is not None:
-        _refuse_unknown("account", slurm.account, accounting.accounts, origins)
-        _refuse_unknown("qos", slurm.qos, accounting.qos, origins)
+        _refuse_unknown("account", settings.slurm.account, accounting.accounts, origins)
+        _refuse_unknown("qos", settings.slurm.qos, accounting.qos, origins)
     notes += _setup_notes(settings, origins, site)
-    return notes + preemption_notes(settings, site, partition, is_script=is_script)
+    partition = site.partitions.get(settings.slurm.partition)
+    notes += preemption_notes(settings, site, partition, is_script=is_script)
+    return chosen + Chosen(notes=notes)
 
 
-def forget_chosen(settings: Settings, origins: dict[str, str]) -> None:
-    """Take back what `check_site` has filled in, so that it can be chosen for another shape."""
-    plain = Settings()
-    for path, origin in origins.items():
-        if origin.startswith((CHOSEN, LOWERED)):
-            section, _, key = path.partition(".")
-            setattr(getattr(settings, section), key, getattr(getattr(plain, section), key))
-            origins[path] = DEFAULT
+def _choose_partition(settings: Settings, _origins: Mapping[str, str], site: Site) -> Chosen:
+    if settings.slurm.partition or not site.partitions:
+        return Chosen()
+    where = site.where("partitions")
+    name, why = choose_partition(site.partitions, need_of(settings), where)
+    return Chosen({"slurm.partition": (name, f"chosen from the limits of {where}")}, [why])
+
+
+def _choose_time(settings: Settings, origins: Mapping[str, str], site: Site) -> Chosen:
+    """A time limit that nobody has given follows the partition's; SLURM would refuse the job."""
+    partition = site.partitions.get(settings.slurm.partition)
+    limit = time_limit(partition, need_of(settings)) if partition else None
+    default = origins.get("slurm.time", DEFAULT) == DEFAULT
+    if limit is None or not default or time_s(settings.slurm.time) <= limit[0]:
+        return Chosen()
+    time = _as_time(limit[0])
+    lowered = f"the time limit is {time}, not {settings.slurm.time}: {site.where()} allows no more"
+    origin = f"default, lowered to the limit of {site.where('partitions')}"
+    chosen = Chosen({"slurm.time": (time, origin)}, [lowered])
+    return chosen + fit_lead(*chosen.upon(settings, origins))
+
+
+def _choose_qos(settings: Settings, _origins: Mapping[str, str], site: Site) -> Chosen:
+    name = settings.slurm.partition
+    partition = site.partitions.get(name)
+    if settings.slurm.qos:
+        return Chosen()
+    if partition is not None and partition.qos:
+        origin = f"chosen from {site.where('partitions', name, 'qos')}"
+        return Chosen({"slurm.qos": (partition.qos, origin)})
+    origin = f"chosen from {site.where('slurm', 'qos_default')}"
+    qos = site.slurm.qos_default
+    return Chosen({"slurm.qos": (qos, origin)} if qos else {})
+
+
+def _choose_cpus(settings: Settings, _origins: Mapping[str, str], site: Site) -> Chosen:
+    """CPUs for each rank from those that a job can use: a node's share for its share of GPUs.
+
+    Where srun is told nothing, newer SLURM gives the agent one CPU for all its ranks.
+    """
+    slurm = settings.slurm
+    partition = site.partitions.get(slurm.partition)
+    usable = partition.cpus_per_node if partition is not None else None
+    if slurm.cpus_per_rank or partition is None or not usable or is_forbidden("--mincpus", site):
+        return Chosen()
+    gpus, all_gpus = slurm.gpus_per_node, partition.gpus_per_node or 0
+    if is_exclusive(slurm, site) or partition.exclusive or (gpus and gpus == all_gpus):
+        share = usable
+    elif 0 < gpus < all_gpus:
+        share = usable * gpus // all_gpus
+    else:
+        share = 0  # a part of a node, and nothing says which
+    per_rank = share // slurm.ranks()
+    origin = f"chosen from {site.where('partitions', slurm.partition, 'cpus_per_node')}"
+    return Chosen({"slurm.cpus_per_rank": (per_rank, origin)} if per_rank else {})
 
 
 def need_of(settings: Settings) -> Need:
@@ -128,7 +168,7 @@ def _no_account(site: Site) -> str:
     )
 
 
-def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -> list[str]:
+def _check_partitions(settings: Settings, origins: Mapping[str, str], site: Site) -> list[str]:
     """Refuse a job that none of the named partitions takes; of several some may."""
     names = [name for name in settings.slurm.partition.split(",") if name]
     setting = f"{origins.get('slurm.partition', DEFAULT)}: slurm.partition"
@@ -141,8 +181,6 @@ def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -
                 hint = f"; did you mean {near[0]}?" if near else ""
                 notes.append(f"{setting}: {site.where()} knows no limits of {name}{hint}")
             continue
-        if len(names) == 1:
-            notes += _lower_default_time(settings, origins, site, partition)
         why = misfits(partition, need_of(settings))
         if why:
             where = site.where("partitions", name)
@@ -155,41 +193,9 @@ def _check_partitions(settings: Settings, origins: dict[str, str], site: Site) -
     return notes + [f"{setting}: {why}" for why in refused]
 
 
-def _lower_default_time(
-    settings: Settings, origins: dict[str, str], site: Site, partition: Partition
-) -> list[str]:
-    """A time limit that nobody has given follows the partition's; SLURM would refuse the job."""
-    limit = time_limit(partition, need_of(settings))
-    default = origins.get("slurm.time", DEFAULT) == DEFAULT
-    if limit is None or not default or time_s(settings.slurm.time) <= limit[0]:
-        return []
-    before = settings.slurm.time
-    settings.slurm.time = _as_time(limit[0])
-    origins["slurm.time"] = f"{LOWERED}the limit of {site.where('partitions')}"
-    lowered = (
-        f"the time limit is {settings.slurm.time}, not {before}: {site.where()} allows no more"
-    )
-    return [lowered, *check(settings, origins)]
-
-
 def _as_time(seconds: int) -> str:
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-
-
-def _fill_qos(
-    settings: Settings, origins: dict[str, str], site: Site, partition: Partition | None
-) -> None:
-    if settings.slurm.qos:
-        return
-    if partition is not None and partition.qos:
-        settings.slurm.qos = partition.qos
-        origins["slurm.qos"] = (
-            f"{CHOSEN}{site.where('partitions', settings.slurm.partition, 'qos')}"
-        )
-    elif site.slurm.qos_default:
-        settings.slurm.qos = site.slurm.qos_default
-        origins["slurm.qos"] = f"{CHOSEN}{site.where('slurm', 'qos_default')}"
 
 
 def cpu_notes(
@@ -239,30 +245,6 @@ def _setup_notes(settings: Settings, origins: Mapping[str, str], site: Site) -> 
     ]
 
 
-def _fill_cpus(
-    settings: Settings, origins: dict[str, str], site: Site, partition: Partition
-) -> None:
-    """CPUs for each rank from those that a job can use: a node's share for its share of GPUs.
-
-    Where srun is told nothing, newer SLURM gives the agent one CPU for all its ranks.
-    """
-    slurm, usable = settings.slurm, partition.cpus_per_node
-    if slurm.cpus_per_rank or not usable or is_forbidden("--mincpus", site):
-        return
-    gpus, all_gpus = slurm.gpus_per_node, partition.gpus_per_node or 0
-    if is_exclusive(slurm, site) or partition.exclusive or (gpus and gpus == all_gpus):
-        share = usable
-    elif 0 < gpus < all_gpus:
-        share = usable * gpus // all_gpus
-    else:
-        return  # a part of a node, and nothing says which
-    per_rank = share // slurm.ranks()
-    if per_rank:
-        slurm.cpus_per_rank = per_rank
-        where = site.where("partitions", slurm.partition, "cpus_per_node")
-        origins["slurm.cpus_per_rank"] = f"{CHOSEN}{where}"
-
-
 def _refuse_unknown(
     key: str,
     value: str,
@@ -296,7 +278,7 @@ def changed(
 
     Args:
         site: The preset.
-        settings: As they were merged.
+        settings: As they were given.
         origins: Setting to its place.
         env: What hpctrain.toml and flags set for the ranks.
         env_origins: Variable to its place.
@@ -305,8 +287,8 @@ def changed(
     for path, origin in origins.items():
         section, _, key = path.partition(".")
         theirs = site.settings.get(section, {}).get(key)
-        now = getattr(getattr(settings, section), key)
-        by_user = not origin.startswith((DEFAULT, CHOSEN, f"site {site.name}"))
+        now = value_at(settings, path)
+        by_user = not origin.startswith((DEFAULT, f"site {site.name}"))
         if by_user and now != theirs:
             changes[f"settings.{path}"] = origin
     for name, value in env.items():

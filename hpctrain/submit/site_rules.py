@@ -25,12 +25,12 @@ from hpctrain.site.paths import SYSTEM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from hpctrain.settings.layers import SettingsFile
     from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
-    from hpctrain.submit.prepare import SubmitRequest
 
 LOCAL_SITE = "local"
 AGENT_S = 3
@@ -38,45 +38,54 @@ AGENT_S = 3
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SiteChoice:
     """A site, or none."""
 
     site: Site | None
     notes: list[str] = field(default_factory=list)
     """How it was chosen, where this command line does not say it itself."""
+    named: bool = False
+    """Whether the user has named it, or that it shall be none."""
 
 
-def find_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Chosen:
+def find_site(
+    given: str | None,
+    environ: Mapping[str, str],
+    config: SettingsFile | None,
+    project: Path,
+    cluster: str,
+) -> SiteChoice:
     """The site of a new run.
+
+    Args:
+        given: What stood behind --site.
+        environ: The submitting shell's.
+        config: The settings file.
+        project: Its folder.
+        cluster: "slurm" or "local".
 
     Raises:
         NotFound: there is no site of that name.
         UsageError: its preset is wrong or not for use as it is, or several sites match here.
     """
-    name, by = _named(request, config)
+    name, by = _named(given, environ, config)
+    named = name is not None
     if name is None and cluster == "local":
         name = LOCAL_SITE
-    environ = request.environ
-    site, how = choose_here(
-        name,
-        environ,
-        look_around(environ, lambda: _cluster_name(environ)),
-        project=(request.cwd / request.config).parent if request.config else request.cwd,
-    )
+    here = look_around(environ, lambda: _cluster_name(environ))
+    site, how = choose_here(name, environ, here, project=project)
     if name is None:
         # Most clusters have no preset: that nothing matched is no news.
-        return Chosen(site, [how] if site is not None or "matches (" in how else [])
-    return Chosen(site, [f"site {name}, as {by} says"] if by else [])
+        return SiteChoice(site, [how] if site is not None or "matches (" in how else [])
+    return SiteChoice(site, [f"site {name}, as {by} says"] if by else [], named)
 
 
-def dropped_locks(request: SubmitRequest, config: SettingsFile | None, chosen: Chosen) -> list[str]:
+def dropped_locks(environ: Mapping[str, str], chosen: SiteChoice) -> list[str]:
     """Locks of the site that this is, which do not hold because another one was named.
 
     Empty where no admin's file locks anything: nothing is asked then.
     """
-    name, _ = _named(request, config)
-    environ = request.environ
-    if name is None or not _anybody_locks(environ):
+    if not chosen.named or not _anybody_locks(environ):
         return []
     try:
         here, _ = choose_here(None, environ, look_around(environ, lambda: _cluster_name(environ)))
@@ -106,11 +115,13 @@ def _cluster_name(environ: Mapping[str, str]) -> str | None:
     return cluster_name()
 
 
-def _named(request: SubmitRequest, config: SettingsFile | None) -> tuple[str | None, str]:
+def _named(
+    given: str | None, environ: Mapping[str, str], config: SettingsFile | None
+) -> tuple[str | None, str]:
     """The site that was named, and by what; "" where it was the command line itself."""
-    if request.site:
-        return request.site, ""
-    if by_shell := request.environ.get(HPCTRAIN_SITE):
+    if given:
+        return given, ""
+    if by_shell := environ.get(HPCTRAIN_SITE):
         return by_shell, HPCTRAIN_SITE
     if config is not None and (given := config.top.get("site")):
         return given, config.layer.where("site", "")

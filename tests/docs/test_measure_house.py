@@ -22,7 +22,7 @@ def test_no_module_imports_itself_in_a_circle(house):
 
 
 def test_circles_of_imports_for_type_checking_do_not_become_more(house):
-    assert len(house.cycles(type_checking=True)) <= 2
+    assert len(house.cycles(type_checking=True)) <= 1
 
 
 def test_a_class_name_means_one_thing(house):

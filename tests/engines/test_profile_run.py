@@ -33,11 +33,9 @@ def _rank(folder, switch):
 
     import hpctrain
     from hpctrain.runtime.profiler import NEVER
-    from hpctrain.settings.schema import Settings
+    from hpctrain.settings.schema import ProfileSettings, Settings
 
-    settings = Settings()
-    settings.profile.steps, settings.profile.ranks = "3:4", "all"
-    settings.profile.memory = True
+    settings = Settings(profile=ProfileSettings(steps="3:4", ranks="all", memory=True))
     run = hpctrain.init(settings)
     slow = run.world.rank == 1
     matrix = torch.ones(1500, 1500)
@@ -152,11 +150,10 @@ def test_a_profiler_that_fails_costs_the_profile_and_nothing_else(tmp_path, capf
 
 def _short():
     import hpctrain
-    from hpctrain.settings.schema import Settings
+    from hpctrain.settings.schema import ProfileSettings, Settings
 
     os.environ.pop("RANK")
-    settings = Settings()
-    settings.profile.steps = "2:3"
+    settings = Settings(profile=ProfileSettings(steps="2:3"))
     run = hpctrain.init(settings)
     for _ in run.steps(total=8):
         pass

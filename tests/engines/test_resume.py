@@ -121,12 +121,12 @@ def test_a_signal_to_one_rank_between_two_exchanges_is_not_lost(tmp_path, signum
 
 
 def _change(run, **changes):
+    from hpctrain.settings.schema import replaced
     from hpctrain.settings.spec import load_spec
 
     spec = load_spec(run.spec)
-    for name, value in changes.items():
-        section, key = name.split("__")
-        setattr(getattr(spec.settings, section), key, value)
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    spec.settings = replaced(spec.settings, named)
     spec.dump(run.spec)
 
 

@@ -24,6 +24,7 @@ from hpctrain.scheduler.slurm.control import NODE_DOWN, SlurmControl
 from hpctrain.scheduler.slurm.environment import clean
 from hpctrain.scheduler.slurm.executor import HpctrainExecutor
 from hpctrain.scheduler.slurm.script import render_script
+from hpctrain.settings.schema import Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.slurm_boot import tail
 
@@ -386,9 +387,7 @@ def submit(tmp_path, token):
         run = RunDir(tmp_path / name)
         run.jobs.mkdir(parents=True)
         spec = Spec(name, "0", 0.0, "slurm", "local", Entry("recipe"), python=sys.executable)
-        spec.settings.slurm.time = "10"
-        for setting, value in slurm_settings.items():
-            setattr(spec.settings.slurm, setting, value)
+        spec.settings = Settings(slurm=SlurmSettings(**{"time": "10", **slurm_settings}))
         spec.dump(run.spec)
         stand_in = tmp_path / "stand_in.py"
         stand_in.write_text(LOAD_STAND_IN)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.run.event_types import KINDS, UnknownFact, typed
 from hpctrain.run.events import Event, append
 from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import Settings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class Story:
         root.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(root)
         self.t = t
-        settings = Settings()
-        settings.train.steps = steps
+        settings = Settings(train=TrainSettings(steps=steps))
         entry = Entry(kind="recipe", cwd=str(root))
         Spec(root.name, "id", t, cluster, "", entry, settings).dump(self.run.spec)
 

@@ -17,7 +17,7 @@ from hpctrain.history.run_state import live
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import Settings, replaced
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.gloo import launch
 
@@ -39,11 +39,8 @@ TINY = {
 
 def make_run(root: Path, **changes: Any) -> RunDir:
     """A run directory of the tiny recipe; changes are given as section__key=value."""
-    settings = Settings()
     named = {key.replace("__", "."): value for key, value in changes.items()}
-    for name, value in {**TINY, **named}.items():
-        section, key = name.split(".")
-        setattr(getattr(settings, section), key, value)
+    settings = replaced(Settings(), {**TINY, **named})
     root.mkdir(parents=True)
     run = RunDir(root)
     Spec(root.name, "id", time.time(), "local", "", Entry("recipe"), settings).dump(run.spec)

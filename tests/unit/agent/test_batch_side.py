@@ -12,6 +12,7 @@ from hpctrain.errors import ClusterUnreachable
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.run.layout import RunDir
+from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import Entry, Spec, load_spec
 
 SUBMISSION = "run-12ab"
@@ -315,7 +316,7 @@ def test_where_slurm_cannot_be_told_the_exit_code_stays_and_a_line_says_so(run, 
 
 def test_a_budget_that_is_used_up_ends_a_job_that_slurm_would_run_again(run):
     spec = load_spec(run.spec)
-    spec.settings.budget.preemptions = 1
+    spec.settings = replaced(spec.settings, {"budget.preemptions": 1})
     spec.dump(run.spec)
     ended(run, started(run, job_id="6"), "preempted", "leave")
     ended(run, started(run), "preempted", "ask_batch")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.agent import cpus
 from hpctrain.agent.cpus import Machine, as_list, cpus_of, plan
 from hpctrain.history.rank_samples import RankSample
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import Settings, replaced
 from hpctrain.site.load import load_site
 from hpctrain.status.tables import _bound, ranks_table
 
@@ -135,9 +135,9 @@ def test_the_map_of_frontier_is_that_of_its_guide():
 
 def a_spec(*, site=None, cluster="slurm", bind="auto", gpus=2):
     settings = Settings()
-    settings.run.cpu_bind = bind
-    settings.slurm.gpus_per_node = gpus
-    settings.slurm.ranks_per_node = 2
+    settings = replaced(settings, {"run.cpu_bind": bind})
+    settings = replaced(settings, {"slurm.gpus_per_node": gpus})
+    settings = replaced(settings, {"slurm.ranks_per_node": 2})
     preset = None if site is None else load_site(site, environ={}).as_plain()
     return SimpleNamespace(settings=settings, cluster=cluster, preset=preset)
 

@@ -11,6 +11,7 @@ from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
+from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story
 
@@ -68,8 +69,8 @@ def preempted(run):
 
 def crashed(run):
     spec = load_spec(run.spec)
-    spec.settings.run.restarts_in_job = 20
-    spec.settings.budget.crashes = 1
+    limits = {"run.restarts_in_job": 20, "budget.crashes": 1}
+    spec.settings = replaced(spec.settings, limits)
     spec.dump(run.spec)
     ledger.append(run, "attempt_ended", attempt=0, reason="crashed", next="requeue")
     mine, deadline = (

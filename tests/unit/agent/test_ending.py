@@ -14,6 +14,7 @@ from hpctrain.errors import ClusterUnreachable
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story
 
@@ -181,8 +182,8 @@ def test_an_unchanged_script_that_raises_after_hours_starts_again(tmp_path, seco
 
 def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):
     spec = load_spec(story.run.spec)
-    spec.settings.run.restarts_in_job = 20
-    spec.settings.budget.crashes = 100
+    spec.settings = replaced(spec.settings, {"run.restarts_in_job": 20})
+    spec.settings = replaced(spec.settings, {"budget.crashes": 100})
     spec.dump(story.run.spec)
     for number in range(2, 21):
         take_attempt(story.run, job_id="7", restarts=1)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -35,7 +36,8 @@ def story(tmp_path):
 def asked(story, **fields):
     """[notify] as the run's spec has it."""
     spec = load_spec(story.run.spec)
-    spec.settings.notify = NotifySettings(**{"timeout_s": LONG_S, "plain_http": True, **fields})
+    notify = NotifySettings(**{"timeout_s": LONG_S, "plain_http": True, **fields})
+    spec.settings = replace(spec.settings, notify=notify)
     spec.dump(story.run.spec)
     return spec.settings.notify
 

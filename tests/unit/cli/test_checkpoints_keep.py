@@ -17,6 +17,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.cli import checkpoints_keep
 from hpctrain.cli.main import main
+from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story, local_job
@@ -81,8 +82,8 @@ def save(run, losses):
 def change(run, **settings):
     """Other settings [checkpoint] of the run."""
     spec = load_spec(run.spec)
-    for name, value in settings.items():
-        setattr(spec.settings.checkpoint, name, value)
+    named = {f"checkpoint.{name}": value for name, value in settings.items()}
+    spec.settings = replaced(spec.settings, named)
     spec.dump(run.spec)
 
 

@@ -29,7 +29,7 @@ from hpctrain.plan.deepspeed import (
     resolve_ds_config,
 )
 from hpctrain.settings.check_engine import check_engine
-from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
+from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings, replaced
 from hpctrain.submit.checks import take_ds_config
 
 ZERO = "zero_optimization"
@@ -185,7 +185,8 @@ def test_a_file_that_is_not_one_json_object_is_refused_with_its_place(text, mess
 
 def taken(tmp_path, value, **engine):
     settings = Settings(engine=EngineSettings(kind="zero2", ds_config=value, **engine))
-    return take_ds_config(settings, tmp_path, is_recipe=True, data_ranks=[1]), settings.engine
+    settings, notes = take_ds_config(settings, tmp_path, is_recipe=True, data_ranks=[1])
+    return notes, settings.engine
 
 
 def test_a_path_in_the_settings_becomes_the_files_text(tmp_path):
@@ -228,7 +229,7 @@ ON_DISK = {"kind": "zero3", "offload": "nvme", "nvme_path": "/disk"}
 
 def on_disk(mode="sync", **engine):
     settings = Settings(engine=EngineSettings(**{**ON_DISK, **engine}))
-    settings.checkpoint.mode = mode
+    settings = replaced(settings, {"checkpoint.mode": mode})
     return check_engine(settings, {"engine.offload": "--set"})
 
 

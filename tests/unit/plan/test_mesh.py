@@ -23,7 +23,7 @@ from hpctrain.run.events import read
 from hpctrain.settings.check import check
 from hpctrain.settings.check_engine import engine_flags, parse_mesh
 from hpctrain.settings.layers import flag_layer, resolve
-from hpctrain.settings.schema import EngineSettings, TrainSettings
+from hpctrain.settings.schema import EngineSettings, Settings, SlurmSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
 from hpctrain.status.as_json import as_json
 from hpctrain.status.screen import StatusScreen
@@ -677,9 +677,9 @@ def test_one_process_cannot_be_cut(work, capsys):
 
 def a_spec(nodes="2", ranks=4, **engine):
     spec = Spec("r", "id", 0.0, "local", "", Entry(kind="recipe", cwd="/"))
-    spec.settings.slurm.nodes, spec.settings.slurm.ranks_per_node = nodes, ranks
-    for name, value in engine.items():
-        setattr(spec.settings.engine, name, value)
+    spec.settings = Settings(
+        slurm=SlurmSettings(nodes=nodes, ranks_per_node=ranks), engine=EngineSettings(**engine)
+    )
     return spec
 
 

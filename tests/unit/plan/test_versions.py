@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.versions import DEEPSPEED, TORCH, refusal, untried
-from hpctrain.settings.schema import EngineSettings, Settings
+from hpctrain.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.site.schema import Modules
 from hpctrain.submit import checks
 from hpctrain.submit.checks import check_versions
@@ -81,8 +81,7 @@ def test_submit_refuses_what_is_installed_here(monkeypatch):
 def test_a_job_that_loads_modules_may_bring_another_torch(monkeypatch):
     posed(monkeypatch, torch="2.6.0")
     site = SimpleNamespace(modules=Modules(load=("pytorch/2.13",)), where=lambda *_: "here")
-    own = Settings()
-    own.slurm.setup = ["source env.sh"]
+    own = replaced(Settings(), {"slurm.setup": ["source env.sh"]})
 
     for said in (check_versions(Settings(), site), check_versions(own)):
         assert len(said) == 1

@@ -27,6 +27,7 @@ from hpctrain.report.page import comparison_page, in_script, page
 from hpctrain.report.summary import attempt_rows, facts, failure_groups
 from hpctrain.report.text import as_text, comparison
 from hpctrain.run import events as ledger
+from hpctrain.settings.schema import replaced
 from hpctrain.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
@@ -510,7 +511,7 @@ def test_allocations_that_were_tried_again_are_named(quiet):
 
 @pytest.mark.parametrize(("seconds", "words"), [(20000.0, "rarely"), (30.0, "often"), (0.0, None)])
 def test_an_interval_set_far_from_the_best_is_named(quiet, seconds, words):
-    quiet.spec.settings.checkpoint.interval_s = seconds
+    quiet.spec.settings = replaced(quiet.spec.settings, {"checkpoint.interval_s": seconds})
 
     found = advice(quiet)
 
@@ -518,7 +519,7 @@ def test_an_interval_set_far_from_the_best_is_named(quiet, seconds, words):
 
 
 def test_saves_that_cost_nothing_may_come_as_often_as_one_likes(quiet):
-    quiet.spec.settings.checkpoint.interval_s = 30.0
+    quiet.spec.settings = replaced(quiet.spec.settings, {"checkpoint.interval_s": 30.0})
 
     assert keys(replace(quiet, costs=replace(quiet.costs, cost_s=0.01))) == []
 

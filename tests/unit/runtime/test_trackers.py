@@ -25,7 +25,14 @@ from hpctrain.runtime.trackers import (
     TrackerThread,
 )
 from hpctrain.settings.check import check_hooks
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import (
+    NotifySettings,
+    Settings,
+    SlurmSettings,
+    TrackSettings,
+    TrainSettings,
+    replaced,
+)
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit.checks import check_hooks_here
 from tests.support.ledger_runs import Story
@@ -77,12 +84,12 @@ def own_module(monkeypatch):
 
 
 def spec_of(run, **track):
-    settings = Settings()
-    for name, value in track.items():
-        setattr(settings.track, name, value)
-    settings.notify.command = "tell --token SECRET"
-    settings.slurm.setup = ["export KEY=SECRET"]
-    settings.train.steps = 40
+    settings = Settings(
+        track=TrackSettings(**track),
+        notify=NotifySettings(command="tell --token SECRET"),
+        slurm=SlurmSettings(setup=["export KEY=SECRET"]),
+        train=TrainSettings(steps=40),
+    )
     origins = {"train.steps": "hpctrain.toml:3"}
     spec = Spec(
         run.name, "run-id", 1.0, "local", "", Entry("recipe"), settings=settings, origins=origins
@@ -261,7 +268,7 @@ def test_tensorboard_shows_settings_attempts_and_hparams_in_one_run(tmp_path):
 def test_pages_hold_no_secret_and_no_broken_row(tmp_path):
     run = Story(tmp_path / "gpt").run
     spec = spec_of(run)
-    spec.settings.slurm.extra = ["--comment=a|b"]
+    spec.settings = replaced(spec.settings, {"slurm.extra": ["--comment=a|b"]})
 
     page = settings_page(spec)
 
@@ -346,8 +353,7 @@ def test_wandb_has_one_run_over_all_attempts_with_each_step_once(tmp_path, monke
     ],
 )
 def test_hooks_that_cannot_be_are_refused(section, name, value, said):
-    settings = Settings()
-    setattr(getattr(settings, section), name, value)
+    settings = replaced(Settings(), {f"{section}.{name}": value})
 
     with pytest.raises(UsageError, match=f"^hpctrain.toml:7: {section}.{name} ") as refused:
         check_hooks(settings, {f"{section}.{name}": "hpctrain.toml:7"})
@@ -357,8 +363,7 @@ def test_hooks_that_cannot_be_are_refused(section, name, value, said):
 
 
 def test_a_tracker_that_the_runs_python_lacks_is_refused_at_submit(tmp_path, monkeypatch):
-    settings = Settings()
-    settings.track.loggers = ["wandb"]
+    settings = replaced(Settings(), {"track.loggers": ["wandb"]})
     assert check_hooks_here(settings, {}, tmp_path) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
@@ -369,9 +374,8 @@ def test_a_tracker_that_the_runs_python_lacks_is_refused_at_submit(tmp_path, mon
 
 
 def test_a_webhook_is_looked_at_before_it_is_needed(tmp_path):
-    settings = Settings()
-    settings.notify.webhook_file = "hook"
-    settings.notify.command = "no-such-program-here --x"
+    settings = replaced(Settings(), {"notify.webhook_file": "hook"})
+    settings = replaced(settings, {"notify.command": "no-such-program-here --x"})
     with pytest.raises(UsageError, match=r"webhook_file .*hook cannot be read: No such file"):
         check_hooks_here(settings, {}, tmp_path)
     path = tmp_path / "hook"

@@ -13,6 +13,7 @@ from hpctrain.errors import ClusterUnreachable, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.environment import clean, kept_settings
 from hpctrain.scheduler.slurm.script import check_options, export_arguments, render_script
+from hpctrain.settings.schema import Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.load import load_site
 
@@ -31,9 +32,7 @@ def site(tmp_path):
 
 def render(site, **slurm):
     spec = Spec("gpt", "id", 0.0, "slurm", "juniper", Entry("recipe"), python="/venv/bin/python")
-    for name, value in slurm.items():
-        assert hasattr(spec.settings.slurm, name)
-        setattr(spec.settings.slurm, name, value)
+    spec.settings = Settings(slurm=SlurmSettings(**slurm))
     spec.preset = site.as_plain()
     return render_script(spec, RunDir(Path("/runs/gpt")), "gpt-12ab")
 
@@ -140,8 +139,7 @@ def test_a_forbidden_option_is_refused_with_who_asks_and_who_forbids(
         "'--gpus']\n"
     )
     spec = Spec("gpt", "id", 0.0, "slurm", "juniper", Entry("recipe"))
-    for name, value in slurm.items():
-        setattr(spec.settings.slurm, name, value)
+    spec.settings = Settings(slurm=SlurmSettings(**slurm))
 
     with pytest.raises(UsageError) as caught:
         check_options(spec.settings.slurm, made, {path: "flag --x"})

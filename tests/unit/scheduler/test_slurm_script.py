@@ -15,6 +15,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.script import body_path, quote, render_script
+from hpctrain.settings.schema import Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
@@ -32,9 +33,7 @@ def make_spec(**slurm):
         entry=Entry("recipe"),
         python="/opt/venv/bin/python",
     )
-    for name, value in slurm.items():
-        assert hasattr(spec.settings.slurm, name)
-        setattr(spec.settings.slurm, name, value)
+    spec.settings = Settings(slurm=SlurmSettings(**slurm))
     return spec
 
 

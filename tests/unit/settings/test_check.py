@@ -13,7 +13,8 @@ from hpctrain.settings.schema import sections
 
 def checked(*sets):
     settings, origins = resolve([flag_layer({}, sets)])
-    return settings, origins, check(settings, origins)
+    chosen = check(settings, origins)
+    return *chosen.upon(settings, origins), chosen.notes
 
 
 @pytest.mark.parametrize(

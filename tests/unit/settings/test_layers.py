@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
@@ -48,6 +48,20 @@ def test_layers_lie_on_an_older_runs_settings_without_changing_them():
     assert origins["train.steps"] == "hpctrain.toml:train.steps"
     assert base.slurm.nodes == "1"
     assert base_origins["slurm.nodes"] == "default"
+
+
+def test_settings_are_changed_by_a_layer_alone():
+    settings, origins = layers.resolve([])
+
+    with pytest.raises(FrozenInstanceError):
+        settings.slurm.nodes = "2"
+    with pytest.raises(FrozenInstanceError):
+        settings.slurm = settings.slurm
+
+    chosen = layers.Chosen({"slurm.nodes": ("2", "why")}, ["said"])
+    above, above_origins = chosen.upon(settings, origins)
+    assert (above.slurm.nodes, above_origins["slurm.nodes"]) == ("2", "why")
+    assert (settings.slurm.nodes, origins["slurm.nodes"]) == ("1", "default")
 
 
 def test_lists_of_two_settings_are_not_shared():

@@ -12,15 +12,12 @@ from hpctrain.settings.check import (
     rank_set,
     step_range,
 )
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import ProfileSettings, Settings
 from hpctrain.submit.checks import nsys_notes
 
 
 def settings(**profile):
-    made = Settings()
-    for name, value in profile.items():
-        setattr(made.profile, name, value)
-    return made
+    return Settings(profile=ProfileSettings(**profile))
 
 
 @pytest.mark.parametrize(

@@ -55,3 +55,21 @@ def test_what_the_user_gave_an_old_run_stays():
     assert origins["slurm.partition"] == "flag --partition"
     assert origins["slurm.time"] == f"default, lowered to the limit of {SITE}:9)"
     assert load_spec(OLD / "lowered.json").settings.train.steps == 7
+
+
+def test_a_new_spec_says_what_was_chosen_and_its_origins_are_only_shown(tmp_path):
+    old = load_spec(OLD / "chosen.json")
+    spec, _ = change_spec(old, ResumeRequest({}))
+    spec.origins["slurm.partition"] = "whatever is shown"
+    spec.dump(tmp_path / "spec.json")
+
+    written = load_spec(tmp_path / "spec.json")
+    below, origins = written.given()
+
+    assert written == spec
+    assert sorted(written.chosen) == ["slurm.cpus_per_rank", "slurm.partition", "slurm.qos"]
+    assert (below.slurm.partition, below.slurm.qos, below.slurm.cpus_per_rank) == ("", "", 0)
+    assert (origins["slurm.partition"], origins["slurm.time"]) == ("default", "flag --time")
+    again, _ = change_spec(written, ResumeRequest({"slurm.nodes": ("--nodes", "65")}))
+    assert again.settings.slurm.partition == "spare"
+    assert sorted(again.chosen) == ["slurm.partition", "slurm.qos"]

@@ -207,13 +207,13 @@ def test_the_preset_of_the_submit_is_in_the_spec(work):
 
     assert spec.preset is not None
     assert spec.preset["partitions"]["batch"]["max_nodes"] == 64
-    assert (spec.site, spec.unlocked, spec.format) == ("juniper", [], 2)
+    assert (spec.site, spec.unlocked, spec.format) == ("juniper", [], 3)
 
 
 def test_a_spec_of_before_presets_still_loads(work):
     run = make_run(ask(work), None)
     old = json.loads(run.spec.read_text()) | {"format": 1}
-    del old["preset"], old["unlocked"]
+    del old["preset"], old["unlocked"], old["chosen"]
     run.spec.write_text(json.dumps(old))
 
     spec, _ = change_spec(load_spec(run.spec), ResumeRequest({}))
@@ -670,7 +670,7 @@ def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
 
     def said(*sets):
         settings, origins = resolve([site.layer, flag_layer({}, sets)])
-        return check_site(settings, origins, site, is_script=False)
+        return check_site(settings, origins, site, is_script=False).notes
 
     assert said() == []
     (note,) = said('slurm.setup=["source plugin.sh"]')
