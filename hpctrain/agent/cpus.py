@@ -51,6 +51,8 @@ def cpus_of_ranks(
     environ: Mapping[str, str],
     allowed: Collection[int] | None = None,
     root: Path | None = None,
+    *,
+    shared: bool = False,
 ) -> list[str]:
     """Lists of CPUs for this node's ranks, such as "49-55"; empty where they stay unbound.
 
@@ -59,9 +61,10 @@ def cpus_of_ranks(
         environ: Of the job.
         allowed: What the job was given; by default what this process may use.
         root: Where /sys and /proc are, for tests.
+        shared: All nodes are processes of this machine.
     """
     slurm, asked = spec.settings.slurm, spec.settings.run.cpu_bind
-    if asked == "no" or spec.cluster != "slurm" or (asked == "auto" and not slurm.gpus_per_node):
+    if asked == "no" or shared or (asked == "auto" and not slurm.gpus_per_node):
         return []
     given = os.sched_getaffinity(0) if allowed is None else frozenset(allowed)
     node = machine(environ, *([root] if root is not None else []))

@@ -129,7 +129,7 @@ def _run_rounds(
     from hpctrain.agent.stop_deadline import StopDeadline
 
     imported = time.time()
-    cpus = cpus_of_ranks(spec, os.environ)
+    cpus = cpus_of_ranks(spec, os.environ, shared=context.on_this_machine)
     hear_elastic()
     deadline = StopDeadline(
         context,

@@ -46,7 +46,7 @@ class NodeCheck:
     def begin(self) -> None:
         """Start looking, where the settings want it."""
         asked = self._spec.settings.preflight.enabled
-        several = len(self._context.nodes) > 1 and self._spec.cluster == "slurm"
+        several = len(self._context.nodes) > 1 and not self._context.on_this_machine
         if asked == "yes" or (asked == "auto" and several):
             first = self._context.node_rank == 0
             self._child = preflight.begin(self._place(), self._order() if first else None)

@@ -190,6 +190,8 @@ class JobContext:
     """When the scheduler began this start of the job, seconds since the epoch; None if unknown."""
     cluster: str = ""
     """The name of the scheduler's cluster, which counts its jobs for itself; "" if it has none."""
+    on_this_machine: bool = False
+    """All nodes are processes of one machine: they share its CPUs, and none is bad by itself."""
 
 
 @dataclass(frozen=True)

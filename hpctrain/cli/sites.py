@@ -268,12 +268,12 @@ def detect_command(*, as_json: bool) -> None:
     hpctrain sites detect
     hpctrain sites detect --json | jq -r .site
     """  # noqa: D301 - click wants the control character
-    from hpctrain.scheduler.slurm.facts import cluster_name
+    from hpctrain.scheduler.base import name_here
     from hpctrain.site.detect import detect, look_around
     from hpctrain.site.load import identities
     from hpctrain.terminal import echo_json
 
-    here = look_around(os.environ, cluster_name)
+    here = look_around(os.environ, lambda: name_here(os.environ))
     detected = detect(identities(os.environ, project=Path.cwd()), here)
     if as_json:
         echo_json(_detected_plain(detected))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hpctrain.preflight.facts import NodeFacts
     from hpctrain.submit.sbatch_test import SbatchTrial
 
+OF_PRESETS = "slurm"
+"""The scheduler whose clusters presets describe."""
 _COLORS = {"accepted": "green", "refused": "red"}
 
 
@@ -152,12 +154,12 @@ def test_command(
     from dataclasses import asdict
 
     from hpctrain.errors import ChecksFailed
-    from hpctrain.scheduler.slurm.command import run
+    from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.sbatch_test import Asked, try_site
     from hpctrain.terminal import echo_json
 
     asked = Asked(name, partition, nodes, account)
-    trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, ask=run)
+    trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, cluster=get_cluster(OF_PRESETS))
     if as_json:
         echo_json([asdict(trial) for trial in trials])
     else:

@@ -117,6 +117,7 @@ class Controller:
             "token": record.token,
             "end_time": record.end_time,
             "kill_wait_s": KILL_WAIT_S,
+            "on_this_machine": True,
         }
         environment = {**os.environ, HPCTRAIN_LOCAL_CONTEXT: json.dumps(context)}
         command = own_program(

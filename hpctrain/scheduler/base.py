@@ -86,6 +86,12 @@ def default_cluster(environ: Mapping[str, str]) -> str:
     return next(name for name in SCHEDULERS if not get_cluster(name).missing(environ))
 
 
+def name_here(environ: Mapping[str, str]) -> str | None:
+    """The name of this very cluster, by the first scheduler that has one; None without any."""
+    names = (get_cluster(name).here(environ) for name in SCHEDULERS)
+    return next((name for name in names if name), None)
+
+
 def title_of(name: str) -> str:
     """What a sentence calls the scheduler; of an unknown one too."""
     return SCHEDULERS[name].title if name in SCHEDULERS else Scheduler.title
@@ -117,8 +123,12 @@ class Cluster(Protocol):
     def missing(self, environ: Mapping[str, str]) -> str:
         """Why it cannot be used from a shell with these variables; "" where it can."""
 
-    def here(self) -> str:
-        """Name of this very cluster, which has job ids of its own; "" where nobody can say."""
+    def here(self, environ: Mapping[str, str] | None = None) -> str:
+        """Name of this very cluster, which has job ids of its own; "" where nobody can say.
+
+        Args:
+            environ: Nobody is asked where a shell with these variables could not.
+        """
 
     def submit(self, request: JobRequest) -> str:
         """Start the job and return its id.

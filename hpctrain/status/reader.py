@@ -178,7 +178,7 @@ def ask(
 
     Args:
         run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
-        cluster: "slurm" or "local", from the run's spec.json.
+        cluster: The name of its scheduler, from spec.json.
         events: The run's ledger.
         scheduler: Asked in the place of that cluster's own: a `survey` of it.
     """
@@ -214,7 +214,7 @@ def job_starts(
     The jobs that it had on other clusters are left out: the ledger's own times do without.
 
     Args:
-        cluster: "slurm" or "local", from the run's spec.json.
+        cluster: The name of its scheduler, from spec.json.
         events: The run's ledger.
         scheduler: See `ask`.
     """

@@ -136,7 +136,7 @@ def status_of(
         answer: What the scheduler said.
         name: The run's name.
         root: Its directory.
-        cluster: "slurm" or "local".
+        cluster: The name of its scheduler.
         total: How many steps it is meant to do, where the ledger does not know.
         checkpoint: The newest one that could be loaded.
         skipped: Newer ones that could not; those that an attempt passed over are added.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.records import JobState
 from hpctrain.base.text import clock, duration, fold_nodes
 from hpctrain.history.run_state import RunState
+from hpctrain.scheduler.base import title_of
 from hpctrain.status.status import ALIVE
 
 if TYPE_CHECKING:
@@ -176,8 +177,7 @@ def _cancelled(status: RunStatus, job: str) -> str:
 
 def _lost(status: RunStatus, known: str) -> str:
     job, newest = status.answer.job, status.checkpoint
-    who = {"slurm": "SLURM"}.get(status.cluster, "the cluster")
-    what = f"{who} no longer knows {known}"
+    what = f"{title_of(status.cluster)} no longer knows {known}"
     if job is not None:
         what = f"{known} is over ({job.shown}), and the run is not"
     if status.ledger_state.detail:

@@ -1,4 +1,4 @@
-"""A preset tried out: the scripts that a submit would make, and what sbatch says of them.
+"""A preset tried out: the scripts that a submit would make, and what the scheduler says of them.
 
 Nothing is submitted and nothing stays on disk. tests/unit/submit/test_sbatch_test.py holds the
 promises.
@@ -7,20 +7,22 @@ promises.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
+from hpctrain.preflight.report import FAIL, UNKNOWN
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.layers import nearest
 from hpctrain.site.load import load_site
 from hpctrain.submit.prepare import SubmitRequest, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from hpctrain.preflight.report import Result
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.site.preset import Site
 
 TOKEN = "site-test"  # noqa: S105 - stands where a submission's own token stands
@@ -55,7 +57,7 @@ class SbatchTrial:
 
 
 def try_site(
-    asked: Asked, *, cwd: Path, environ: Mapping[str, str], ask: Callable[[Sequence[str]], str]
+    asked: Asked, *, cwd: Path, environ: Mapping[str, str], cluster: Cluster
 ) -> list[SbatchTrial]:
     """Every partition at every number of nodes that it is meant for.
 
@@ -63,7 +65,7 @@ def try_site(
         asked: What to try.
         cwd: Where the user stands; an hpctrain.toml there is left out of it.
         environ: The user's.
-        ask: Runs one command of SLURM's; `scheduler.slurm.command.run`.
+        cluster: Renders the scripts and says whether it would take them.
 
     Raises:
         NotFound: there is no such site.
@@ -85,7 +87,7 @@ def try_site(
         )
     with tempfile.TemporaryDirectory(prefix="hpctrain-site-test-") as folder:
         requests = [_request(site, asked, case, Path(folder), environ) for case in cases]
-        return [_try(request, ask) for request in requests]
+        return [_try(replace(request, cluster=cluster.name), cluster) for request in requests]
 
 
 def _partitions(site: Site, named: Sequence[str]) -> list[str]:
@@ -117,7 +119,6 @@ def _request(
         environ=environ,
         runs=folder,
         site=str(Path(asked.site).absolute()) if asked.site.endswith(".toml") else asked.site,
-        cluster="slurm",
         nodes=str(nodes),
         gpus_per_node=(partition.gpus_per_node or 0) if partition else 0,
         time=TIME,
@@ -128,18 +129,23 @@ def _request(
     )
 
 
-def _try(request: SubmitRequest, ask: Callable[[Sequence[str]], str]) -> SbatchTrial:
+def _try(request: SubmitRequest, cluster: Cluster) -> SbatchTrial:
     text, why = "", ""
+    results: Sequence[Result] = ()
     try:
         spec = prepare(request).spec
-        text = render_script(spec, RunDir(request.runs / spec.name), TOKEN)
+        text = cluster.render(spec, RunDir(request.runs / spec.name), TOKEN)
         script = request.runs / f"{spec.name}.sh"
         script.write_text(text)
-        ask(["sbatch", "--test-only", str(script)])
+        results = cluster.check_script(script)
     except ClusterUnreachable:
         raise
     except (UsageError, ClusterError) as error:
         why = str(error)
+    for result in results:
+        if result.status == UNKNOWN:
+            raise ClusterUnreachable(result.message)
+        why = result.message if result.status == FAIL else why
     return SbatchTrial(
         partition=request.partition or "",
         nodes=int(request.nodes or 0),

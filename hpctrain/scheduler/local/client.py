@@ -183,8 +183,9 @@ class LocalCluster(Cluster):
         del environ
         return ""
 
-    def here(self) -> str:
+    def here(self, environ: Mapping[str, str] | None = None) -> str:
         """No name: its jobs are known by their files alone."""
+        del environ
         return ""
 
     def submit(self, request: JobRequest) -> str:

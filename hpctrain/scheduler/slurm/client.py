@@ -71,8 +71,10 @@ class SlurmCluster(Cluster):
         there = shutil.which("sbatch", path=environ.get("PATH", ""))
         return "" if there else "there is no sbatch on PATH; go to a login node of the cluster"
 
-    def here(self) -> str:
+    def here(self, environ: Mapping[str, str] | None = None) -> str:
         """ClusterName, asked once in a process."""
+        if environ is not None and not shutil.which("scontrol", path=environ.get("PATH", "")):
+            return ""
         return name_here()
 
     def submit(self, request: JobRequest) -> str:

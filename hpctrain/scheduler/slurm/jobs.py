@@ -36,7 +36,7 @@ FINISHED = frozenset(
 )
 """States in which no process of the job is left. Every other one, also one that is not invented
 yet, counts as alive: a second writer is worse than a wait."""
-_STATES = {
+STATES = {
     "BOOT_FAIL": JobState.NODE_FAILED,
     "DEADLINE": JobState.TIMED_OUT,
     "REQUEUE_FED": JobState.REQUEUED,
@@ -50,7 +50,7 @@ def job_state(word: str) -> JobState:
     """SLURM's word for a state as ours; its many words for a job that still runs are one here."""
     if word in _SAME:
         return JobState(word)
-    return _STATES.get(word, JobState.RUNNING if is_alive(word) else JobState.OVER)
+    return STATES.get(word, JobState.RUNNING if is_alive(word) else JobState.OVER)
 
 
 def is_alive(state: str) -> bool:

@@ -133,13 +133,13 @@ def test_the_map_of_frontier_is_that_of_its_guide():
 # ---- the agent's part
 
 
-def a_spec(*, site=None, cluster="slurm", bind="auto", gpus=2):
+def a_spec(*, site=None, bind="auto", gpus=2):
     settings = Settings()
     settings = replaced(settings, {"run.cpu_bind": bind})
     settings = replaced(settings, {"slurm.gpus_per_node": gpus})
     settings = replaced(settings, {"slurm.ranks_per_node": 2})
     preset = None if site is None else load_site(site, environ={}).as_plain()
-    return SimpleNamespace(settings=settings, cluster=cluster, preset=preset)
+    return SimpleNamespace(settings=settings, preset=preset)
 
 
 def test_the_presets_map_counts_for_the_gpus_that_the_job_was_given(tmp_path):
@@ -154,13 +154,14 @@ def test_the_presets_map_counts_for_the_gpus_that_the_job_was_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bind": "no"}, {"cluster": "local"}, {"gpus": 0}, {"site": None}], ids=str
+    "changes", [{"bind": "no"}, {"shared": True}, {"gpus": 0}, {"site": None}], ids=str
 )
 def test_ranks_stay_unbound_where_nothing_is_known_or_nobody_wants_it(tmp_path, changes):
+    shared = changes.pop("shared", False)
     spec = a_spec(**{"site": "frontier", **changes})
 
     environ = {"SLURM_CPUS_ON_NODE": "56"}
-    assert cpus.cpus_of_ranks(spec, environ, ALLOCATABLE, tmp_path) == []
+    assert cpus.cpus_of_ranks(spec, environ, ALLOCATABLE, tmp_path, shared=shared) == []
 
 
 def test_ranks_without_gpus_are_bound_where_that_is_asked_for(tmp_path):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
+from hpctrain.scheduler.slurm.client import SlurmCluster
+from hpctrain.scheduler.slurm.preflight import check_accepted
 from hpctrain.submit.sbatch_test import Asked, try_site
 
 PRESET = """\
@@ -37,7 +39,13 @@ def attempt(mine, tmp_path, ask, **asked):
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     (bin_dir / "sbatch").touch(mode=0o755)
-    return try_site(Asked(mine, **asked), cwd=tmp_path, environ={"PATH": str(bin_dir)}, ask=ask)
+
+    class Asks(SlurmCluster):
+        def check_script(self, script):
+            return check_accepted(script, ask)
+
+    environ = {"PATH": str(bin_dir)}
+    return try_site(Asked(mine, **asked), cwd=tmp_path, environ=environ, cluster=Asks())
 
 
 def test_each_partition_is_tried_at_the_nodes_that_it_is_for(mine, tmp_path):
