@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.settings.spec import Spec
-    from hpctrain.submit.launch import Submitted
+    from hpctrain.submit.launch import SubmittedRun
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
 EXAMPLES = """\b
@@ -177,7 +177,7 @@ def _environment(spec: Spec) -> dict[str, str]:
     return {name: value.value for name, value in expected_environment(spec).values.items()}
 
 
-def _report(submitted: Submitted, *, wait: bool, as_json: bool) -> int:
+def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
     from hpctrain.terminal import echo_warning
 
@@ -224,7 +224,7 @@ def meshes_text(meshes: Mapping[int, Mesh]) -> str:
     return "; ".join(f"{nodes} nodes: {mesh.text}" for nodes, mesh in meshes.items())
 
 
-def _facts(submitted: Submitted, following: list[str]) -> dict[str, Any]:
+def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
     from dataclasses import asdict
 
     prepared, run = submitted.prepared, submitted.run

@@ -49,7 +49,7 @@ LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedRun:
     """A run that was made.
 
     Attributes:
@@ -65,7 +65,7 @@ class Submitted:
     notes: list[str]
 
 
-def submit_run(request: SubmitRequest, *, start: bool = True) -> Submitted:
+def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
     """Make a run with a copy of its code, and start its job; nothing stays of one that is refused.
 
     Args:
@@ -86,7 +86,7 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> Submitted:
     run = make_run(prepared, copy.checkout)
     notes = [*prepared.notes, *copy.notes]
     if not start:
-        return Submitted(prepared, run, None, notes)
+        return SubmittedRun(prepared, run, None, notes)
     bad = kept_out(run, spec, request.environ)
     try:
         job_id = launch(run, spec, by="submit", exclude=list(bad))
@@ -95,7 +95,7 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> Submitted:
     except (ClusterError, UsageError):
         discard_run(run, prepared.new_parent)
         raise
-    return Submitted(prepared, run, job_id, [*notes, *kept_out_notes(bad)])
+    return SubmittedRun(prepared, run, job_id, [*notes, *kept_out_notes(bad)])
 
 
 def launch(
