@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.mesh import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hpctrain.base.mesh import Mesh
 
@@ -58,23 +58,24 @@ def fold_nodes(nodes: Sequence[str]) -> str:
     for stem, texts in digits.items():
         padded = any(text.startswith("0") for text in texts)
         for width in sorted({len(text) for text in texts}) if padded else [0]:
-            numbers = sorted({int(text) for text in texts if width in {0, len(text)}})
-            inside = ",".join(_ranges(numbers, width))
+            numbers = {int(text) for text in texts if width in {0, len(text)}}
+            inside = _ranges(numbers, width)
             folded.append(f"{stem}[{inside}]" if len(numbers) > 1 else f"{stem}{inside}")
     return ",".join(folded)
 
 
-def _ranges(numbers: Sequence[int], width: int) -> list[str]:
+def _ranges(numbers: Iterable[int], width: int = 0) -> str:
+    """Numbers as ranges: 0-3,7."""
     ranges: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return [
+    return ",".join(
         f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}"
         for low, high in ranges
-    ]
+    )
 
 
 def duration(seconds: float) -> str:
@@ -193,7 +194,7 @@ def rank_rows(
     """
     used = [axis for axis in (*AXES, "ep") if getattr(mesh, axis) > 1] or ["dp_shard"]
     rows = [
-        [where, _folded(set(ranks)), *(_folded(_places(mesh, ranks, axis)) for axis in used)]
+        [where, _ranges(ranks), *(_ranges(_places(mesh, ranks, axis)) for axis in used)]
         for where, ranks in _rows(mesh, nodes, ranks_per_node)
     ]
     titles, left_out = ["node", "ranks", *used], max(0, len(rows) - ROWS_SHOWN)
@@ -246,14 +247,3 @@ def _is_block(mesh: Mesh, ranks: range) -> bool:
 
 def _places(mesh: Mesh, ranks: range, axis: str) -> set[int]:
     return {mesh.place(rank)[axis] for rank in ranks}
-
-
-def _folded(numbers: set[int]) -> str:
-    """Numbers as ranges: 0-3,7."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.checkpoints_diff import diff_command
-from hpctrain.cli.checkpoints_exchange import export_command, import_command
+from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
 from hpctrain.cli.options import json_option, run_argument, runs_option
 from hpctrain.cli.progress import progress

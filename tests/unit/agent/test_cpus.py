@@ -14,7 +14,7 @@ from hpctrain.agent.cpus import Machine, as_list, cpus_of, plan
 from hpctrain.history.rank_samples import RankSample
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.site.load import load_site
-from hpctrain.status.tables import _bound, ranks_table
+from hpctrain.status.screen import _bound, ranks_table
 
 NUMA = [frozenset(range(4)), frozenset(range(4, 8))]
 THREADS = [frozenset({core, core + 4}) for core in range(4)]
