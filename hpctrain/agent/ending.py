@@ -40,7 +40,7 @@ from hpctrain.plan.decide import (
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.fence import read_fence, started, take_attempt
+from hpctrain.run.fence import identity, read_fence, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.ownership import job_spec
 
@@ -715,9 +715,15 @@ class BatchScriptSide:
         except OSError as error:
             log.warning("this start is not counted: %s", error)
             return None
-        where = {"nodes": start.nodes, "job_started": start.start_time}
-        fields = started(self._run, taken, "batch", **where)
-        self._end.add(kinds.AttemptStarted(**fields), taken.number)
+        begun = kinds.AttemptStarted(
+            **identity(self._run, taken),
+            by="batch",
+            nodes=tuple(start.nodes),
+            world_size=0,
+            ranks_per_node=0,
+            job_started=start.start_time,
+        )
+        self._end.add(begun, taken.number)
         return taken.number
 
     def _exit_code(self, attempt: int | None, reason: EndReason, following: Next) -> int:

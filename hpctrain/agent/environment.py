@@ -21,7 +21,7 @@ import stat
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.base.env import (
     HPCTRAIN_CLUSTER,
@@ -33,6 +33,7 @@ from hpctrain.base.env import (
     HPCTRAIN_RUN_DIR,
 )
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import EnvironmentSet
 from hpctrain.run.fence import look_anew
 from hpctrain.site.environment import (
     Environment,
@@ -121,15 +122,15 @@ class RankEnvironment:
     def _record(
         self, number: int, versions: Versions, derived: Environment, final: Environment
     ) -> None:
-        facts: dict[str, Any] = {
-            "site": self._spec.site,
-            "nodes": len(self._context.nodes),
-            "versions": asdict(versions),
-            "overridden": _who_won(derived, final),
-            "unset": [name for name in final.unset if name in self._job],
-            "notes": final.notes,
-        }
-        ledger.append(self._run, "environment", attempt=number, **facts)
+        fact = EnvironmentSet(
+            site=self._spec.site,
+            nodes=len(self._context.nodes),
+            versions=asdict(versions),
+            overridden=tuple(_who_won(derived, final)),
+            unset=tuple(name for name in final.unset if name in self._job),
+            notes=tuple(final.notes),
+        )
+        ledger.append(self._run, fact, attempt=number)
         shown = {
             name: _shown(name, value.value) | {"origin": value.origin}
             for name, value in sorted(final.values.items())
@@ -137,7 +138,7 @@ class RankEnvironment:
         path = self._run.environment(number)
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(f"{path.name}.new")
-        staged.write_text(json.dumps(facts | {"values": shown}, indent=1) + "\n")
+        staged.write_text(json.dumps(fact.told() | {"values": shown}, indent=1) + "\n")
         staged.replace(path)
 
 

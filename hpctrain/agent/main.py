@@ -25,6 +25,7 @@ from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
+from hpctrain.run.event_types import AttemptStarted, OrphanLeft
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     if first:
         ending.record_lost_attempt()
         if why := ending.is_over():
-            ledger.record(run, "orphan_left", job_id=context.job_id, why=why)
+            ledger.record(run, OrphanLeft(job_id=context.job_id, why=why))
             log.warning("%s", why)
             # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
             # They are killed with it, and the batch side ends the job in peace.
@@ -146,19 +147,21 @@ def _run_rounds(
             restarts=context.restarts,
             follows=agent.attempt_number if again else None,
         )
-        fields = fence.started(
-            run,
-            attempt,
-            "restart" if again else "start",
-            nodes=list(context.nodes),
+        batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
+        begun = AttemptStarted(
+            **fence.identity(run, attempt),
+            by="restart" if again else "start",
+            nodes=tuple(context.nodes),
             world_size=world_size,
             ranks_per_node=spec.settings.slurm.ranks(),
-            slurm_cluster=context.cluster or None,
+            slurm_cluster=context.cluster,
+            cpus=tuple(cpus),
             job_started=context.start_time,
-            **({"cpus": cpus} if cpus else {}),
-            **({} if again else _start_times(started, imported)),
+            batch_started=float(batch_started) if batch_started else None,
+            agent_started=None if again else started,
+            imported=None if again else imported,
         )
-        ledger.append(run, "attempt_started", attempt=attempt.number, **fields)
+        ledger.append(run, begun, attempt=attempt.number)
         return attempt
 
     def may_restart(failure: FailureReport | None) -> bool:
@@ -201,13 +204,6 @@ def _run_rounds(
         return ending.conclude(agent.attempt_number, agent.end, deadline)
     finally:
         rendezvous.close()
-
-
-def _start_times(started: float, imported: float) -> dict[str, float]:
-    """What the time between the job's start and the ranks' went to, seconds since the epoch."""
-    times = {"agent_started": started, "imported": imported}
-    batch = os.environ.get(HPCTRAIN_BATCH_STARTED)
-    return times | ({"batch_started": float(batch)} if batch else {})
 
 
 def _task(spec: Spec, cpus: list[str]) -> object:

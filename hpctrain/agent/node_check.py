@@ -18,7 +18,8 @@ from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
 from hpctrain.preflight.run import NodePlace
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import started, take_attempt
+from hpctrain.run.event_types import AttemptStarted, NodesChecked
+from hpctrain.run.fence import identity, take_attempt
 
 if TYPE_CHECKING:
     from hpctrain.agent.ending import AttemptEnding
@@ -64,14 +65,8 @@ class NodeCheck:
                 node_lists.record_known_good(
                     node_lists.known_good_path(self._run), self._context.nodes
                 )
-            ledger.append(
-                self._run,
-                "preflight",
-                bad=bad,
-                leave=leave,
-                no_answer=silence,
-                collective=collective,
-            )
+            checked = NodesChecked(bad=bad, leave=leave, no_answer=silence, collective=collective)
+            ledger.append(self._run, checked)
         return verdict if leave else None
 
     def leave(self, verdict: NodesVerdict, ending: AttemptEnding) -> int:
@@ -84,13 +79,15 @@ class NodeCheck:
             record_bad(bad_nodes_path(self._run), verdict.bad, hours=hours)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
         ranks = self._spec.settings.slurm.ranks()
-        where = {
-            "nodes": list(context.nodes),
-            "job_started": context.start_time,
-            "ranks_per_node": ranks,
-        }
-        fields = started(self._run, taken, "start", **where)
-        ledger.append(self._run, "attempt_started", attempt=taken.number, **fields)
+        begun = AttemptStarted(
+            **identity(self._run, taken),
+            by="start",
+            nodes=tuple(context.nodes),
+            world_size=0,
+            ranks_per_node=ranks,
+            job_started=context.start_time,
+        )
+        ledger.append(self._run, begun, attempt=taken.number)
         if verdict.apart:
             return ending.end_without_shared_folder(taken.number, verdict.apart)
         return ending.end_for_bad_nodes(taken.number, verdict.bad)

@@ -26,6 +26,7 @@ from hpctrain.agent.notify import notification_of
 from hpctrain.base import locks
 from hpctrain.base.env import HPCTRAIN_NOTIFY
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import Notified
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 
@@ -53,14 +54,8 @@ def main(argv: list[str]) -> int:
             return 0
         folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
         problems = deliver(news, settings, folder)
-        ledger.append(
-            run,
-            "notified",
-            attempt=attempt,
-            what=news.what,
-            ok=not problems,
-            why="; ".join(problems),
-        )
+        notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))
+        ledger.append(run, notified, attempt=attempt)
     return 0
 
 

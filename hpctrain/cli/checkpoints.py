@@ -206,11 +206,13 @@ def _verdicts(
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
     """For `status`; whoever may only read the run has read it all the same."""
     from hpctrain.run import events as ledger
+    from hpctrain.run.event_types import CheckpointVerified
 
     try:
         for verdict in verdicts:
             if not verdict["problems"] and not verdict["unreadable"]:
-                ledger.append(run, "verified", step=verdict["step"], name=verdict["name"])
+                fact = CheckpointVerified(step=verdict["step"], name=verdict["name"])
+                ledger.append(run, fact)
     except OSError as error:
         click.echo(f"hpctrain: not noted in the ledger: {error}", err=True)
 

@@ -21,7 +21,7 @@ import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import locks
 from hpctrain.base.files import all_of, plain_descriptor, read_plain, read_text
@@ -124,13 +124,10 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
         return attempt
 
 
-def started(
-    run: RunDir, attempt: Attempt, by: Literal["start", "restart", "batch"], **more: Any
-) -> dict[str, Any]:
-    """The fields of `attempt_started`; `more` are those that not every start has."""
+def identity(run: RunDir, attempt: Attempt) -> dict[str, Any]:
+    """The fields by which `AttemptStarted` says whose it is."""
     own = {name: getattr(attempt, name) for name in ("job_id", "restarts", "token")}
-    size = {"world_size": 0, "ranks_per_node": 0}
-    return {**own, "run_dir": str(run.root), **size, "by": by, **more}
+    return own | {"run_dir": str(run.root)}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.files import follow_folder, replace_text
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import Attempt, started, take_attempt
+from hpctrain.run.event_types import AttemptStarted
+from hpctrain.run.fence import Attempt, identity, take_attempt
 from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
@@ -33,9 +34,14 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
     if world.rank == 0:
         mine = take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0)
         run.attempt(mine.number).mkdir(parents=True, exist_ok=True)
-        size = {"world_size": world.world_size, "ranks_per_node": world.world_size}
-        fields = started(run, mine, "start", nodes=[os.uname().nodename], **size)
-        ledger.append(run, "attempt_started", attempt=mine.number, **fields)
+        begun = AttemptStarted(
+            **identity(run, mine),
+            by="start",
+            nodes=(os.uname().nodename,),
+            world_size=world.world_size,
+            ranks_per_node=world.world_size,
+        )
+        ledger.append(run, begun, attempt=mine.number)
         taken = asdict(mine)
     return Attempt(**broadcast(world, taken))
 

@@ -39,12 +39,14 @@ from hpctrain.profile.files import (
     file_name,
 )
 from hpctrain.profile.memory import RankMemory
+from hpctrain.run.event_types import ProfileRequested, ProfileWritten
 from hpctrain.settings.check import rank_set, step_range
 from hpctrain.world import broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from hpctrain.run.event_types import LedgerFact
     from hpctrain.runtime.telemetry import Stopwatch
     from hpctrain.settings.schema import ProfileSettings
     from hpctrain.world import World
@@ -85,7 +87,7 @@ class Profiler:
         world: World,
         settings: ProfileSettings,
         folder: Path | None,
-        tell: Callable[..., None],
+        tell: Callable[[LedgerFact], None],
         watches: Mapping[str, Stopwatch] | None = None,
     ) -> None:
         """Plan what the settings ask for.
@@ -144,13 +146,13 @@ class Profiler:
         first = max(step + 2, self._plans[0].window.last + 2 if self._active else 0)
         plan = Plan(StepWindow(first, first + request.steps - 1), request.ranks, request.memory)
         window = plan.window
-        self._tell(
-            "profile_requested",
+        fact = ProfileRequested(
             first=window.first,
             last=window.last,
             ranks=request.ranks,
             token=request.token,
         )
+        self._tell(fact)
         self._plans.append(plan)
         self._plans.sort(key=lambda one: one.window)
         if not self._active:
@@ -240,7 +242,7 @@ class Profiler:
             writer.start()
             self._writers.append(writer)
         folder = str(self._folder)
-        self._tell("profiled", **asdict(window), ranks=plan.ranks, folder=folder)
+        self._tell(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
 
     def _write(self, tracer: Any, window: StepWindow) -> None:
         try:

@@ -26,13 +26,22 @@ from hpctrain.base.env import (
     HPCTRAIN_RUN_DIR,
 )
 from hpctrain.base.log import configure
-from hpctrain.base.records import StopCause
+from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.store.retention import sweep
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.errors import CheckpointError, Fenced, UsageError
 from hpctrain.profile.files import folder_name
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import (
+    CheckpointRestored,
+    MeshBuilt,
+    PhaseReached,
+    StopRequested,
+    TrainingDone,
+    TrainingStopped,
+)
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime.agreement import (
@@ -50,7 +59,6 @@ from hpctrain.runtime.requests import Rank0Requests
 from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves
 from hpctrain.runtime.signals import RankSignals
-from hpctrain.runtime.step_log import note
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
 from hpctrain.scheduler.base import get_control
@@ -68,6 +76,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
+    from hpctrain.run.event_types import LedgerFact
     from hpctrain.run.fence import Attempt
     from hpctrain.settings.spec import Spec
 
@@ -153,7 +162,7 @@ class Run:
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
         self._has_stepped = self._told_late = False
-        self._event("phase", name="initialised", device=device_name(world.device))
+        self._event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
 
@@ -176,7 +185,7 @@ class Run:
         engine.seed = self.settings.train.seed
         self._program.use(engine)
         ranks = self.world.ranks_per_node
-        self._event("mesh", engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
+        self._event(MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh)))
         return engine
 
     def track(
@@ -376,12 +385,12 @@ class Run:
         return self._requests.grace_end(ASK_S) if self._requests is not None else None
 
     def _leave(self, cause: StopCause) -> NoReturn:
-        self._event("stop_requested", cause=cause.value, rank=self.world.rank)
+        self._event(StopRequested(cause=cause, rank=self.world.rank))
         if self._saves is not None:
             self._before_save()
             self._saves.final(self.step, self._snapshot, self._left_s(cause))
             self._saves.close()
-        self._event("stopped", step=self.step)
+        self._event(TrainingStopped(step=self.step))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
@@ -397,7 +406,7 @@ class Run:
             with self._telemetry.saving:
                 self._saves.patiently(self.step, self._snapshot)
             self._saves.close()
-        self._event("done", step=self.step)
+        self._event(TrainingDone(step=self.step))
         self._write_outcome("done", None)
         self._profiler.close()
 
@@ -405,7 +414,7 @@ class Run:
         self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
         if not self._has_stepped:
             self._has_stepped = True
-            self._event("phase", name="first_step", **self._telemetry.so_far())
+            self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
             if self._saves is not None:
                 self._saves.warm_up(self._snapshot)
 
@@ -460,16 +469,16 @@ class Run:
         if restored.manifest is not None:
             self._program.take_over(restored.manifest)
             self.step = restored.manifest.step
-        self._event(
-            "restored",
+        fact = CheckpointRestored(
             step=self.step,
             checkpoint=restored.path.name if restored.path else None,
             from_world_size=restored.manifest.world_size if restored.manifest else None,
             world_size=self.world.world_size,
             seconds=round(time.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
-            skipped=restored.skipped,
+            skipped=tuple(Skipped(**row) for row in restored.skipped),
         )
+        self._event(fact)
         if self.world.rank == 0:
             self._trackers = Trackers(
                 place.run,
@@ -514,9 +523,10 @@ class Run:
         requests.start()
         return requests
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def _event(self, fact: LedgerFact) -> None:
+        """A disk that is full costs the fact, never the training."""
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            note(self.dir, kind, self._attempt, **fields)
+            ledger.record(self.dir, fact, attempt=self._attempt.number)
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
         if self._trackers is not None:

@@ -14,11 +14,12 @@ import statistics
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.base.records import StopCause
 from hpctrain.plan import interval
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import IntervalSet
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.save import Saved, SavePlace
@@ -59,19 +60,21 @@ class SavePolicy:
         self._costs.append(interval.Costs(saved.stall_s, saved.seconds))
         self.now = self._choose()
 
-    def news(self) -> dict[str, Any] | None:
+    def news(self) -> IntervalSet | None:
         """What the ledger should hear: the interval, if it is new; each change is told once."""
         before = self._told
         if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
             return None
         self._told = self.now
         cost = self._cost()
-        facts: dict[str, Any] = {"seconds": round(self.now.seconds, 1), "why": self.now.why}
-        if self.now.steps:
-            facts["steps"] = self.now.steps
-        if self._is_chosen and cost is not None:
-            facts |= {"cost_s": round(cost.cost_s, 4), "mtbf_s": round(self._mtbf_s(), 1)}
-        return facts
+        is_chosen = self._is_chosen and cost is not None
+        return IntervalSet(
+            seconds=round(self.now.seconds, 1),
+            why=self.now.why,
+            steps=self.now.steps or None,
+            cost_s=round(cost.cost_s, 4) if is_chosen and cost is not None else None,
+            mtbf_s=round(self._mtbf_s(), 1) if is_chosen else None,
+        )
 
     def _choose(self) -> interval.Interval:
         fixed = interval.as_set(self._settings)

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import (
+    CheckpointSaved,
+    PruneFailed,
+    SaveFailed,
+    SaveModeSet,
+    SaveSkipped,
+)
 from hpctrain.runtime.save_policy import (
     LastSave,
     SavePolicy,
@@ -21,7 +29,6 @@ from hpctrain.runtime.save_policy import (
     last_save,
     patience_s,
 )
-from hpctrain.runtime.step_log import note
 from hpctrain.world import broadcast, gather
 
 if TYPE_CHECKING:
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.saver import Outcome
+    from hpctrain.run.event_types import LedgerFact
     from hpctrain.runtime.save_policy import JobClock
     from hpctrain.world import World
 
@@ -136,7 +144,7 @@ class Saves:
         choice = self._choose_last(left_s)
         self._land(abandon=choice is LastSave.FRESH or self._hangs(choice, left_s))
         if choice is LastSave.FINISH and self.step:
-            self._event("save_skipped", step=step, why=f"no time: step {self.step} was finished")
+            self._event(SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
             return
         try:
             self.patiently(step, snapshot, left_s)
@@ -168,7 +176,7 @@ class Saves:
             except (NotWritten, FileSystemFault) as error:
                 if not broadcast(self._world, time.monotonic() + pause <= deadline):
                     raise
-                self._event("save_failed", step=step, why=f"{error}; tried again")
+                self._event(SaveFailed(step=step, why=f"{error}; tried again"))
             time.sleep(pause)  # a file system tells nobody that it is back
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -226,7 +234,7 @@ class Saves:
         if missing:
             saver.close()
             self._saver = None
-            self._event("save_mode", mode="sync", why=missing)
+            self._event(SaveModeSet(mode="sync", why=missing))
             if self._world.rank == 0:
                 log.warning("saves are synchronous: %s", missing)
         return self._has_memory
@@ -236,7 +244,7 @@ class Saves:
             return False
         busy: bool = broadcast(self._world, self._saver.in_flight)
         if busy:
-            self._event("save_skipped", step=step, why=f"step {self._saver.step} is being written")
+            self._event(SaveSkipped(step=step, why=f"step {self._saver.step} is being written"))
         return busy
 
     def _choose_last(self, left_s: float | None) -> LastSave:
@@ -285,18 +293,16 @@ class Saves:
 
     def _note_saved(self, saved: Saved, mode: str) -> None:
         self._clock.saved(saved.seconds)
-        stale = {}
-        if saved.state_digest == self._digest:
+        is_stale = saved.state_digest == self._digest
+        if is_stale:
             # A step later no bit differs: the copy was made from tensors that are no longer used.
-            stale = {"same_as_before": True}
             log.warning(
                 "step %d holds the same bits as the checkpoint before it; is the model that is "
                 "trained the one that is tracked?",
                 saved.step,
             )
         self._digest = saved.state_digest
-        self._event(
-            "saved",
+        fact = CheckpointSaved(
             step=saved.step,
             bytes=saved.bytes,
             seconds=round(saved.seconds, 4),
@@ -304,20 +310,21 @@ class Saves:
             waited_s=round(self._waited_s, 3),
             mode=mode,
             checkpoint=saved.path,
-            **stale,
+            same_as_before=is_stale or None,
         )
+        self._event(fact)
         if self._policy is not None:
             self._policy.saved(saved)
             self._tell_interval()
 
     def _failed(self, step: int, error: Exception) -> None:
-        self._event("save_failed", step=step, why=str(error))
+        self._event(SaveFailed(step=step, why=str(error)))
         log.warning("%s; training goes on", error)
 
     def _tell_interval(self) -> None:
         news = self._policy.news() if self._policy is not None else None
         if news is not None:
-            self._event("interval", **news)
+            self._event(news)
 
     def _prune(self, saved: Saved) -> None:
         """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
@@ -334,8 +341,8 @@ class Saves:
                 known=self._known,
             )
         except CheckpointError as error:
-            self._event("prune_failed", step=saved.step, why=str(error))
+            self._event(PruneFailed(step=saved.step, why=str(error)))
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def _event(self, fact: LedgerFact) -> None:
         if self._world.rank == 0:
-            note(self._place.run, kind, self._place.attempt, **fields)
+            ledger.record(self._place.run, fact, attempt=self._place.attempt.number)

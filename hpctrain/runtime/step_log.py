@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import StepsDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,11 +27,6 @@ KEPT = 4096
 EXACT = 1e15
 """Sums below it are written digit by digit."""
 SUMMED = ("tokens", "flops", "skipped")
-
-
-def note(run: RunDir, kind: str, attempt: Attempt, **fields: Any) -> None:
-    """Write a fact into the ledger; a disk that is full costs the fact, never the training."""
-    ledger.record(run, kind, attempt=attempt.number, **fields)
 
 
 def mark_every_s(run_age_s: float, log_every_s: float) -> float:
@@ -150,27 +146,22 @@ class StepLog:
         return self._first is not None and self._clock() - self._since >= self._every_s()
 
     def flush(self, **more: Any) -> None:
-        """Write what was gathered, with more fields; those that are None are left out."""
+        """Write what was gathered, with more fields of `StepsDone`."""
         if self._first is not None:
-            optional = {
-                "p50_s": _rounded(self._times.quantile(0.5)),
-                "p95_s": _rounded(self._times.quantile(0.95)),
-                **{name: _plain(value) for name, value in self._sums.items() if value},
-                "grad_norm": _rounded(self._grad_norm),
-                **more,
-            }
-            note(
-                self._run,
-                "steps",
-                self._attempt,
+            more |= {name: _plain(value) for name, value in self._sums.items() if value}
+            mark = StepsDone(
                 first=self._first,
                 last=self._last,
                 sample_first=self._samples[0],
                 sample_last=self._samples[1],
                 loss=self._loss,
+                grad_norm=_rounded(self._grad_norm),
                 seconds=round(self._clock() - self._since, 3),
-                **{name: value for name, value in optional.items() if value is not None},
+                p50_s=_rounded(self._times.quantile(0.5)),
+                p95_s=_rounded(self._times.quantile(0.95)),
+                **more,
             )
+            ledger.record(self._run, mark, attempt=self._attempt.number)
         self._begin()
 
 

@@ -170,7 +170,7 @@ class Telemetry:
         if self._writer is not None:
             self._writer.flush(self.so_far(), at_save=at_save)
 
-    def so_far(self) -> dict[str, float]:
+    def so_far(self) -> dict[str, Any]:
         """Seconds since the first step began, as fields of the ledger."""
         return {"data_s": round(self._data.seconds, 3), "save_s": round(self.saving.seconds, 3)}
 

@@ -15,6 +15,7 @@ from hpctrain.base.records import TERMINAL_JOB
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.history.run_state import OVER, RunState, ledger_state, run_state
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import CancelRequested
 from hpctrain.scheduler.base import get_cluster
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
         # On record before it can be heard: an attempt that ends for another reason meanwhile must
         # not be requeued. Only after there was room for it: else the run trains on, and is done
         # for at its next preemption.
-        ledger.append(run, "cancel_requested", save=True, job_id=job_id)
+        ledger.append(run, CancelRequested(save=True, job_id=job_id))
         staged.replace(run.stop_request)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -110,7 +111,7 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
         raise UsageError(
             f"{run.name} runs in a terminal (process {pid}); press Ctrl-C there, or use --save"
         )
-    recorded = ledger.record(run, "cancel_requested", save=False, job_id=job_id)
+    recorded = ledger.record(run, CancelRequested(save=False, job_id=job_id))
     on_record = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
     try:
         if answer.problem:

@@ -24,6 +24,7 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, 
 from hpctrain.history.run_state import OVER, ledger_state
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import JobSubmitted, SubmitAdopted, SubmitFailed, SubmitIntent
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
@@ -165,7 +166,7 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
         return None
     if job_id is not None:
         return job
-    ledger.record(run, "submit_adopted", token=token, job_id=job.job_id)
+    ledger.record(run, SubmitAdopted(token=token or "", job_id=job.job_id))
     return job
 
 
@@ -222,20 +223,15 @@ def _submit(
     make_private_folder(run.jobs)
     write_private(run.script(token), script, mode=0o700)
     run.stop_request.unlink(missing_ok=True)
-    ledger.append(
-        run,
-        "submit_intent",
-        token=token,
-        script=str(run.script(token)),
-        slurm_cluster=cluster.here() or None,
-    )
+    intent = SubmitIntent(token=token, script=str(run.script(token)), slurm_cluster=cluster.here())
+    ledger.append(run, intent)
     request = JobRequest(run.root, token, run.script(token), script)
     try:
         job_id = cluster.submit(request)
     except ClusterUnreachable as error:
         job_id = _adopt(cluster, token, error)
     except ClusterError as error:
-        ledger.record(run, "submit_failed", token=token, why=str(error))
+        ledger.record(run, SubmitFailed(token=token, why=str(error)))
         if not exclude:
             raise
         raise ClusterError(
@@ -243,9 +239,7 @@ def _submit(
             "bad (bad-nodes.json, docs/preflight.md)"
         ) from None
     # From the intent and its token every later command finds the job, where this is missing.
-    ledger.record(
-        run,
-        "submitted",
+    submitted = JobSubmitted(
         token=token,
         job_id=job_id,
         cluster=spec.cluster,
@@ -254,6 +248,7 @@ def _submit(
         from_step=from_step,
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
     )
+    ledger.record(run, submitted)
     return job_id
 
 

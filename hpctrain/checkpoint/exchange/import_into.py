@@ -23,6 +23,7 @@ from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import CheckpointImported
 from hpctrain.run.fence import take_attempt
 
 if TYPE_CHECKING:
@@ -112,10 +113,10 @@ def write(
     except BaseException:  # also Ctrl-C: nothing half is left
         commit.discard(staged)
         raise
-    ledger.append(
-        run, "imported", attempt=attempt.number, step=step, bytes=nbytes,
-        kind_of_source=contents.kind, source=str(contents.source),
-    )  # fmt: skip
+    imported = CheckpointImported(
+        step=step, bytes=nbytes, kind_of_source=contents.kind, source=str(contents.source)
+    )
+    ledger.append(run, imported, attempt=attempt.number)
     return Imported(path, len(tensors), nbytes, verified)
 
 

@@ -37,6 +37,7 @@ from hpctrain.errors import (
     TornCheckpoint,
 )
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import CheckpointSetAside
 from hpctrain.world import gather, on_rank_0, one_line
 
 if TYPE_CHECKING:
@@ -432,7 +433,7 @@ def _give_up(
     run: RunDir, attempt: Attempt, found: FoundCheckpoint, damaged: dict[str, Any]
 ) -> None:
     verify.set_aside(run, found, damaged["reason"], attempt)
-    ledger.append(run, "checkpoint_set_aside", attempt=attempt.number, **damaged)
+    ledger.append(run, CheckpointSetAside(**damaged), attempt=attempt.number)
 
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:

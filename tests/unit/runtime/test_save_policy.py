@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace
 from hpctrain.plan import interval
+from hpctrain.run.event_types import IntervalSet
 from hpctrain.run.fence import take_attempt
 from hpctrain.runtime import save_policy as module
 from hpctrain.runtime.save_policy import JobClock, SavePolicy
@@ -162,7 +163,7 @@ def test_what_the_user_has_set_stays_whatever_saves_cost(pace_of):
 def test_the_ledger_hears_of_the_first_interval_and_of_what_decided(pace_of):
     pace = pace_of(max_loss_s=1200.0)
 
-    assert pace.news() == {"seconds": 300, "why": "a first guess, no save was measured"}
+    assert pace.news() == IntervalSet(seconds=300, why="a first guess, no save was measured")
     assert pace.news() is None
 
 
@@ -172,12 +173,9 @@ def test_the_ledger_hears_of_each_change_once_and_of_none_below_a_fifth(pace_of)
 
     pace.saved(saved(3.0, 3.0))
     told = pace.news()
-    assert told == {
-        "seconds": round(pace.now.seconds, 1),
-        "why": pace.now.why,
-        "cost_s": 3.0,
-        "mtbf_s": 30 * DAY,
-    }
+    assert told == IntervalSet(
+        seconds=round(pace.now.seconds, 1), why=pace.now.why, cost_s=3.0, mtbf_s=30 * DAY
+    )
     assert pace.news() is None
 
     for _ in range(5):
@@ -186,7 +184,7 @@ def test_the_ledger_hears_of_each_change_once_and_of_none_below_a_fifth(pace_of)
 
     for _ in range(5):
         pace.saved(saved(6.0, 6.0))
-    assert pace.news()["cost_s"] == 6.0
+    assert pace.news().cost_s == 6.0
     assert pace.news() is None
 
 
