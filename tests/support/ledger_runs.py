@@ -108,7 +108,7 @@ def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     staged.replace(folder / job_id / "job.json")
 
 
-def told(event: Event) -> dict[str, Any]:
+def fields_of(event: Event) -> dict[str, Any]:
     """The fields of an event that say something, as JSON holds them."""
     fields = {**event.fact.as_json(), **event.extra}
     return {name: value for name, value in fields.items() if says_something(value)}

@@ -13,7 +13,7 @@ from tests.support import ledger_runs
 def told(kind, **fields):
     """What readers are given of a fact, None where they are given none."""
     event = parse(json.dumps({"t": 1.0, "kind": kind, **fields}).encode())
-    return None if event is None else ledger_runs.told(event)
+    return None if event is None else ledger_runs.fields_of(event)
 
 
 @pytest.mark.parametrize("step", [None, "7", -1, 2**70, 1.5, True, [], {}])

@@ -21,7 +21,7 @@ from hpctrain.history.lineage import progress
 from hpctrain.run import events
 from hpctrain.run.events import Tail, append, parse, read
 from hpctrain.run.layout import RunDir
-from tests.support.ledger_runs import event_of
+from tests.support.ledger_runs import event_of, fields_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_fact_is_read_back_with_its_fields(run):
     [event] = read(run)
 
     assert (event.kind, event.attempt) == ("saved", 2)
-    assert event.data == {"step": 400, "checkpoint": "/x/step-1", "nodes": ["a", "b"]}
+    assert fields_of(event) == {"step": 400, "checkpoint": "/x/step-1", "nodes": ["a", "b"]}
     assert abs(event.t - time.time()) < 5
 
 
@@ -48,8 +48,12 @@ def test_enums_sets_and_dataclasses_become_plain_json(run):
     append(run, "y", skipped=[Skipped(1, "step-1", "torn")])
 
     first, second = read(run)
-    assert first.data == {"reason": "preempted", "facts": {"state": "RUNNING"}, "ranks": [1, 2]}
-    assert second.data["skipped"] == [{"step": 1, "name": "step-1", "reason": "torn"}]
+    assert fields_of(first) == {
+        "reason": "preempted",
+        "facts": {"state": "RUNNING"},
+        "ranks": [1, 2],
+    }
+    assert fields_of(second)["skipped"] == [{"step": 1, "name": "step-1", "reason": "torn"}]
 
 
 def test_a_loss_that_is_not_a_number_stays_valid_json_and_can_be_read_as_a_float(run):
@@ -171,7 +175,7 @@ def test_eight_processes_writing_at_once_lose_and_tear_nothing(run):
     assert len(lines) == 4000
     assert all(json.loads(line)["kind"] == "mark" for line in lines)
     for writer in range(8):
-        own = [e.data["number"] for e in read(run) if e.attempt == writer]
+        own = [fields_of(e)["number"] for e in read(run) if e.attempt == writer]
         assert own == list(range(500))
 
 
@@ -267,7 +271,7 @@ def other(kind: str, attempt: int | None = 1) -> str:
 
 
 def last_steps(run: RunDir) -> list[int]:
-    return [e.data["last"] for e in read(run, marks="few") if e.kind == "steps"]
+    return [e.fact.last for e in read(run, marks="few") if e.kind == "steps"]
 
 
 TAIL = [other("saved")] * (events.NEWEST_BYTES // len(other("saved")))

@@ -20,7 +20,7 @@ from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, fields_of
 
 pytestmark = pytest.mark.fuse
 ERRORS = ("ESTALE", "EIO", "ENOSPC", "EDQUOT")
@@ -104,12 +104,12 @@ def test_no_fact_that_was_written_is_lost_or_torn(run, disk):
         told.append(number)
 
     for fault, _, _ in each_fault(disk[1], write, 4):
-        there = [event.data["number"] for event in read(run)]
+        there = [fields_of(event)["number"] for event in read(run)]
         assert set(told) <= set(there), fault
         assert there == sorted(set(there)), fault
 
     write()
-    assert [event.data["number"] for event in read(run)][-1] == told[-1]
+    assert [fields_of(event)["number"] for event in read(run)][-1] == told[-1]
     assert len(told) > 4
 
 

@@ -12,6 +12,7 @@ from hpctrain.run.fence import left_text, look_anew, publishing, read_fence, run
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
+from tests.support.ledger_runs import fields_of
 
 pytestmark = pytest.mark.fuse
 FOREVER_S = 600
@@ -106,7 +107,7 @@ def test_facts_of_two_nodes_are_all_there_for_both_in_their_order(nodes):
         append(there, "other", number=number)
         assert len(read(here)) == 2 * number + 2
 
-    told = [(event.kind, event.data["number"]) for event in read(here)]
+    told = [(event.kind, fields_of(event)["number"]) for event in read(here)]
     assert told == [(kind, number) for number in range(20) for kind in ("one", "other")]
     assert len(here.events.read_bytes().splitlines()) == 40
 

@@ -20,6 +20,7 @@ from hpctrain.submit.disk import check_disk
 from hpctrain.testing import points
 from tests.support import checkpoints as support
 from tests.support import client_disk
+from tests.support.ledger_runs import fields_of
 from tests.support.slurm_boot import wait_for
 
 pytestmark = pytest.mark.fuse
@@ -170,5 +171,5 @@ def test_facts_of_two_nodes_are_all_there(nodes):
     write(here, "one")
     other.join()
 
-    told = [(event.kind, event.data["number"]) for event in read(here)]
+    told = [(event.kind, fields_of(event)["number"]) for event in read(here)]
     assert sorted(told) == sorted((k, n) for k in ("one", "other") for n in range(50))

@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.events import parse
-from tests.support.ledger_runs import says_something, told
+from tests.support.ledger_runs import fields_of, says_something
 from tests.support.old_run import OLD, copy_of_old_run
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def test_every_field_of_its_ledger_is_read(old, name):
         assert (event.t, event.kind, event.attempt) == (
             written.pop("t"), written.pop("kind"), written.pop("attempt"),
         )  # fmt: skip
-        assert as_words(told(event)) == {
+        assert as_words(fields_of(event)) == {
             name: value for name, value in as_words(written).items() if says_something(value)
         }
 

@@ -212,7 +212,7 @@ def test_small_changes_that_add_up_are_told(pace_of):
 def test_what_the_user_has_set_is_told_once_and_not_after_each_save(pace_of, settings, facts):
     pace = pace_of(**settings)
 
-    assert pace.news() == facts
+    assert pace.news() == IntervalSet(**facts)
     for _ in range(3):
         pace.saved(saved(500.0, 5000.0))
         assert pace.news() is None

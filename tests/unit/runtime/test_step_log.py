@@ -19,7 +19,7 @@ from hpctrain.runtime import telemetry as module
 from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
 from hpctrain.world import World
-from tests.support.ledger_runs import told
+from tests.support.ledger_runs import fields_of
 
 DAY = 86400.0
 MB = 1e6
@@ -88,7 +88,7 @@ def program(run, attempt, clock):
 
 
 def marks(run):
-    return [told(event) for event in ledger.read(run) if event.kind == "steps"]
+    return [fields_of(event) for event in ledger.read(run) if event.kind == "steps"]
 
 
 def samples(run, attempt):
