@@ -194,7 +194,7 @@ class SubmitIntent(LedgerFact):
 
 
 @event("submitted", by="the login node")
-class JobSubmitted(LedgerFact):
+class Submitted(LedgerFact):
     """The scheduler has accepted the job."""
 
     token: str = needed(check.identifier, "that of the intent")

@@ -24,7 +24,7 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, 
 from hpctrain.history.run_state import OVER, ledger_state
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import JobSubmitted, SubmitAdopted, SubmitFailed, SubmitIntent
+from hpctrain.run.event_types import SubmitAdopted, SubmitFailed, SubmitIntent, Submitted
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
@@ -239,7 +239,7 @@ def _submit(
             "bad (bad-nodes.json, docs/preflight.md)"
         ) from None
     # From the intent and its token every later command finds the job, where this is missing.
-    submitted = JobSubmitted(
+    submitted = Submitted(
         token=token,
         job_id=job_id,
         cluster=spec.cluster,
