@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.cpus import cpus_of
-from hpctrain.site.validate_facts import seconds
+from hpctrain.site.validate import seconds
 
 PRESETS = Path(__file__).parents[1] / "site-configs"
 SOURCES = PRESETS / "sources"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.settings.fields import keys_of
-from hpctrain.settings.toml_lines import read_toml
+from hpctrain.settings.layers import read_toml
 from hpctrain.site import schema
 from hpctrain.site.environment import Versions, derive
 from hpctrain.site.sheet import build, take_apart

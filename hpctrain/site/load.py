@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.ownership import ROOT, refuse_planted
 from hpctrain.settings.fields import IN_WORDS, NAME
-from hpctrain.settings.layers import nearest
-from hpctrain.settings.toml_lines import read_toml
+from hpctrain.settings.layers import nearest, read_toml
 from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
 from hpctrain.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 

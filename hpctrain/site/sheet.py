@@ -25,7 +25,7 @@ from hpctrain.site.schema import KEYS, key_at, unknown, wrong_lock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.settings.toml_lines import TomlFile
+    from hpctrain.settings.layers import TomlFile
 
 ADD = "_add"
 SOURCE = "source"

@@ -31,11 +31,11 @@ from hpctrain.settings.layers import (
     from_table,
     from_toml,
     nearest,
+    read_toml,
     resolve,
 )
 from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.settings.toml_lines import read_toml
 from hpctrain.submit.checks import check_hooks_here, check_versions, nsys_notes, take_ds_config
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.site_checks import (
@@ -43,10 +43,11 @@ from hpctrain.submit.site_checks import (
     changed_by_shell,
     check_site,
     cpu_notes,
+    dropped_locks,
+    find_site,
     shell_layer,
     take_locks,
 )
-from hpctrain.submit.site_rules import dropped_locks, find_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
     from hpctrain.submit.checks import Accounting
-    from hpctrain.submit.site_rules import SiteChoice
+    from hpctrain.submit.site_checks import SiteChoice
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"

@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.settings import layers
+from hpctrain.settings.layers import read_toml
 from hpctrain.settings.schema import Settings, sections
-from hpctrain.settings.toml_lines import read_toml
 
 
 def layer(values, name="hpctrain.toml"):

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.fields import keys_of
-from hpctrain.settings.toml_lines import read_toml
+from hpctrain.settings.layers import read_toml
 from hpctrain.site import schema
 from hpctrain.site.load import load_site
 from hpctrain.site.paths import data_dir

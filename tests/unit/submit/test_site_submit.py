@@ -22,8 +22,14 @@ from hpctrain.submit.checks import Accounting
 from hpctrain.submit.launch import without_nodes
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import ResumeRequest, change_spec
-from hpctrain.submit.site_checks import check_site, cpu_notes
-from hpctrain.submit.site_rules import Need, choose_partition, misfits, time_limit
+from hpctrain.submit.site_checks import (
+    Need,
+    check_site,
+    choose_partition,
+    cpu_notes,
+    misfits,
+    time_limit,
+)
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(
