@@ -80,3 +80,18 @@ def test_the_changelogs_kinds_are_those_of_its_form_each_once_in_a_release():
     for release in (TOP / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         kinds = re.findall(r"^### (.+)$", release, re.MULTILINE)
         assert kinds == [kind for kind in KINDS if kind in kinds], release.splitlines()[0]
+
+
+def test_the_package_says_which_version_it_is_and_no_address_that_is_made_up():
+    """It has no public address so far; after a release the next version is on its way."""
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    lines = (TOP / "CHANGELOG.md").read_text().splitlines()
+    released = [
+        match.group(2, 3, 4) for line in lines if (match := RELEASE.match(line)) and match[2]
+    ]
+    last = tuple(map(int, released[0]))
+    own = tuple(map(int, project["version"].split(".")[:3]))
+
+    assert project["version"] == hpctrain.__version__
+    assert own > last if project["version"].endswith(".dev0") else own == last
+    assert "urls" not in project
