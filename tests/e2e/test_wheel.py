@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[2]
-NEEDED = ("click", "xxhash")
+NEEDED = ("click", "rich", "xxhash")
 
 
 @pytest.fixture(scope="module")
