@@ -1,28 +1,22 @@
 """`hpctrain train`: the shipped recipe in this terminal, without a cluster.
 
-tests/unit/plan/test_mesh.py and tests/engines/test_parity.py hold the promises.
+tests/unit/plan/test_mesh.py holds the promises.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.base.env import HPCTRAIN_RUN_DIR
-from hpctrain.cli.options import engine_options, json_option, runs_option
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.plan.parity import TOLERANCE
+from hpctrain.cli.options import engine_options, runs_option
+from hpctrain.errors import ChecksFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from hpctrain.run.layout import RunDir
-    from hpctrain.submit.prepare import SubmitRequest
-
-_TOLERANCES = ", ".join(f"{value:g} for {name}" for name, value in TOLERANCE.items())
 
 
 @click.command(
@@ -32,35 +26,12 @@ Examples:
   hpctrain train --set train.steps=1000       longer
   hpctrain train --set train.data=~/texts     on your own text files
   hpctrain train --name first                 a second time: goes on where it stopped
-  hpctrain train --parity 5 --engine fsdp2 --mesh tp=2
-                                              does that engine train as one process does?
 """
 )
 @click.option("--name", help="Name of the run; one that exists is gone on with.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 @click.option("--config", metavar="FILE", help="Settings file [hpctrain.toml].")
 @engine_options
-@click.option(
-    "--parity",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Do not train: compare N steps of the engine to one process on the same batches, and the "
-    "gradients of the first step by name. Exit code 3 if they differ.",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=2),
-    metavar="R",
-    help="--parity: processes of the engine [as few as its mesh needs, at least 2].",
-)
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    help="--parity: how far a loss may be off, relative to it; gradients and their norms ten times "
-    f"as far [{_TOLERANCES}].",
-)
-@json_option
 @runs_option
 def command(
     *,
@@ -69,10 +40,6 @@ def command(
     config: str | None,
     engine: str | None,
     mesh: dict[str, str] | None,
-    parity: int | None,
-    ranks: int | None,
-    tolerance: float | None,
-    as_json: bool,
     runs: Path,
 ) -> None:
     """Train the shipped language model in this terminal.
@@ -94,23 +61,6 @@ def command(
 
     root = runs_root(runs)
     existing = RunDir((root / name).absolute()) if name else None
-    if parity is not None:
-        asked = SubmitRequest(
-            cwd=Path.cwd(),
-            environ=os.environ,
-            runs=root,
-            config=Path(config) if config else None,
-            sets=sets,
-            engine=engine,
-            mesh=mesh,
-        )
-        if existing is not None and not existing.spec.exists():
-            raise NotFound(f"there is no run {name} whose settings --parity could take; see --runs")
-        _parity(asked, existing, steps=parity, ranks=ranks, tolerance=tolerance, as_json=as_json)
-        return
-    for flag, given in (("--ranks", ranks), ("--tolerance", tolerance), ("--json", as_json)):
-        if given:
-            raise UsageError(f"{flag} goes with --parity only; leave it out, or add --parity 5")
     if existing is not None and existing.spec.exists():
         request = ResumeRequest(engine_flags(engine, mesh), sets, alone=True)
         spec, _ = change_spec(own_spec(existing, named=existing.name), request)
@@ -144,13 +94,6 @@ def command(
     with _torch_needed():
         from hpctrain.recipes.lm.train import main
     main()
-
-
-def _parity(request: SubmitRequest, existing: RunDir | None, **options: Any) -> None:
-    from hpctrain.cli.train_parity import parity
-
-    with _torch_needed():
-        parity(request, existing, **options)
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def untried(versions: Mapping[str, str], engine: EngineSettings) -> list[str]:
         bounds["deepspeed"] = DEEPSPEED
     return [
         f"{package} {versions[package]} is newer than {bound.newest}, the newest that hpctrain was "
-        "run with; `hpctrain train --parity 2` holds it against one process"
+        "run with; tests/engines in a checkout of hpctrain hold it against one process"
         for package, bound in bounds.items()
         if _newer(versions.get(package, ""), bound.newest)
     ]

@@ -29,7 +29,7 @@ from tests.support.exchange import Commands, made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-OWN_PIPES = {"writer.py", "writer_process.py", "local_ranks.py"}
+OWN_PIPES = {"writer.py", "writer_process.py"}
 """Between a process and those that it has started itself; no file that anybody else can write."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
