@@ -16,8 +16,6 @@ from hpctrain.site import schema
 from hpctrain.site.schema import Preset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from hpctrain.settings.spec import Spec
 
 FORMAT = 1
@@ -157,70 +155,6 @@ class PresetFinding:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.path}: {self.message}"
-
-
-def at(site: Site, level: str, path: KeyPath, message: str) -> PresetFinding:
-    """A finding about the value at a path, which may be missing."""
-    leaf = site.leaves.get(path)
-    return PresetFinding(
-        level, dotted(path), leaf.value if leaf else None, place(site, path), message
-    )
-
-
-def error(site: Site, path: KeyPath, message: str) -> PresetFinding:
-    """Something that is wrong."""
-    return at(site, "error", path, message)
-
-
-def warning(site: Site, path: KeyPath, message: str) -> PresetFinding:
-    """Something that may well be wrong."""
-    return at(site, "warning", path, message)
-
-
-def place(site: Site, path: KeyPath) -> str:
-    """File and line of a value; of the first one in its table; else the site's own file."""
-    leaf = _leaf(site, path)
-    if leaf is not None:
-        return leaf.place
-    return site.files[-1].path if site.files else f"site {site.name}"
-
-
-def _leaf(site: Site, path: KeyPath) -> PresetValue | None:
-    for length in range(len(path), 0, -1):
-        head = path[:length]
-        leaf = site.leaves.get(head) or next(
-            (other for other_path, other in site.leaves.items() if other_path[:length] == head),
-            None,
-        )
-        if leaf is not None:
-            return leaf
-    return None
-
-
-def sorted_findings(site: Site, found: Iterable[PresetFinding]) -> list[PresetFinding]:
-    """Each finding once, in the order of files and lines, errors first on a line."""
-    files = {site_file.path: number for number, site_file in enumerate(site.files)}
-    levels = {"error": 0, "warning": 1, "debug": 2}
-
-    def key(finding: PresetFinding) -> tuple[int, str, int, int]:
-        file, _, line = finding.where.rpartition(":")
-        number = int(line) if file and line.isdigit() else 0
-        name = file if number else finding.where
-        return files.get(name, -1), name, number, levels[finding.level]
-
-    return sorted(dict.fromkeys(_hashable(found)), key=key)
-
-
-def _hashable(found: Iterable[PresetFinding]) -> list[PresetFinding]:
-    """Values as text where they are lists, so that equal findings are known as such."""
-    return [
-        PresetFinding(one.level, one.path, _plain(one.value), one.where, one.message)
-        for one in found
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def site_of(spec: Spec) -> Site | None:
