@@ -113,4 +113,5 @@ def test_a_stop_a_checkpoint_a_scalar_and_an_event_have_each_their_page():
     assert {page.stem for page in LIVES} == {
         "life-of-a-checkpoint",
         "life-of-a-scalar",
+        "life-of-a-stop",
     }
