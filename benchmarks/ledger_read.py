@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import goodput
-from hpctrain.history.lineage import progress
-from hpctrain.history.run_state import ledger_state
-from hpctrain.history.save_record import saving
-from hpctrain.history.timeline import timeline_of
-from hpctrain.run.events import read
+from hpctrain.history.progress import progress, saving
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.speed import speed
 from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -66,13 +64,12 @@ def parse_all(run: RunDir) -> None:
 
 def _answer(run: RunDir) -> None:
     """What `status` derives from a ledger."""
-    events = read(run, marks="few")
-    timeline = timeline_of(events)
-    attempts(events, timeline=timeline)
-    progress(events)
-    saving(events)
-    ledger_state(events)
-    goodput(events, now=events[-1].t, timeline=timeline)
+    history = RunHistory.read(run, marks="few")
+    attempts(history)
+    progress(history)
+    saving(history)
+    speed(history)
+    goodput(history, now=history.last_t or 0.0)
 
 
 def _line(t: float, kind: str, attempt: int | None, **fields: object) -> str:

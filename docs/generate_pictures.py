@@ -177,19 +177,18 @@ def _done_status() -> RunStatus:
 
 
 def _status_of(events: list[Event], job: Any) -> RunStatus:
-    from hpctrain.history.speed import speed
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.status.status import Answer, Checkpoint, status_of
 
     saved = [event for event in events if event.kind == "saved"][-1]
     name, size_bytes = saved.data["checkpoint"], saved.data["bytes"]
     return status_of(
-        events,
+        RunHistory.of(events),
         Answer(job),
         name="demo",
         root=ROOT,
         cluster="local",
         checkpoint=Checkpoint(name, saved.data["step"], saved.t, size_bytes),
-        speed=speed(events),
         label="demo",
         now=events[-1].t + 0.5,
     )

@@ -26,6 +26,7 @@ from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError
 from hpctrain.history.causes import UNFIT, EndCause, told_in
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import (
     BY_REASON,
     EXIT_STOPPED,
@@ -120,6 +121,11 @@ class EndWriter:
     def events(self) -> list[ledger.Event]:
         """All that was read, and all that was added here."""
         return [*self._read, *self._written, *self._unwritten]
+
+    @property
+    def history(self) -> RunHistory:
+        """The same, put together."""
+        return RunHistory.of(self.events)
 
     def look(self) -> list[ledger.Event]:
         """Read what has come since the last look; returns all that is known."""
@@ -330,7 +336,7 @@ class AttemptEnding:
             return False
         outcome, why = self._crash_kind(attempt, failure), failure.summary if failure else ""
         facts = self._facts(attempt, outcome, why=why, in_place=True)
-        decision = decide_end(facts, self._end.events, self._settings.budget)
+        decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
         self._record_failure(attempt, failure)
@@ -398,7 +404,8 @@ class AttemptEnding:
             facts = replace(facts, scheduler=self._ask())
         self._record_failure(facts.attempt, failure)
         # Read on only now: the job may have been cancelled while the scheduler was asked.
-        decision = decide_end(facts, self._look(facts.attempt), self._settings.budget)
+        self._look(facts.attempt)
+        decision = decide_end(facts, self._end.history, self._settings.budget)
         done = self._end.carry_out(facts, decision, exclude=exclude)
         if decision.next is Next.STOP and not done.recorded:
             return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
@@ -456,7 +463,7 @@ class AttemptEnding:
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
-        users = is_users(self._end.events, attempt, failure.summary, self._now())
+        users = is_users(self._end.history, attempt, failure.summary, self._now())
         return "user_error" if users else "crashed"
 
     def _record_failure(self, attempt: int | None, failure: FailureReport | None) -> None:
@@ -543,7 +550,7 @@ def _without_ledger(
     facts = EndFacts("batch", start.job_id, start.restarts, None, "killed" if cause else "crashed")
     try:
         facts = replace(facts, cause=cause, scheduler=control.facts())
-        following = decide_end(facts, ()).next
+        following = decide_end(facts, RunHistory()).next
         if following is Next.REQUEUE:
             sleep(start.pause_s())
             control.requeue()
@@ -676,7 +683,8 @@ class BatchScriptSide:
         )
         # Read on only now: the job may have been cancelled while the scheduler was asked.
         budget = job_spec(self._run).settings.budget
-        decision = decide_end(facts, self._end.look(), budget)
+        self._end.look()
+        decision = decide_end(facts, self._end.history, budget)
         if attempt is None and decision.next is Next.LEAVE and is_back:
             return 0  # it may be running: it may not be fenced out by a new attempt of ours
         facts = replace(facts, attempt=attempt or self._take_attempt())

@@ -10,6 +10,7 @@ tests/unit/agent/test_notify.py holds the promises.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import subprocess
 from dataclasses import asdict, dataclass
@@ -19,9 +20,7 @@ from hpctrain.base.process import own_program
 from hpctrain.base.records import EndReason, Next
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import AttemptRecord, RunHistory
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
 
@@ -102,71 +101,52 @@ def wait_for(child: subprocess.Popen[bytes] | None, limit_s: float) -> None:
             return
 
 
-def notification_of(run: RunDir, events: Sequence[Event], attempt: int) -> Notification | None:
+def notification_of(run: RunDir, history: RunHistory, number: int) -> Notification | None:
     """The news of an attempt; None where it has not ended."""
-    own = [event for event in events if event.attempt == attempt]
-    stuck = _stuck(own)
-    end = _last(own, "attempt_ended") or ({"reason": EndReason.UNKNOWN} if stuck else None)
-    if end is None:
+    attempt = history.attempt(number)
+    if attempt is None or (attempt.reason is None and attempt.stuck is None):
         return None
-    stopped = _last(own, "run_stopped")
-    what = "failed" if stuck else _what(end, stopped)
-    failure = _last(own, "failure") or {}
-    detail = (stopped or {}).get("detail") or failure.get("summary") or end.get("detail")
-    why = str(stuck or detail or "")
-    step = end.get("step")
-    saved = max((e.data["step"] for e in events if e.kind == "saved"), default=None)
-    lost = None if step is None else max(0, step - (saved or 0))
-    reason = end["reason"]
+    stuck = "" if attempt.stuck is None else f"the job could not be requeued: {attempt.stuck}"
+    what = "failed" if stuck else _what(attempt)
+    failure = "" if attempt.failure is None else attempt.failure.summary
+    why = stuck or attempt.stopped_for_good or failure or attempt.detail
+    step = attempt.end_step
+    saved = max((save.step or 0 for save in history.saves if save.committed), default=None)
+    reason = (attempt.reason or EndReason.UNKNOWN).value
     return Notification(
         what=what,
         run=run.name,
         run_dir=str(run.root),
-        attempt=attempt,
-        job_id=(_last(own, "attempt_started") or {}).get("job_id"),
+        attempt=number,
+        job_id=attempt.job_id or None,
         reason=reason,
         step=step,
         saved_step=saved,
-        steps_lost=lost,
-        loss=_loss(own),
+        steps_lost=None if step is None else max(0, step - (saved or 0)),
+        loss=_loss(attempt),
         why=why[:MOST_WHY],
         next=_next(run, what),
-        text=_text(run.name, what, attempt=attempt, reason=reason, step=step, why=why),
+        text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why),
     )
 
 
-def _what(end: dict[str, Any], stopped: dict[str, Any] | None) -> str:
-    if end.get("by") == "successor":  # the run goes on already
+def _what(attempt: AttemptRecord) -> str:
+    if attempt.ended_by == "successor":  # the run goes on already
         return "attempt"
-    reason = EndReason(end["reason"])
-    if stopped is not None:
+    reason = attempt.reason
+    if attempt.stopped_for_good is not None:
         return "failed" if reason is EndReason.USER_ERROR else "stopped"
-    if end.get("next") != Next.STOP:
+    if attempt.next is not Next.STOP:
         return "attempt"
     if reason is EndReason.COMPLETED:
         return "done"
     return "stopped" if reason in _ENDED_ON_WISH else "failed"
 
 
-def _stuck(own: Sequence[Event]) -> str:
-    """Why the job could not be requeued, where nobody could; "" where it was or need not be."""
-    tries = [event for event in own if event.kind in {"requeued", "requeue_failed"}]
-    if not tries or tries[-1].kind == "requeued":
-        return ""
-    return f"the job could not be requeued: {tries[-1].data.get('why', '')}"
-
-
-def _last(events: Sequence[Event], kind: str) -> dict[str, Any] | None:
-    return next((event.data for event in reversed(events) if event.kind == kind), None)
-
-
-def _loss(events: Sequence[Event]) -> float | None:
+def _loss(attempt: AttemptRecord) -> float | None:
     """The last loss that was told; None also for one that JSON has no word for."""
-    for event in reversed(events):
-        loss = event.data.get("loss")
-        if event.kind == "steps" and isinstance(loss, (int, float)):
-            return float(loss)
-    return None
+    losses = (mark.fact.loss for mark in reversed(attempt.marks))
+    return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
 
 
 def _next(run: RunDir, what: str) -> str:

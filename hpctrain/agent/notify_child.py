@@ -25,6 +25,7 @@ from hpctrain.agent import signals
 from hpctrain.agent.notify import notification_of
 from hpctrain.base import locks
 from hpctrain.base.env import HPCTRAIN_NOTIFY
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Notified
 from hpctrain.run.layout import RunDir
@@ -47,9 +48,9 @@ def main(argv: list[str]) -> int:
     spec = job_spec(run)
     settings = spec.settings.notify
     with _alone(run, attempt, settings.timeout_s):
-        events = ledger.read(run)
-        news = notification_of(run, events, attempt)
-        was_told = any(e.kind == "notified" and e.attempt == attempt for e in events)
+        history = RunHistory.read(run)
+        news = notification_of(run, history, attempt)
+        was_told = attempt in history.notified
         if news is None or was_told or not {news.what, "attempt"} & set(settings.on):
             return 0
         folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root

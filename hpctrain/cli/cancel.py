@@ -13,10 +13,9 @@ from hpctrain.cli.options import foreign_option, json_option, runs_option
 from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory
 
 
 @click.command(
@@ -38,7 +37,7 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.base.files import follow_folder
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
     from hpctrain.status.reader import ask
@@ -48,30 +47,30 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
     cluster = own_spec(run_dir, named=run, foreign=foreign).cluster
-    events = ledger.read(run_dir)
-    answer = ask(run_dir, cluster, events)
-    job_id, saves = cancel_run(run_dir, cluster, events, answer, save=save)
+    history = RunHistory.read(run_dir)
+    answer = ask(run_dir, cluster, history)
+    job_id, saves = cancel_run(run_dir, cluster, history, answer, save=save)
     inside = run_dir.root.parent == runs
     name = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
     if as_json:
         action = "asked to save and stop" if saves else "cancelled"
         echo_json({"run": run_dir.name, "job_id": job_id, "action": action, "saves": saves})
         return
-    click.echo(_report(run_dir.name, job_id, events, asked=save, saves=saves))
+    click.echo(_report(run_dir.name, job_id, history, asked=save, saves=saves))
     click.echo(f"\n  hpctrain status {name}\n  hpctrain resume {name}")
 
 
-def _report(name: str, job_id: str, events: Sequence[Event], *, asked: bool, saves: bool) -> str:
-    from hpctrain.history.lineage import progress
+def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
+    from hpctrain.history.progress import progress
     from hpctrain.status.reader import listens
 
-    step = progress(events).saved_step
+    step = progress(history).saved_step
     if not saves:
         kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"
     lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
-    if not listens(events):
+    if not listens(history):
         lines.append(
             "its program has not called hpctrain.init() so far; one that never does cannot hear "
             f"this: `hpctrain cancel {name}` ends it at once"

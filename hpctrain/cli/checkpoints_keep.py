@@ -161,15 +161,15 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.history.run_state import OVER, ledger_state
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_state import OVER
     from hpctrain.status.reader import ask
 
-    events = ledger.read(run)
-    now = ledger_state(events)
+    history = RunHistory.read(run)
+    now = history.state
     if now.phase in OVER:  # no need to ask
         return now
-    answer = ask(run, cluster, events)
+    answer = ask(run, cluster, history)
     alive = answer.job is not None and answer.job.alive
     return now if answer.asked and not alive else None
 
@@ -224,9 +224,9 @@ def _refuse_if_all_in_use(
     """
     from hpctrain.checkpoint.store.retention import WAIT, Why, in_use
     from hpctrain.errors import RunAlive
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
 
-    usage = in_use(ledger.read(run), idle)
+    usage = in_use(RunHistory.read(run), idle)
     only = any(decision.why == (Why.IN_USE,) for decision in decisions)
     if usage is not None and only and all(decision.why for decision in decisions):
         raise RunAlive(f"nothing of {run.name} was pruned: {usage.reason}; {WAIT}")

@@ -65,6 +65,7 @@ def command(
     """
     from hpctrain.cli.logs import check_attempt, wanted_attempt
     from hpctrain.errors import NotFound
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.find_run import find_run
 
     run_dir = find_run(run, runs=runs)
@@ -77,7 +78,7 @@ def command(
     for text in first if tail is None else deque(first, maxlen=tail):
         click.echo(text)
     if number is not None and not follow:
-        check_attempt(run_dir, reading.turns, number)
+        check_attempt(run_dir, RunHistory.of(reading.turns), number)
     for problem in [*reading.left_out, *([] if follow else reading.nothing(kinds))]:
         click.echo(f"{run_dir.name}: {problem}", err=True)
     if follow:

@@ -29,7 +29,7 @@ def command() -> None:
 
 def _job_id(run: str, runs: Path) -> str:
     from hpctrain.errors import ChecksFailed, UsageError
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import is_mine
     from hpctrain.submit.launch import newest_submission
@@ -37,7 +37,7 @@ def _job_id(run: str, runs: Path) -> str:
     found = find_run(run, runs=runs)
     if not is_mine(found.root):  # its ledger may name a job of ours
         raise ChecksFailed(f"{found.root} belongs to another user; name a run of your own")
-    _, job_id = newest_submission(ledger.read(found))
+    _, job_id = newest_submission(RunHistory.read(found))
     if job_id is None or not job_id.startswith("local-"):
         raise UsageError(f"{found.name} has no job on the local cluster (its job is {job_id})")
     return job_id

@@ -14,11 +14,10 @@ import click
 from hpctrain.cli.options import runs_option, since_option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.logs.printer import LogSelection
-    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
 _MANY = 5
@@ -104,15 +103,15 @@ def _print(
     watch = EndWatch(run, choice.attempt, told_by(printer))
     watch.add(ledger.new())
     if choice.attempt is not None and not follow:
-        check_attempt(run, watch.events, choice.attempt)
+        check_attempt(run, watch.history, choice.attempt)
     if tail is not None:
-        printer.begin_at_tail(watch.events, tail)
+        printer.begin_at_tail(watch.history, tail)
     if follow:
         Follower(printer, ledger, watch).follow()
         return
-    printer.show(watch.events, over=True)
+    printer.show(watch.history, over=True)
     if not printer.lines:
-        click.echo(_why_nothing(run, watch.events, choice, ranks), err=True)
+        click.echo(_why_nothing(run, watch.history, choice, ranks), err=True)
 
 
 def colored() -> bool:
@@ -137,7 +136,7 @@ def wanted_attempt(text: str | None) -> int | None:
     return int(text)
 
 
-def check_attempt(run: RunDir, events: Sequence[Event], attempt: int) -> None:
+def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
     """See that the run has this attempt.
 
     Raises:
@@ -145,9 +144,8 @@ def check_attempt(run: RunDir, events: Sequence[Event], attempt: int) -> None:
     """
     from hpctrain.errors import NotFound
 
-    begun = {event.attempt for event in events if event.attempt is not None}
-    if attempt not in begun:
-        raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(begun)}")
+    if history.attempt(attempt) is None:
+        raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(history.attempts)}")
 
 
 def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
@@ -185,11 +183,11 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UsageError(f"--grep {text!r} is no regular expression: {error}") from None
 
 
-def _why_nothing(run: RunDir, events: Sequence[Event], choice: LogSelection, ranks: str) -> str:
+def _why_nothing(run: RunDir, history: RunHistory, choice: LogSelection, ranks: str) -> str:
     if choice.lines is not None:
         return f"{run.name}: no line of that kind is on record"
     if choice.since is not None:
         return f"{run.name}: nothing was printed since then"
-    if not any(event.kind == "attempt_started" for event in events):
+    if all(attempt.started is None for attempt in history.attempts):
         return f"{run.name} has not started yet; --rank batch shows what the job itself printed"
     return f"{run.name}: rank {ranks} has printed nothing that is on record in {run.root}"

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
 from hpctrain.profile.verdict import examine
@@ -76,8 +77,8 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
             profile = _found(run, request, events)
             if profile is not None and _have_written(profile) >= expected:
                 return examine(profile)
-            now = time.monotonic()
-            if now - looked_at > LOOK_S or run_state(events, None, asked=False) in OVER:
+            now, state = time.monotonic(), _state_by_ledger(events)
+            if now - looked_at > LOOK_S or state in OVER:
                 looked_at = now
                 state = _state_of_attempt(run, request, events)
                 gone_at = None if state is RunState.RUNNING else gone_at or now
@@ -92,12 +93,13 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
 
 def _running(run: RunDir, events: Sequence[Event]) -> Event:
     """The beginning of the attempt that runs."""
-    answer = ask(run, load_spec(run.spec).cluster, events)
-    state = run_state(events, answer.job, asked=answer.asked)
+    history = RunHistory.of(events)
+    answer = ask(run, load_spec(run.spec).cluster, history)
+    state = run_state(history.state, answer.job, asked=answer.asked)
     started = [e for e in events if e.kind == "attempt_started"]
     if state is not RunState.RUNNING:
         raise UsageError(f"{run.name} does not run, so there is nothing to look at: it is {state}")
-    if not started or not listens(events):
+    if not started or not listens(history):
         raise UsageError(
             f"{run.name} cannot hear of this: its program has not called hpctrain.init() so far"
         )
@@ -107,12 +109,16 @@ def _running(run: RunDir, events: Sequence[Event]) -> Event:
 def under_way(events: Sequence[Event]) -> StepWindow | None:
     """The profile that was asked for in the newest attempt and is not done yet."""
     newest = max((e.attempt or 0 for e in events), default=0)
-    if run_state(events, None, asked=False) is not RunState.RUNNING:
+    if _state_by_ledger(events) is not RunState.RUNNING:
         return None
     told = [e for e in events if e.attempt == newest]
     done = {_window(e).first for e in told if e.kind == "profiled"}
     asked = [_window(e) for e in told if e.kind == "profile_requested"]
     return next((window for window in reversed(asked) if window.first not in done), None)
+
+
+def _state_by_ledger(events: Sequence[Event]) -> RunState:
+    return run_state(RunHistory.of(events).state, None, asked=False)
 
 
 def _refuse_second(run: RunDir, events: Sequence[Event], job_id: str) -> None:
@@ -162,8 +168,9 @@ def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Eve
     asked = _asked(request, events)
     if asked is not None and any((e.attempt or 0) > (asked.attempt or 0) for e in events):
         return RunState.REQUEUED
-    answer = ask(run, load_spec(run.spec).cluster, events)
-    return run_state(events, answer.job, asked=answer.asked)
+    history = RunHistory.of(events)
+    answer = ask(run, load_spec(run.spec).cluster, history)
+    return run_state(history.state, answer.job, asked=answer.asked)
 
 
 def _progress(

@@ -14,11 +14,12 @@ import click
 from hpctrain.run.find_run import runs_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from hpctrain.cli.progress import ProgressLine
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.run.events import Tail
     from hpctrain.run.layout import RunDir
     from hpctrain.status.status import RunStatus
 
@@ -79,18 +80,19 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
         runs: The folder of all runs.
     """
     from hpctrain.cli.progress import line
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.events import Tail
     from hpctrain.terminal import echo_note
 
-    tail, events = ledger.Tail(run.events), list[ledger.Event]()
+    tail, history = Tail(run.events), RunHistory()
     try:
         with line(LOG_S) as one_line:
-            return _look_on(run, runs, tail, events, one_line)
+            return _look_on(run, runs, tail, history, one_line)
     except KeyboardInterrupt:
         echo_note(
             f"the job of {run.name} goes on; `hpctrain status {run.name}{runs_flag(runs)}` shows it"
         )
-        return _waited(events, "waiting", INTERRUPTED, interrupted=True)
+        return _waited(history, "waiting", INTERRUPTED, interrupted=True)
 
 
 def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: bool) -> int:
@@ -126,7 +128,7 @@ def _told(waited: Waited, name: str) -> str:
 
 
 def _look_on(
-    run: RunDir, runs: Path, tail: Any, events: list[Event], one_line: ProgressLine
+    run: RunDir, runs: Path, tail: Tail, history: RunHistory, one_line: ProgressLine
 ) -> Waited:
     from hpctrain.history.run_state import OVER, RunState
     from hpctrain.status.reader import StatusReader
@@ -135,9 +137,9 @@ def _look_on(
     reader = StatusReader(runs)
     began, ask_at, lost = time.monotonic(), 0.0, 0
     while True:
-        events += tail.new()
-        if first_step(events) is not None:
-            return _waited(events, "running", 0)
+        history.extend(tail.new())
+        if first_step(history) is not None:
+            return _waited(history, "running", 0)
         now = time.monotonic()
         if now >= ask_at:
             ask_at = now + min(ASK_SELDOM_S, max(ASK_S, (now - began) / 20))
@@ -145,8 +147,8 @@ def _look_on(
             # Between two starts of a job a scheduler may not know it for a moment.
             lost = lost + 1 if status.state is RunState.LOST else 0
             if status.state in OVER or lost > 1:
-                events += tail.new()
-                return _waited(events, status.state.value, exit_status(status))
+                history.extend(tail.new())
+                return _waited(history, status.state.value, exit_status(status))
         one_line.show(_words(status, now - began if one_line.in_place else None))
         time.sleep(POLL_S)
 
@@ -163,41 +165,27 @@ def _words(status: RunStatus, seconds: float | None) -> str:
     return f"{waited}{in_words(status)}{silent}"
 
 
-def first_step(events: Sequence[Event]) -> Event | None:
-    """The end of the first step since the newest submission, None if there is none. Pure."""
-    return next(
-        (
-            event
-            for event in _since_submission(events)
-            if event.kind == "phase" and event.data.get("name") == "first_step"
-        ),
-        None,
-    )
+def first_step(history: RunHistory) -> AttemptRecord | None:
+    """The attempt that did the first step since the newest submission; None if there is none."""
+    return next((a for a in _since_submission(history) if a.first_step is not None), None)
 
 
-def _since_submission(events: Sequence[Event]) -> Sequence[Event]:
-    begins = [at for at, event in enumerate(events) if event.kind == "submit_intent"]
-    return events[begins[-1] :] if begins else events
+def _since_submission(history: RunHistory) -> list[AttemptRecord]:
+    return [a for a in history.attempts if a.submission == len(history.submissions)]
 
 
-def _waited(events: Sequence[Event], state: str, code: int, *, interrupted: bool = False) -> Waited:
-    ours, step = _since_submission(events), first_step(events)
-    submitted = ours[0].t if ours else time.time()
-    started = next((_began(e) for e in ours if e.kind == "attempt_started"), None)
+def _waited(history: RunHistory, state: str, code: int, *, interrupted: bool = False) -> Waited:
+    stepped, now = first_step(history), time.time()
+    submitted = history.submissions[-1].asked if history.submissions else now
+    # An attempt is written down after its imports: when its job began is what counts.
+    begun = [a.began if a.begun is None else a.begun for a in _since_submission(history)]
+    done = now if stepped is None or stepped.first_step is None else stepped.first_step
     return Waited(
-        first_step=step is not None,
-        state="running" if step is not None else state,
-        attempt=None if step is None else step.attempt,
-        queued_s=None if started is None else max(0.0, started - submitted),
-        seconds=max(0.0, (time.time() if step is None else step.t) - submitted),
+        first_step=stepped is not None,
+        state="running" if stepped is not None else state,
+        attempt=None if stepped is None else stepped.number,
+        queued_s=max(0.0, begun[0] - submitted) if begun else None,
+        seconds=max(0.0, done - submitted),
         interrupted=interrupted,
-        exit_code=0 if step is not None else code,
+        exit_code=0 if stepped is not None else code,
     )
-
-
-def _began(started: Event) -> float:
-    """When the job of an attempt began: its first one is written down after the imports."""
-    from hpctrain.run.event_fields import as_number
-
-    known = (as_number(started.data.get(name)) for name in ("job_started", "batch_started"))
-    return next((t for t in known if t is not None), started.t)

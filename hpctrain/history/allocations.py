@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart, JobState
-    from hpctrain.history.timeline import AttemptTimeline, RunTimeline, Submission
+    from hpctrain.history.run_history import AttemptRecord, RunHistory, Submission
 
 SLACK_S = 60.0
 """So far may the clocks of a node and of accounting be apart."""
@@ -43,7 +43,7 @@ class Allocation:
     """
 
     job_id: str
-    attempts: tuple[AttemptTimeline, ...] = ()
+    attempts: tuple[AttemptRecord, ...] = ()
     nodes: int = 1
     state: JobState | None = None
     asked: float | None = None
@@ -59,40 +59,46 @@ class Allocation:
 
 
 def allocations_of(
-    timeline: RunTimeline, starts: Sequence[JobStart] = (), *, now: float | None = None
+    history: RunHistory,
+    starts: Sequence[JobStart] = (),
+    *,
+    gone: bool = False,
+    now: float | None = None,
 ) -> list[Allocation]:
     """All of them in order of time; none begins before the one before it has ended.
 
     Args:
-        timeline: The run's ledger.
+        history: The run's.
         starts: What accounting knows of the starts of its jobs.
+        gone: Whether the scheduler says that nothing of the run is there: an attempt without an end
+            ended when it was last heard of.
         now: Nothing is later than this; without it, what still waits is left out.
     """
     usable = [row for row in starts if row.end is None or math.isfinite(row.end)]
-    allocations = _held(timeline, usable)
-    _add_waits(allocations, timeline, usable, math.inf if now is None else now)
-    return list(_in_line(allocations, timeline, now))
+    allocations = _held(history, usable, gone=gone)
+    _add_waits(allocations, history, usable, math.inf if now is None else now)
+    return list(_in_line(allocations, history, now))
 
 
 # What held nodes.
 
 
-def _held(timeline: RunTimeline, starts: Sequence[JobStart]) -> list[Allocation]:
+def _held(history: RunHistory, starts: Sequence[JobStart], *, gone: bool) -> list[Allocation]:
     """Every start of a job, at its writers' times; those that only accounting knows among them."""
     rows: dict[str, dict[int, JobStart]] = {}
     for row in starts:
         if row.start is not None and math.isfinite(row.start):
             rows.setdefault(row.job_id, {})[row.index] = row
-    groups = _groups(timeline.attempts)
+    groups = _groups(history.attempts)
     allocations = []
     for position, group in enumerate(groups):
-        of_job = rows.get(group[0].job_id, {})
+        of_job = rows.get(group[0].ran_in, {})
         row_of_group = _row_of(group, of_job)
         if row_of_group is not None:
             del of_job[row_of_group.index]
-        may_run = position == len(groups) - 1 and not timeline.gone
+        may_run = position == len(groups) - 1 and not gone
         allocations.append(_allocation(group, row_of_group, may_run=may_run))
-    newest_job = _newest_job(timeline)
+    newest_job = _newest_job(history)
     for row in (one for left in rows.values() for one in left.values()):
         bare = _bare(row, goes_on=row.end is None and row.job_id == newest_job)
         if bare.goes_on or (bare.end or 0.0) > bare.begin:
@@ -100,13 +106,13 @@ def _held(timeline: RunTimeline, starts: Sequence[JobStart]) -> list[Allocation]
     return allocations
 
 
-def _groups(attempts: Sequence[AttemptTimeline]) -> list[list[AttemptTimeline]]:
+def _groups(attempts: Sequence[AttemptRecord]) -> list[list[AttemptRecord]]:
     """The attempts of each start of a job together."""
-    groups: list[list[AttemptTimeline]] = []
+    groups: list[list[AttemptRecord]] = []
     for attempt in attempts:
         last = groups[-1][-1] if groups else None
         same = last is not None and (
-            (attempt.job_id, attempt.restarts) == (last.job_id, last.restarts)
+            (attempt.ran_in, attempt.restarts) == (last.ran_in, last.restarts)
             if attempt.started is not None
             else last.next is Next.RESTART  # its beginning is torn
         )
@@ -117,7 +123,7 @@ def _groups(attempts: Sequence[AttemptTimeline]) -> list[list[AttemptTimeline]]:
     return groups
 
 
-def _row_of(group: Sequence[AttemptTimeline], rows: Mapping[int, JobStart]) -> JobStart | None:
+def _row_of(group: Sequence[AttemptRecord], rows: Mapping[int, JobStart]) -> JobStart | None:
     """What accounting says of this start: the row of its number, or the nearest one in time."""
     first = group[0].started or group[0].first_t
     counted = rows.get(group[0].restarts)
@@ -134,22 +140,20 @@ def _fits(row: JobStart, t: float) -> bool:
 
 
 def _allocation(
-    group: Sequence[AttemptTimeline], row: JobStart | None, *, may_run: bool
+    group: Sequence[AttemptRecord], row: JobStart | None, *, may_run: bool
 ) -> Allocation:
     """One start of a job; what accounting says of its times counts before everything else."""
     first, last = group[0], group[-1]
-    begin = first.begun if first.begun is not None else first.started
-    begin = first.first_t if begin is None else begin
-    end = max(last.last_t, last.last_t if last.heard is None else last.heard)
-    end = end if last.ended_at is None else last.ended_at
+    begin = first.began if first.begun is None else first.begun
+    end = last.last_heard if last.ended_at is None else last.ended_at
     end_is_known = row is not None and row.end is not None
     if row is not None:
         begin = begin if row.start is None else row.start
         end = end if row.end is None else row.end
     return Allocation(
-        first.job_id,
+        first.ran_in,
         tuple(group),
-        max(one.nodes for one in group),
+        max(1, *(len(attempt.nodes) for attempt in group)),
         None if row is None else row.state,
         begin=begin,
         end=end,
@@ -174,9 +178,9 @@ def _insert(allocations: list[Allocation], allocation: Allocation) -> None:
     allocations.insert(at, allocation)
 
 
-def _newest_job(timeline: RunTimeline) -> str:
-    asked = [one.job_id for one in timeline.submissions if one.job_id]
-    ran = [one.job_id for one in timeline.attempts if one.job_id]
+def _newest_job(history: RunHistory) -> str:
+    asked = [one.job_id for one in history.submissions if one.job_id]
+    ran = [one.ran_in for one in history.attempts if one.ran_in]
     return (asked or ran or [""])[-1]
 
 
@@ -184,17 +188,17 @@ def _newest_job(timeline: RunTimeline) -> str:
 
 
 def _add_waits(
-    allocations: list[Allocation], timeline: RunTimeline, starts: Sequence[JobStart], now: float
+    allocations: list[Allocation], history: RunHistory, starts: Sequence[JobStart], now: float
 ) -> None:
     """Waits that no start followed: what still waits, and what was cancelled while it did."""
     pending = {row.job_id: row for row in starts if row.start is None}
     jobs = {allocation.job_id for allocation in allocations}
-    newest = timeline.submissions[-1] if timeline.submissions else None
-    for submission in timeline.submissions:
+    newest = history.submissions[-1] if history.submissions else None
+    for submission in history.submissions:
         if (
             submission.refused
             or (submission.job_id and submission.job_id in jobs)
-            or _ran_unseen(submission, allocations, timeline)
+            or _ran_unseen(submission, allocations, history)
         ):
             continue
         until = _until(submission, pending.get(submission.job_id), None)
@@ -205,16 +209,16 @@ def _add_waits(
                 allocations,
                 _wait(submission.job_id, submission.asked, max(submission.asked, until)),
             )
-    _add_wait_after(allocations, timeline, pending, now)
+    _add_wait_after(allocations, history, pending, now)
 
 
 def _ran_unseen(
-    submission: Submission, allocations: Sequence[Allocation], timeline: RunTimeline
+    submission: Submission, allocations: Sequence[Allocation], history: RunHistory
 ) -> bool:
     """Whether its job ran though its number was never written down."""
     if submission.job_id:
         return False
-    taken = {other.job_id for other in timeline.submissions if other.job_id}
+    taken = {other.job_id for other in history.submissions if other.job_id}
     return any(
         allocation.job_id not in taken and allocation.begin >= submission.asked - SLACK_S
         for allocation in allocations
@@ -222,7 +226,7 @@ def _ran_unseen(
 
 
 def _add_wait_after(
-    allocations: list[Allocation], timeline: RunTimeline, pending: dict[str, JobStart], now: float
+    allocations: list[Allocation], history: RunHistory, pending: dict[str, JobStart], now: float
 ) -> None:
     """The wait of a job that was put back into the queue and has not begun again."""
     last = next((allocation for allocation in reversed(allocations) if allocation.started), None)
@@ -238,7 +242,7 @@ def _add_wait_after(
         again = following is not None and following.job_id == allocation.job_id
         if again or not (final.next in _COMES_AGAIN or row is not None):
             continue
-        asked = next((s for s in timeline.submissions if s.job_id == allocation.job_id), None)
+        asked = next((s for s in history.submissions if s.job_id == allocation.job_id), None)
         until = _until(asked, row, allocation.end)
         if until is None and allocation is last and following is None:
             until = now
@@ -263,7 +267,7 @@ def _wait(job_id: str, asked: float, until: float) -> Allocation:
 
 
 def _in_line(
-    allocations: Sequence[Allocation], timeline: RunTimeline, now: float | None
+    allocations: Sequence[Allocation], history: RunHistory, now: float | None
 ) -> Iterator[Allocation]:
     """Their times in order: none before the end of the one before, none after `now`."""
     latest = math.inf if now is None else now
@@ -271,7 +275,7 @@ def _in_line(
     for allocation, following in pairwise([*allocations, None]):
         if allocation is None:
             continue
-        asked = _asked(allocation, before, timeline)
+        asked = _asked(allocation, before, history)
         if asked is not None:
             cursor = min(max(asked, cursor), latest)
             asked = cursor
@@ -286,18 +290,16 @@ def _in_line(
         cursor, before = end, allocation
 
 
-def _asked(
-    allocation: Allocation, before: Allocation | None, timeline: RunTimeline
-) -> float | None:
+def _asked(allocation: Allocation, before: Allocation | None, history: RunHistory) -> float | None:
     """When its wait began."""
     if allocation.asked is not None:
         return allocation.asked
     if before is not None and before.job_id == allocation.job_id:
         return -math.inf  # the moment at which it lost its nodes
-    moments = [one.asked for one in timeline.submissions if one.job_id == allocation.job_id]
+    moments = [one.asked for one in history.submissions if one.job_id == allocation.job_id]
     open_ones = [
         one.asked
-        for one in timeline.submissions
+        for one in history.submissions
         if not one.job_id and not one.refused and one.asked <= allocation.begin + SLACK_S
     ]
     return next(iter(moments or open_ones[-1:]), None)

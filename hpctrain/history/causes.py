@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.records import EndReason, JobState
 
 if TYPE_CHECKING:
-    from hpctrain.history.attempts import AttemptView, Failure
+    from hpctrain.history.run_history import AttemptRecord, Failure
 
 
 class EndCause(StrEnum):
@@ -144,32 +144,32 @@ _LONGEST = 500
 _OF_PROGRAM = frozenset({EndReason.CRASHED, EndReason.USER_ERROR, EndReason.UNKNOWN})
 
 
-def cause_of(view: AttemptView, *, state: JobState | None = None) -> EndCause:
+def cause_of(attempt: AttemptRecord, *, state: JobState | None = None) -> EndCause:
     """What ended the attempt.
 
     Args:
-        view: The attempt; one that has not ended is `unknown`.
+        attempt: The attempt; one that has not ended is `unknown`.
         state: What the scheduler's accounting says of that start of the job; None where there is
             none, or where another attempt followed in the same allocation.
     """
-    reason = view.reason or EndReason.UNKNOWN
-    if view.stop_cause in _SAID:
-        return _SAID[view.stop_cause]
-    if reason is EndReason.NODE_FAILED and view.detail.startswith(UNFIT):
+    reason = attempt.reason or EndReason.UNKNOWN
+    if attempt.stop_cause in _SAID:
+        return _SAID[attempt.stop_cause]
+    if reason is EndReason.NODE_FAILED and attempt.detail.startswith(UNFIT):
         return EndCause.UNFIT_NODE
     if reason not in _OF_PROGRAM:
         return _BY_REASON.get(reason, EndCause.UNKNOWN)
-    cause = said_by(view.failure) if view.failure is not None else None
+    cause = said_by(attempt.failure) if attempt.failure is not None else None
     if cause is None and (reason is EndReason.UNKNOWN or state in _CAUSES):
         cause = None if state is None else _BY_STATE.get(state)
-    return cause or _by_default(view, reason, state)
+    return cause or _by_default(attempt, reason, state)
 
 
-def _by_default(view: AttemptView, reason: EndReason, state: JobState | None) -> EndCause:
+def _by_default(attempt: AttemptRecord, reason: EndReason, state: JobState | None) -> EndCause:
     """Where nothing says why: no more than that a process died, if that much is known."""
     if reason is EndReason.USER_ERROR:
         return EndCause.USER_ERROR
-    died = reason is EndReason.CRASHED or view.failure is not None or state == JobState.FAILED
+    died = reason is EndReason.CRASHED or attempt.failure is not None or state == JobState.FAILED
     return EndCause.CRASHED if died else EndCause.UNKNOWN
 
 

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
-from hpctrain.history.timeline import timeline_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
     from hpctrain.history.allocations import Allocation
-    from hpctrain.history.timeline import AttemptTimeline, RunTimeline
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import AttemptRecord, RunHistory
 
 
 class TimeClass(StrEnum):
@@ -127,25 +125,20 @@ class Goodput:
 
 
 def goodput(
-    events: Iterable[Event],
-    *,
-    starts: Sequence[JobStart] = (),
-    now: float,
-    timeline: RunTimeline | None = None,
+    history: RunHistory, *, starts: Sequence[JobStart] = (), now: float, gone: bool = False
 ) -> Goodput:
     """Where the run's time went.
 
     Args:
-        events: The run's ledger; of rows of step marks the last ones are enough.
+        history: The run's; of rows of step marks the last ones are enough.
         starts: What accounting knows of every start of the run's jobs; none is fine.
         now: Seconds since the epoch: how far an attempt that still runs is counted.
-        timeline: `timeline_of(events)`, where it is at hand.
+        gone: See `allocations_of`.
     """
-    timeline = timeline_of(events) if timeline is None else timeline
-    kept = kept_steps(timeline.attempts)
-    tells = any(one.tells for one in timeline.attempts)
+    kept = kept_steps(history.attempts)
+    tells = any(one.tells for one in history.attempts)
     slices: list[TimeSlice] = []
-    for allocation in allocations_of(timeline, starts, now=now):
+    for allocation in allocations_of(history, starts, gone=gone, now=now):
         slices += waited(allocation)
         if allocation.started:
             until = max(allocation.begin, now) if allocation.end is None else allocation.end
@@ -159,7 +152,7 @@ def window(g: Goodput, since: float) -> Goodput:
     return _summed(clipped, tells_steps=g.tells_steps)
 
 
-def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
+def kept_steps(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
     """The last step of each attempt that counts, by what later attempts restored.
 
     Where none came so far, what an attempt committed counts; all of it where the run is done.
@@ -167,7 +160,7 @@ def kept_steps(attempts: Sequence[AttemptTimeline]) -> dict[int, int]:
     committed, newest = [], 0
     for attempt in attempts:
         saved_or_restored = (
-            attempt.restored_step if attempt.saved_step is None else attempt.saved_step
+            attempt.restored_step if attempt.last_saved_step is None else attempt.last_saved_step
         )
         newest = newest if saved_or_restored is None else saved_or_restored
         committed.append(newest)
@@ -203,7 +196,7 @@ def cut(
         if attempt is None:
             continue
         last = following is None
-        ends = until if following is None else _began(following)
+        ends = until if following is None else following.began
         ends = min(max(ends, cursor), until)
         going = last and allocation.goes_on
         parts = _parts(attempt, ends, going=going) if tells else _silent(attempt, ends, going=going)
@@ -239,10 +232,6 @@ def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
     )
 
 
-def _began(attempt: AttemptTimeline) -> float:
-    return attempt.first_t if attempt.started is None else attempt.started
-
-
 def _slice(
     start: float, end: float, kind: TimeClass, attempt: int | None, nodes: int
 ) -> Iterator[TimeSlice]:
@@ -251,7 +240,7 @@ def _slice(
 
 
 def _parts(
-    attempt: AttemptTimeline, ends: float, *, going: bool
+    attempt: AttemptRecord, ends: float, *, going: bool
 ) -> Iterator[tuple[float, TimeClass]]:
     """What an attempt's time went to, each part by its end; the last ends with the attempt."""
     word, cease = _cease(attempt, ends, going=going)
@@ -273,41 +262,41 @@ def _parts(
 
 
 def _silent(
-    attempt: AttemptTimeline, ends: float, *, going: bool
+    attempt: AttemptRecord, ends: float, *, going: bool
 ) -> Iterator[tuple[float, TimeClass]]:
     """The same where the program tells nothing: what it did in its time, nobody can say."""
-    yield _began(attempt), TimeClass.STARTUP
+    yield attempt.began, TimeClass.STARTUP
     word, cease = _cease(attempt, ends, going=going)
     yield cease if word else ends, TimeClass.OTHER
     yield ends, TimeClass.TEARDOWN
 
 
-def _cease(attempt: AttemptTimeline, ends: float, *, going: bool) -> tuple[bool, float]:
+def _cease(attempt: AttemptRecord, ends: float, *, going: bool) -> tuple[bool, float]:
     """When the ranks ceased, and whether somebody who saw it said so."""
-    for word in (attempt.left, attempt.failed, attempt.ended):
+    for word in (attempt.left, attempt.failed, attempt.witnessed):
         if word is not None:
             return True, word
-    heard = max(attempt.last_t, attempt.last_t if attempt.heard is None else attempt.heard)
+    heard = attempt.last_heard
     if going and (attempt.first_step is None or ends - heard < _patience(attempt)):
         return False, ends
     return False, heard
 
 
-def _patience(attempt: AttemptTimeline) -> float:
+def _patience(attempt: AttemptRecord) -> float:
     """After so long a silence an attempt in training no longer counts as being at work."""
     moments = [attempt.first_step or 0.0, *(mark.t for mark in attempt.marks[-2:])]
     apart = [after - before for before, after in pairwise(moments[-2:])]
     return max([PATIENCE_S, *(3 * gap for gap in apart)])
 
 
-def _heard(attempt: AttemptTimeline, cease: float) -> float:
+def _heard(attempt: AttemptRecord, cease: float) -> float:
     """When a step was last heard of, of an attempt that did not stop in order."""
     if attempt.heard is None:
         return cease
     return max([attempt.heard, *(mark.t for mark in attempt.marks[-1:])])
 
 
-def _halted(attempt: AttemptTimeline, cease: float) -> float:
+def _halted(attempt: AttemptRecord, cease: float) -> float:
     """When no further step was done, of an attempt that stopped or finished in order."""
     if attempt.stopping is not None:
         return attempt.stopping
@@ -324,13 +313,13 @@ class _Point(NamedTuple):
 
 
 def _training(
-    attempt: AttemptTimeline, stretch: tuple[float, float], kept: int | None, nodes: int
+    attempt: AttemptRecord, stretch: tuple[float, float], kept: int | None, nodes: int
 ) -> Iterator[TimeSlice]:
     """The stretch of steps: those that count with their data and saves, then those in vain."""
     start, end = stretch
     points = _points(attempt, start, end)
     last = points[-1]
-    if kept is not None and (attempt.last_step or 0) > kept:
+    if kept is not None and (attempt.highest_step or 0) > kept:
         last = _last_that_counts(attempt, points, kept)
     last = last._replace(t=min(last.t, end))
     for piece in pairwise(_pieces(points, last)):
@@ -338,23 +327,26 @@ def _training(
     yield from _slice(last.t, end, TimeClass.REDONE, attempt.number, nodes)
 
 
-def _points(attempt: AttemptTimeline, start: float, end: float) -> list[_Point]:
+def _points(attempt: AttemptRecord, start: float, end: float) -> list[_Point]:
     """Where training was, in order of time and within the stretch."""
     points = [_Point(start, (attempt.restored_step or 0) + 1, 0.0, 0.0)]
-    marks_tell_saves = any(mark.save_s is not None for mark in attempt.marks)
-    stalls = iter([] if marks_tell_saves else attempt.stalls)
-    stall, stalled = next(stalls, None), 0.0
+    # Where no mark tells of saves, the saves themselves do.
+    marks_tell_saves = any(mark.fact.save_s is not None for mark in attempt.marks)
+    saves = iter([] if marks_tell_saves else attempt.saves)
+    save, stalled = next(saves, None), 0.0
     for mark in attempt.marks:
-        while stall is not None and stall.t <= mark.t:
-            stalled, stall = stalled + stall.seconds, next(stalls, None)
+        while save is not None and save.t <= mark.t:
+            stalled, save = stalled + (save.stall_s or 0.0), next(saves, None)
         before = points[-1]
-        save_s = max(0.0, (mark.save_s or 0.0) - attempt.base[1]) if marks_tell_saves else stalled
+        save_s = (
+            max(0.0, (mark.fact.save_s or 0.0) - attempt.base[1]) if marks_tell_saves else stalled
+        )
         points.append(
             _Point(
                 min(max(mark.t, before.t), end),
-                max(mark.step, before.step),
-                max(mark.data_s - attempt.base[0], before.data_s),
-                max(save_s, before.save_s),
+                max(mark.fact.last or 0, before.step),
+                max((mark.fact.data_s or 0.0) - attempt.base[0], before.data_s),
+                max(save_s if marks_tell_saves else stalled, before.save_s),
             )
         )
     if points[-1].t < end:
@@ -362,14 +354,16 @@ def _points(attempt: AttemptTimeline, start: float, end: float) -> list[_Point]:
     return points
 
 
-def _tail(attempt: AttemptTimeline, last: _Point, end: float) -> _Point:
+def _tail(attempt: AttemptRecord, last: _Point, end: float) -> _Point:
     """The end of the stretch: after the last mark only the saves are known."""
     since = attempt.marks[-1].t if attempt.marks else last.t
-    stalled = sum(save.seconds for save in attempt.stalls if since < save.t <= end)
-    return _Point(end, max(last.step, attempt.last_step or 0), last.data_s, last.save_s + stalled)
+    stalled = sum((save.stall_s or 0.0) for save in attempt.saves if since < save.t <= end)
+    return _Point(
+        end, max(last.step, attempt.highest_step or 0), last.data_s, last.save_s + stalled
+    )
 
 
-def _last_that_counts(attempt: AttemptTimeline, points: Sequence[_Point], kept: int) -> _Point:
+def _last_that_counts(attempt: AttemptRecord, points: Sequence[_Point], kept: int) -> _Point:
     """Where the last step that counts was done, and saved: without its save it would be lost."""
     before = points[0]
     for after in points[1:]:
@@ -379,7 +373,8 @@ def _last_that_counts(attempt: AttemptTimeline, points: Sequence[_Point], kept: 
     else:
         after = before
     if kept <= before.step or after.step <= before.step:
-        stall = next((s.seconds for s in attempt.stalls if s.step == kept == before.step), 0.0)
+        same = (save for save in attempt.saves if save.step == kept == before.step)
+        stall = next(((save.stall_s or 0.0) for save in same), 0.0)
         return before._replace(t=before.t + stall, save_s=before.save_s + stall)
     share = (kept - before.step) / (after.step - before.step)
     return _between(before, after, before.t + share * (after.t - before.t))
@@ -408,9 +403,9 @@ def _between(before: _Point, after: _Point, t: float) -> _Point:
 
 def _mixed(start: _Point, end: _Point, attempt: int, nodes: int) -> Iterator[TimeSlice]:
     """Steps, data and saves of a piece: sums only are known, so they stand one after the other."""
-    whole = end.t - start.t
-    data = min(max(end.data_s - start.data_s, 0.0), whole)
-    save = min(max(end.save_s - start.save_s, 0.0), whole - data)
+    seconds = end.t - start.t
+    data = min(max(end.data_s - start.data_s, 0.0), seconds)
+    save = min(max(end.save_s - start.save_s, 0.0), seconds - data)
     first, second = end.t - data - save, end.t - save
     yield from _slice(start.t, first, TimeClass.STEP, attempt, nodes)
     yield from _slice(max(start.t, first), second, TimeClass.DATA, attempt, nodes)

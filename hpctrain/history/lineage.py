@@ -1,8 +1,7 @@
-"""Lineage and progress of a run: which samples made the weights, and how far it is. Pure.
+"""The lineage of a run: which samples made the weights. Pure.
 
-The lineage is the proof that each sample was used exactly once: attempt by attempt, with what a
-restore went back behind cut away. tests/unit/history/test_lineage.py holds its promises,
-tests/unit/history/test_attempts.py those of the progress.
+It is the proof that each sample was used exactly once: attempt by attempt, with what a restore went
+back behind cut away. tests/unit/history/test_lineage.py holds the promises.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_state import condensed, live
-from hpctrain.run.event_fields import as_number, whole
+from hpctrain.history.run_history import Restore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory, StepMark
 
 
 @dataclass(frozen=True)
@@ -47,52 +45,26 @@ class Lineage:
     """Gaps and overlaps, a line each; none means that every sample was used exactly once."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far the run is.
-
-    Attributes:
-        step: Updates that the newest state has.
-        total: How many there will be, where that is known.
-        loss: Of the last step mark.
-        step_s: Seconds per step, by the last step mark.
-        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
-            of.
-        saved_step: The newest checkpoint that was committed and not gone back behind.
-        saved_t: When.
-        saved_bytes: Its size.
-    """
-
-    step: int | None = None
-    total: int | None = None
-    loss: float | None = None
-    step_s: float | None = None
-    seen: float | None = None
-    saved_step: int | None = None
-    saved_t: float | None = None
-    saved_bytes: int | None = None
-
-
-def lineage(events: Iterable[Event]) -> Lineage:
+def lineage(history: RunHistory) -> Lineage:
     """The steps that made the final weights: what a restore went back behind is cut away."""
     pieces: list[LineagePiece] = []
     problems: list[str] = []
-    for event in live(events):
-        if event.kind == "restored":
-            problems += _go_back(pieces, whole(event.data.get("step")) or 0, event.attempt)
-        elif event.kind == "steps" and (piece := _piece(event)) is not None:
+    for told in history.training:
+        if isinstance(told, Restore):
+            problems += _go_back(pieces, told)
+        elif (piece := _piece(told)) is not None:
             pieces.append(piece)
     problems += [text for pair in _pairs(pieces) for text in _joint(*pair)]
     return Lineage(pieces, problems)
 
 
-def coverage(events: Iterable[Event]) -> list[tuple[int, int]]:
+def coverage(history: RunHistory) -> list[tuple[int, int]]:
     """Ranges [first, last) of sample positions that made the final weights, in training order.
 
     Ranges that join are one: a run that used every sample exactly once has exactly one, from 0 on.
     """
     ranges: list[tuple[int, int]] = []
-    for piece in lineage(events).pieces:
+    for piece in lineage(history).pieces:
         if piece.sample_first is None or piece.sample_last is None:
             continue
         if ranges and ranges[-1][1] == piece.sample_first:
@@ -102,39 +74,16 @@ def coverage(events: Iterable[Event]) -> list[tuple[int, int]]:
     return ranges
 
 
-def progress(events: Iterable[Event]) -> Progress:
-    """How far the run is; a restore of an older step takes it back."""
-    now = Progress()
-    for event in condensed(events):
-        data = event.data
-        if event.kind == "submitted" and data.get("total_steps") is not None:
-            now = replace(now, total=whole(data["total_steps"]))
-        elif event.kind == "restored":
-            step = whole(data.get("step")) or 0
-            now = replace(now, step=step, seen=event.t)
-            if now.saved_step is not None and step < now.saved_step:
-                now = replace(now, saved_step=step or None, saved_t=None, saved_bytes=None)
-        elif event.kind == "saved":
-            saved, size = whole(data.get("step")), whole(data.get("bytes"))
-            now = replace(now, saved_step=saved, saved_t=event.t, saved_bytes=size, seen=event.t)
-        elif event.kind in {"save_failed", "save_skipped"}:
-            now = replace(now, seen=event.t)
-        elif event.kind == "steps":
-            now = _marked(now, event)
-    return now
-
-
-def _piece(event: Event) -> LineagePiece | None:
-    data = event.data
-    first, last = whole(data.get("first")), whole(data.get("last"))
-    if first is None or last is None or last < first:
+def _piece(mark: StepMark) -> LineagePiece | None:
+    fact = mark.fact
+    if not mark.steps or fact.first is None or fact.last is None:
         return None
-    samples = whole(data.get("sample_first")), whole(data.get("sample_last"))
-    return LineagePiece(event.attempt, first, last, *samples)
+    return LineagePiece(mark.attempt, fact.first, fact.last, fact.sample_first, fact.sample_last)
 
 
-def _go_back(pieces: list[LineagePiece], step: int, attempt: int | None) -> list[str]:
-    """Take away the steps after `step`, which a restore has undone; says what is not known."""
+def _go_back(pieces: list[LineagePiece], restore: Restore) -> list[str]:
+    """Take away the steps that a restore has undone; says what is not known."""
+    step, attempt = restore.step, restore.attempt
     while pieces and pieces[-1].first > step:
         pieces.pop()
     if pieces and pieces[-1].last > step:
@@ -178,12 +127,3 @@ def _compare(what: str, wanted: int, found: int, attempt: int | None) -> list[st
     if found > wanted:
         return [f"gap: {what}s {wanted} to {found - 1} are missing before attempt {attempt}'s"]
     return [f"overlap: {what}s {found} to {wanted - 1} were used again by attempt {attempt}"]
-
-
-def _marked(now: Progress, event: Event) -> Progress:
-    first, last = whole(event.data.get("first")), whole(event.data.get("last"))
-    if first is None or last is None:
-        return now
-    seconds, loss = as_number(event.data.get("seconds")), as_number(event.data.get("loss"))
-    step_s = seconds / (last - first + 1) if seconds and last >= first else now.step_s
-    return replace(now, step=last, loss=loss, step_s=step_s, seen=event.t)

@@ -10,13 +10,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import EndReason, JobState, Next
-from hpctrain.run.event_fields import member, text, whole
+from hpctrain.run import event_types as told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
     from hpctrain.base.records import JobInfo
-    from hpctrain.run.events import Event
+    from hpctrain.run.event_types import LedgerFact
 
 EXIT_FOR_GOOD = 93
 """Exit code of a run that a budget or a lack of progress stopped."""
@@ -78,54 +78,34 @@ class LedgerState:
     t: float = 0.0
 
 
-def live(events: Iterable[Event]) -> Iterator[Event]:
-    """The events that count: without what an old attempt said after a newer one had begun."""
-    newest = 0
-    for event in events:
-        if event.attempt is not None:
-            if event.attempt < newest and event.kind != "attempt_ended":
-                continue
-            newest = max(newest, event.attempt)
-        yield event
+def after(now: LedgerState, t: float, attempt: int | None, fact: LedgerFact) -> LedgerState:
+    """Where the run stands after one more event, of a kind in `STATE_CHANGES`.
+
+    Args:
+        now: Where it stood before.
+        t: The event's time.
+        attempt: The attempt that it belongs to.
+        fact: What it says.
+    """
+    if (attempt or now.attempt or 0) < (now.attempt or 0):
+        return now
+    changes = STATE_CHANGES[type(fact)](now, fact)
+    if type(fact) is told.AttemptStarted:
+        changes["attempt"] = attempt
+    moment = t if changes.get("phase", now.phase) is not now.phase else now.t
+    return replace(now, t=moment, **changes)
 
 
-def condensed(events: Iterable[Event]) -> Iterator[Event]:
-    """The events that count; of step marks in a row the last, which is most of a long ledger."""
-    mark: Event | None = None
-    for event in live(events):
-        if mark is not None and not (event.kind == "steps" and event.attempt == mark.attempt):
-            yield mark
-        mark = event if event.kind == "steps" else None
-        if mark is None:
-            yield event
-    if mark is not None:
-        yield mark
-
-
-def ledger_state(events: Iterable[Event]) -> LedgerState:
-    """Where the run stands by the ledger alone."""
-    now = LedgerState()
-    for event in live(events):
-        handler = _HANDLERS.get(event.kind)
-        if handler is None or (event.attempt or now.attempt or 0) < (now.attempt or 0):
-            continue
-        changes = handler(now, event)
-        moment = event.t if changes.get("phase", now.phase) is not now.phase else now.t
-        now = replace(now, t=moment, **changes)
-    return now
-
-
-def run_state(events: Iterable[Event], job: JobInfo | None, *, asked: bool = True) -> RunState:
+def run_state(now: LedgerState, job: JobInfo | None, *, asked: bool = True) -> RunState:
     """Where the run stands.
 
     An end in the ledger is final; without one the scheduler's word counts.
 
     Args:
-        events: The run's ledger.
+        now: Where it stands by the ledger alone.
         job: What the scheduler knows of the run's newest job; None when it knows of none.
         asked: False where the scheduler gave no answer; then the ledger alone must do.
     """
-    now = ledger_state(events)
     if now.phase in OVER:
         return now.phase
     if job is not None and job.alive:
@@ -153,28 +133,25 @@ def _alive(job: JobInfo, now: LedgerState) -> RunState:
 # What each kind of event changes.
 
 
-def _intent(now: LedgerState, event: Event) -> dict[str, Any]:
-    fresh = LedgerState(RunState.SUBMITTING, token=event.data.get("token"), attempt=now.attempt)
+def _intent(now: LedgerState, fact: told.SubmitIntent) -> dict[str, Any]:
+    fresh = LedgerState(RunState.SUBMITTING, token=fact.token, attempt=now.attempt)
     return {name: value for name, value in vars(fresh).items() if name != "t"}
 
 
-def _submitted(now: LedgerState, event: Event) -> dict[str, Any]:
-    changes = {"job_id": text(event.data.get("job_id")), "token": event.data.get("token")}
+def _submitted(now: LedgerState, fact: told.Submitted | told.SubmitAdopted) -> dict[str, Any]:
+    changes = {"job_id": fact.job_id, "token": fact.token}
     # A job may start before sbatch's answer is written down.
     return changes if now.phase is RunState.RUNNING else changes | {"phase": RunState.PENDING}
 
 
-def _refused(now: LedgerState, event: Event) -> dict[str, Any]:
-    del now
-    why = text(event.data.get("why"))
-    return {"phase": RunState.FAILED, "detail": f"the job was not accepted: {why}"}
+def _refused(_: LedgerState, fact: told.SubmitFailed) -> dict[str, Any]:
+    return {"phase": RunState.FAILED, "detail": f"the job was not accepted: {fact.why}"}
 
 
-def _started(now: LedgerState, event: Event) -> dict[str, Any]:
-    job_id = text(event.data.get("job_id")) or now.job_id
+def _started(now: LedgerState, fact: told.AttemptStarted) -> dict[str, Any]:
+    job_id = fact.job_id or now.job_id
     return {
         "phase": RunState.RUNNING,
-        "attempt": event.attempt,
         "job_id": job_id,
         "reason": None,
         "cancel": now.cancel if now.job_id in {None, job_id} else "",
@@ -190,56 +167,49 @@ _BY_REASON = {
 }
 
 
-def _ended(now: LedgerState, event: Event) -> dict[str, Any]:
-    following = member(Next, event.data.get("next"))
-    reason = member(EndReason, event.data.get("reason")) or EndReason.UNKNOWN
+def _ended(now: LedgerState, fact: told.AttemptEnded) -> dict[str, Any]:
     if now.phase is RunState.DONE or now.exit_code is not None:
-        return {"reason": reason}
+        return {"reason": fact.reason}
     phase = RunState.REQUEUED
-    if following is Next.RESTART:
+    if fact.next is Next.RESTART:
         phase = RunState.RUNNING
-    elif following is Next.STOP:
-        phase = _BY_REASON.get(reason, RunState.FAILED)
-    return {"phase": phase, "reason": reason, "detail": text(event.data.get("detail"))}
+    elif fact.next is Next.STOP:
+        phase = _BY_REASON.get(fact.reason, RunState.FAILED)
+    return {"phase": phase, "reason": fact.reason, "detail": fact.detail}
 
 
-def _requeued(now: LedgerState, event: Event) -> dict[str, Any]:
-    del event
+def _requeued(now: LedgerState, _: told.Requeued) -> dict[str, Any]:
     return {} if now.phase in OVER else {"phase": RunState.REQUEUED, "detail": ""}
 
 
-def _not_requeued(now: LedgerState, event: Event) -> dict[str, Any]:
-    del now
-    return {"detail": f"could not be requeued: {text(event.data.get('why'))}"}
+def _not_requeued(_: LedgerState, fact: told.RequeueFailed) -> dict[str, Any]:
+    return {"detail": f"could not be requeued: {fact.why}"}
 
 
-def _done(now: LedgerState, event: Event) -> dict[str, Any]:
-    del now, event
+def _done(_: LedgerState, __: told.TrainingDone) -> dict[str, Any]:
     return {"phase": RunState.DONE, "detail": ""}
 
 
-def _stopped(now: LedgerState, event: Event) -> dict[str, Any]:
-    del now
-    code = whole(event.data.get("exit_code"))
-    phase = RunState.STOPPED if code == EXIT_FOR_GOOD else RunState.FAILED
-    return {"phase": phase, "exit_code": code, "detail": text(event.data.get("detail"))}
+def _stopped(_: LedgerState, fact: told.RunStopped) -> dict[str, Any]:
+    phase = RunState.STOPPED if fact.exit_code == EXIT_FOR_GOOD else RunState.FAILED
+    return {"phase": phase, "exit_code": fact.exit_code, "detail": fact.detail}
 
 
-def _cancel(now: LedgerState, event: Event) -> dict[str, Any]:
-    del now
-    return {"cancel": "save" if event.data.get("save") else "cancel"}
+def _cancel(_: LedgerState, fact: told.CancelRequested) -> dict[str, Any]:
+    return {"cancel": "save" if fact.save else "cancel"}
 
 
-_HANDLERS: dict[str, Callable[[LedgerState, Event], dict[str, Any]]] = {
-    "submit_intent": _intent,
-    "submitted": _submitted,
-    "submit_adopted": _submitted,
-    "submit_failed": _refused,
-    "attempt_started": _started,
-    "attempt_ended": _ended,
-    "requeued": _requeued,
-    "requeue_failed": _not_requeued,
-    "done": _done,
-    "run_stopped": _stopped,
-    "cancel_requested": _cancel,
+STATE_CHANGES: dict[type[LedgerFact], Callable[[LedgerState, Any], dict[str, Any]]] = {
+    told.SubmitIntent: _intent,
+    told.Submitted: _submitted,
+    told.SubmitAdopted: _submitted,
+    told.SubmitFailed: _refused,
+    told.AttemptStarted: _started,
+    told.AttemptEnded: _ended,
+    told.Requeued: _requeued,
+    told.RequeueFailed: _not_requeued,
+    told.TrainingDone: _done,
+    told.RunStopped: _stopped,
+    told.CancelRequested: _cancel,
 }
+"""What moves a run from one state to another, and how."""

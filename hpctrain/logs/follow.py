@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_state import OVER, RunState, ledger_state, run_state
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run.events import LONGEST_BYTES, parse
 from hpctrain.run.log_files import LogFile
 
@@ -59,7 +60,7 @@ class EndWatch:
     run: RunDir
     only: int | None
     tell: Callable[[str], None]
-    events: list[Event] = field(default_factory=list)
+    history: RunHistory = field(default_factory=RunHistory)
     waiting: str = ""
     _cluster: str | None = None
     _asked: float = -1e9
@@ -68,8 +69,8 @@ class EndWatch:
     _why: str | None = None
 
     def add(self, events: Iterable[Event]) -> None:
-        """New facts; the many that say only how far the run is are not kept."""
-        self.events += [event for event in events if event.kind not in {"steps", "phase"}]
+        """New facts."""
+        self.history.extend(events)
 
     def is_over(self, *, heard: bool = False) -> bool:
         """Whether nobody will write any more; without an end on record, asks the scheduler.
@@ -77,7 +78,7 @@ class EndWatch:
         Args:
             heard: Somebody wrote just now: no scheduler is to be asked whether the job lives.
         """
-        now, only = ledger_state(self.events), self.only
+        now, only = self.history.state, self.only
         if self._has_ended(only or now.attempt) and (only or now.phase in OVER):
             return True
         if only is not None and now.attempt is not None and now.attempt > only:
@@ -87,7 +88,7 @@ class EndWatch:
         answer = self._ask()
         if now.phase in OVER:  # done, and its last words are still to come
             return answer.job is None or not answer.job.alive
-        state = run_state(self.events, answer.job, asked=answer.asked)
+        state = run_state(self.history.state, answer.job, asked=answer.asked)
         self._note_waiting(state, answer)
         self._lost = self._lost + 1 if state is RunState.LOST else 0
         # Between two starts of a job a scheduler may not know it for a moment: lost is asked twice.
@@ -98,12 +99,11 @@ class EndWatch:
         """Where the run stands, as far as was asked."""
         answer = self._answer
         job, asked = (answer.job, answer.asked) if answer else (None, False)
-        return run_state(self.events, job, asked=asked)
+        return run_state(self.history.state, job, asked=asked)
 
     def _has_ended(self, attempt: int | None) -> bool:
-        if attempt is None:
-            return True
-        return any(e.kind == "attempt_ended" and e.attempt == attempt for e in self.events)
+        record = self.history.attempt(attempt)
+        return attempt is None or (record is not None and record.is_over)
 
     def _ask(self) -> Answer:
         from hpctrain.errors import HpctrainError
@@ -114,7 +114,7 @@ class EndWatch:
             self._cluster = ""
             with contextlib.suppress(HpctrainError):  # then the ledger alone must do
                 self._cluster = load_spec(self.run.spec).cluster
-        before, self._answer = self._answer, ask(self.run, self._cluster, self.events)
+        before, self._answer = self._answer, ask(self.run, self._cluster, self.history)
         self._asked = time.monotonic()
         if self._answer.problem and (before is None or before.problem != self._answer.problem):
             self.tell(f"no answer from the cluster: {self._answer.problem}")
@@ -153,13 +153,13 @@ class Follower:
             seen = self.printer.lines
             self._show_and_wait()
         self._show_and_wait()
-        self.printer.show(self.watch.events, over=True)
+        self.printer.show(self.watch.history, over=True)
         if self.watch.only is None:
             self.printer.note(f"{self.watch.run.name}: {self.watch.state.value}")
         self.printer.out.flush()
 
     def _show_and_wait(self) -> None:
-        self.printer.show(self.watch.events, over=False)
+        self.printer.show(self.watch.history, over=False)
         self._tell_what_is_waited_for()
         time.sleep(pause(self.printer.open_logs))
         self.watch.add(self.ledger.new())

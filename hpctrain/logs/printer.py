@@ -30,10 +30,10 @@ from hpctrain.run.log_files import (
 from hpctrain.terminal import clean, clean_log, echo_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.layout import RunDir
 
 _AT_ONCE = 1 << 26
@@ -91,34 +91,34 @@ class Printer:
     open_logs: int = 0
     """How many logs the last look opened."""
 
-    def begin_at_tail(self, events: Sequence[Event], count: int) -> None:
+    def begin_at_tail(self, history: RunHistory, count: int) -> None:
         """Pass over all but the last `count` lines of each rank."""
         if self.choice.lines is not None:  # which ones those are is known when all have been read
             self._held = _Held(count)
             return
         left: dict[int | str, int] = {}
-        for section in reversed(self._sections(events)):
+        for section in reversed(self._sections(history)):
             for source in section.files():
                 key = source.label if source.rank is None else source.rank
                 offset, seen = tail_offset(source.path, left.get(key, count))
                 left[key] = left.get(key, count) - seen
                 self._offsets[source.path] = offset
             if left and all(lines <= 0 for lines in left.values()):
-                self._pass_over(section, events)
+                self._pass_over(section, history)
                 return
 
-    def show(self, events: Sequence[Event], *, over: bool) -> None:
+    def show(self, history: RunHistory, *, over: bool) -> None:
         """Print what is new; `over` when nobody writes any more.
 
         The end of an attempt is in the ledger before its last lines can be seen over NFS: a section
         is closed only when it is shown for the second time after its end.
 
         Args:
-            events: The run's ledger so far, which only ever gets longer.
+            history: The run's so far, which only ever gets longer.
             over: Nothing more will come.
         """
         self.open_logs = 0
-        for section in self._sections(events):
+        for section in self._sections(history):
             place = self._places.setdefault(section.key, _Place())
             if not place.closed and self._is_too_old(section):
                 place.closed = True
@@ -148,18 +148,18 @@ class Printer:
         """Whether nothing is under way: no section has begun, or all are closed."""
         return all(place.closed for place in self._places.values())
 
-    def _sections(self, events: Sequence[Event]) -> list[Section]:
+    def _sections(self, history: RunHistory) -> list[Section]:
         count, shown = self._known
-        if count != len(events):
-            shown = sections(self.run, events, self.choice.ranks)
+        if count != history.count:
+            shown = sections(self.run, history, self.choice.ranks)
             only = self.choice.attempt
             shown = [one for one in shown if only is None or only in one.attempts]
-            self._known = (len(events), shown)
+            self._known = (history.count, shown)
         return shown
 
-    def _pass_over(self, last: Section, events: Sequence[Event]) -> None:
+    def _pass_over(self, last: Section, history: RunHistory) -> None:
         """Sections before the one that the tail begins in are not printed at all."""
-        for section in self._sections(events):
+        for section in self._sections(history):
             if section.key == last.key:
                 return
             self._places[section.key] = _Place(closed=True)

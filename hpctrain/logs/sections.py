@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hpctrain.base.records import EndReason, Next
 from hpctrain.base.text import count, duration, fold_nodes, step_time
-from hpctrain.run.event_fields import as_number, text, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from hpctrain.history.attempts import AttemptView
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import AttemptRecord, RunHistory
     from hpctrain.run.layout import RunDir
 
 BATCH = "batch"
@@ -105,19 +104,19 @@ class Section:
         return self.key if isinstance(self.key, int) else None
 
 
-def sections(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str) -> list[Section]:
+def sections(run: RunDir, history: RunHistory, wanted: frozenset[int] | str) -> list[Section]:
     """What there is to print, in order.
 
     Args:
         run: The run.
-        events: Its ledger; step marks may be missing.
+        history: Its own; step marks may be missing.
         wanted: Ranks, or ALL, BATCH, TROUBLE.
     """
     parts: list[Section] = []
     if wanted != BATCH:
-        parts += _attempts(run, events, ALL if wanted == TROUBLE else wanted)
+        parts += _attempts(run, history, ALL if wanted == TROUBLE else wanted)
     if wanted in {BATCH, TROUBLE}:
-        parts += _batch(run, events, told_apart=wanted == TROUBLE)
+        parts += _batch(run, history, told_apart=wanted == TROUBLE)
     return parts
 
 
@@ -197,15 +196,10 @@ def is_trouble(line: bytes) -> bool:
 # ---- attempts
 
 
-def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str) -> list[Section]:
+def _attempts(run: RunDir, history: RunHistory, wanted: frozenset[int] | str) -> list[Section]:
     from hpctrain.history.attempts import attempts
 
-    restored = {event.attempt: event.data for event in events if event.kind == "restored"}
-    ends: dict[int | None, float] = {}
-    for event in events:
-        if event.kind == "attempt_ended":
-            ends.setdefault(event.attempt, event.t)
-    views = attempts(events)
+    views = attempts(history)
     of_attempts = []
     for position, view in enumerate(views):
 
@@ -216,10 +210,10 @@ def _attempts(run: RunDir, events: Sequence[Event], wanted: frozenset[int] | str
             Section(
                 view.number,
                 _title(view),
-                _restored(view.number, restored.get(view.number, {})),
+                _restored(history.attempt(view.number)),
                 _end(view),
                 view.started,
-                ends.get(view.number),
+                None if view.reason is None else view.ended,
                 followed=position + 1 < len(views),
                 timed=True,
                 attempts=frozenset({view.number}),
@@ -234,16 +228,16 @@ def _title(view: AttemptView) -> str:
     return f"attempt {view.number}{where}{_DOT}job {view.job_id or 'unknown'}"
 
 
-def _restored(attempt: int, data: Mapping[str, object]) -> str:
+def _restored(attempt: AttemptRecord | None) -> str:
     """What it went on from; nothing for the first one, which has nothing to go on from."""
-    step, seconds = whole(data.get("step")), as_number(data.get("seconds"))
-    if step is None or (attempt == 1 and step == 0):
+    step = None if attempt is None else attempt.restored_step
+    if attempt is None or step is None or (attempt.number == 1 and step == 0):
         return ""
-    if not data.get("checkpoint"):
+    if not attempt.from_checkpoint:
         return "no checkpoint, begins at step 0"
-    before, now = whole(data.get("from_world_size")), whole(data.get("world_size"))
+    before, now = attempt.from_world_size, attempt.world_size
     facts = [f"{before}{_ARROW}{count(now, 'rank')}"] if before and now else []
-    facts += [] if seconds is None else [_took(seconds)]
+    facts += [] if attempt.restore_s is None else [_took(attempt.restore_s)]
     return f"restored step {step:,}" + (f" ({', '.join(facts)})" if facts else "")
 
 
@@ -296,9 +290,9 @@ def _source(view: AttemptView, rank: int, path: Path) -> LogSource:
 # ---- the batch side
 
 
-def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Section]:
+def _batch(run: RunDir, history: RunHistory, *, told_apart: bool) -> list[Section]:
     """Each submission's output: the batch script's and, beside it, that of its agents."""
-    jobs = _jobs(events)
+    jobs = _jobs(history)
     of_jobs = []
     for position, (token, (job_id, begun)) in enumerate(jobs.items()):
         where = f"job {job_id} " if told_apart else ""
@@ -310,31 +304,32 @@ def _batch(run: RunDir, events: Sequence[Event], *, told_apart: bool) -> list[Se
         followed = position + 1 < len(jobs)
         section = Section(
             token, title, "", "", begun, None, followed=followed, timed=False,
-            attempts=_of_job(events, job_id), files=files,
+            attempts=_of_job(history, job_id), files=files,
         )  # fmt: skip
         of_jobs.append(section)
     return of_jobs
 
 
-def _jobs(events: Sequence[Event]) -> dict[str, tuple[str, float]]:
+def _jobs(history: RunHistory) -> dict[str, tuple[str, float]]:
     """Each submission's job id, and when it was submitted."""
-    jobs: dict[str, tuple[str, float]] = {}
-    seen: set[str] = set()
-    for event in events:
-        token, job_id = event.data.get("token"), text(event.data.get("job_id"))
-        if event.kind in {"submitted", "submit_adopted"} and token:
-            jobs[text(token)] = (job_id, event.t)
-        elif event.kind == "attempt_started" and job_id not in seen:
-            jobs[f"job-{job_id}"] = (job_id, event.t)  # a batch script submitted by hand
-        else:
-            continue
-        seen.add(job_id)
-    return jobs
+    jobs = [
+        (number, submission.token, submission.job_id, submission.accepted)
+        for number, submission in enumerate(history.submissions, start=1)
+        if submission.accepted is not None
+    ]
+    submitted = {job_id for _, _, job_id, _ in jobs}
+    for attempt in history.attempts:  # a batch script submitted by hand
+        if attempt.started is not None and attempt.job_id not in submitted:
+            job_id = attempt.job_id
+            jobs.append((attempt.submission, f"job-{job_id}", job_id, attempt.started))
+            submitted.add(job_id)
+    jobs.sort(key=lambda row: row[0])
+    return {token: (job_id, t) for _, token, job_id, t in jobs}
 
 
-def _of_job(events: Sequence[Event], job_id: str) -> frozenset[int]:
-    started = (e for e in events if e.kind == "attempt_started" and e.attempt is not None)
-    return frozenset(e.attempt or 0 for e in started if text(e.data.get("job_id")) == job_id)
+def _of_job(history: RunHistory, job_id: str) -> frozenset[int]:
+    began = (attempt for attempt in history.attempts if attempt.started is not None)
+    return frozenset(attempt.number for attempt in began if attempt.job_id == job_id)
 
 
 def _outputs(run: RunDir, token: str, where: str) -> list[LogSource]:

@@ -23,19 +23,15 @@ test_user_error.py.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.records import EndReason, JobState, Next, StopCause
-from hpctrain.run.event_fields import as_number
 from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpctrain.base.records import JobFacts
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import AttemptRecord, RunHistory
 
 Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because
@@ -122,13 +118,13 @@ class EndDecision:
 
 
 def decide_end(
-    facts: EndFacts, events: Sequence[Event], budget: BudgetSettings | None = None
+    facts: EndFacts, history: RunHistory, budget: BudgetSettings | None = None
 ) -> EndDecision:
     """Why an attempt ended and what follows: the table, what a user wishes, and the budgets.
 
     Args:
         facts: What is known of its end.
-        events: The run's ledger; an end of the same attempt that stands in it does not count.
+        history: The run's; an end of the same attempt that stands in it does not count.
         budget: The run's limits.
     """
     reason, following = decide(facts.scheduler, facts.restarts, facts.cause, facts.outcome)
@@ -139,21 +135,15 @@ def decide_end(
     if following is Next.STOP:
         is_users = reason is EndReason.USER_ERROR
         return EndDecision(reason, following, *((1, facts.why) if is_users else ()))
-    if is_cancel_requested(events, facts.job_id):
+    if facts.job_id in history.to_end:
         return EndDecision(EndReason.CANCELLED, Next.STOP)
     if not facts.has_successor:
-        own_end = ("attempt_ended", facts.attempt)
-        allowed = allow([e for e in events if (e.kind, e.attempt) != own_end], reason, budget)
+        allowed = allow(history, reason, budget, attempt=facts.attempt)
         if not allowed.ok:
             return EndDecision(reason, Next.STOP, allowed.exit_code, allowed.why)
     if facts.in_place and reason is EndReason.CRASHED:
         following = Next.RESTART
     return EndDecision(reason, following)
-
-
-def is_cancel_requested(events: Sequence[Event], job_id: str) -> bool:
-    """Whether a user asked for this job's end."""
-    return any(e.kind == "cancel_requested" and e.data.get("job_id") == job_id for e in events)
 
 
 def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
@@ -236,25 +226,30 @@ class BudgetDecision:
 
 
 def allow(
-    events: Sequence[Event], reason: EndReason, budget: BudgetSettings | None = None
+    history: RunHistory,
+    reason: EndReason,
+    budget: BudgetSettings | None = None,
+    *,
+    attempt: int | None = None,
 ) -> BudgetDecision:
     """Whether one more attempt is within the budgets.
 
     Args:
-        events: The run's ledger, without the end of the attempt in question.
-        reason: Why that attempt ended.
+        history: The run's.
+        reason: Why an attempt ended.
         budget: The run's limits.
+        attempt: Which; an end of it that is on record already does not count.
     """
     budget = budget or BudgetSettings()
-    ended = Counter(e.data.get("reason") for e in since_resume(events) if e.kind == "attempt_ended")
     name = _LIMITS.get(reason)
     if name is not None:
-        used = 1 + sum(ended[r.value] for r, n in _LIMITS.items() if n == name)
+        others = [why for number, why in history.ends_since_resume if number != attempt]
+        used = 1 + sum(_LIMITS.get(other) == name for other in others)
         limit: int = getattr(budget, name)
         if limit and used > limit:
             why = f"{used} attempts ended by {reason.value}, budget.{name} is {limit}"
             return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
-    idle = attempts_without_progress(events)
+    idle = attempts_without_progress(history)
     if budget.no_progress and idle >= budget.no_progress:
         why = (
             f"{idle} attempts in a row without one new committed step "
@@ -264,98 +259,61 @@ def allow(
     return BudgetDecision(ok=True)
 
 
-def attempts_without_progress(events: Sequence[Event]) -> int:
+def attempts_without_progress(history: RunHistory) -> int:
     """How many attempts in a row, counted from the newest, committed no new step.
 
     Only attempts whose ranks reached the restore count: one that the scheduler took away before
     that has cost next to nothing, and a script that does not use hpctrain's checkpoints cannot be
     judged by them.
     """
-    newest_saved = 0
-    idle: dict[int, bool] = {}
-    for event in since_resume(events):
-        if event.attempt is None:
-            continue
-        if event.kind == "restored":
-            idle[event.attempt] = True
-            newest_saved = max(newest_saved, event.data.get("step") or 0)
-        elif event.kind == "saved" and event.data["step"] > newest_saved:
-            newest_saved = event.data["step"]
-            idle[event.attempt] = False
-    count = 0
-    for attempt in sorted(idle, reverse=True):
-        if not idle[attempt]:
-            break
-        count += 1
-    return count
+    newest, idle = 0, 0
+    for attempt in since_resume(history):
+        newest = max(newest, attempt.restored_step or 0)
+        saved = max((save.step or 0 for save in attempt.saves), default=0)
+        if saved > newest:
+            newest, idle = saved, 0
+        elif attempt.restored is not None:
+            idle += 1
+    return idle
 
 
-def since_resume(events: Sequence[Event]) -> Sequence[Event]:
-    """The ledger from the last submit or resume on: a person who resumes starts a new budget."""
-    start = 0
-    for position, event in enumerate(events):
-        if event.kind == "submitted":
-            start = position
-    return events[start:]
+def since_resume(history: RunHistory) -> list[AttemptRecord]:
+    """The attempts since the last submit or resume: a person who resumes starts a new budget.
+
+    One whose end alone was written since then is not among them.
+    """
+    return [attempt for attempt in history.attempts if attempt.resume == history.resumes]
 
 
-@dataclass
-class _Life:
-    """What is known of an attempt."""
-
-    began: float = math.inf
-    ended: float = -math.inf
-    stepped: bool = False
-    error: str = ""
-
-    def ran(self) -> bool:
-        """Whether it came to its work."""
-        return self.stepped or self.ended - self.began >= LONG_S
-
-
-def is_users(events: Sequence[Event], attempt: int, error: str, now: float) -> bool:
+def is_users(history: RunHistory, attempt: int, error: str, now: float) -> bool:
     """Whether what an attempt raised would come at every start.
 
     It is not where the attempt came to its work, or an earlier one did since somebody last
     submitted or resumed the run; but the same error at two starts in a row is.
 
     Args:
-        events: The run's ledger.
+        history: The run's.
         attempt: The one that raised.
         error: What it raised, in a line.
         now: When, seconds since the epoch.
     """
-    lives = _lives(since_resume(events))
-    own = lives.setdefault(attempt, _Life())
-    own.ended = now
-    if own.ran():
+    own = history.attempt(attempt)
+    if own is not None and _came_to_work(own, now):
         return False
-    earlier = [life for key, life in sorted(lives.items()) if key < attempt]
-    if earlier and earlier[-1].error == error and not earlier[-1].ran():
+    earlier = [one for one in since_resume(history) if one.number < attempt]
+    worked = [_came_to_work(one, _end_of(one)) for one in earlier]
+    failure = earlier[-1].failure if earlier and not worked[-1] else None
+    return not any(worked) or (failure is not None and failure.summary == error)
+
+
+def _came_to_work(attempt: AttemptRecord, until: float) -> bool:
+    """The first step mark comes up to a minute after the step."""
+    if attempt.first_step is not None or attempt.saves:
         return True
-    return not any(life.ran() for life in earlier)
+    return attempt.started is not None and until - attempt.started >= LONG_S
 
 
-def _lives(events: Sequence[Event]) -> dict[int, _Life]:
-    lives: dict[int, _Life] = {}
-    for event in events:
-        if event.attempt is None:
-            continue
-        life = lives.setdefault(event.attempt, _Life())
-        if event.kind == "attempt_started":
-            life.began = event.t
-        elif event.kind == "attempt_ended":
-            # Its successor may write that hours later.
-            late = event.data.get("by") == "successor"
-            ended_at = as_number(event.data.get("ended_at")) or as_number(event.data.get("heard"))
-            life.ended = event.t if not late else ended_at or -math.inf
-        elif event.kind == "failure":
-            life.error = str(event.data.get("summary", ""))
-        life.stepped = life.stepped or _is_of_a_step(event)
-    return lives
-
-
-def _is_of_a_step(event: Event) -> bool:
-    """Whether a step was done; the first step mark comes up to a minute after it."""
-    first = event.kind == "phase" and event.data.get("name") == "first_step"
-    return first or event.kind in {"steps", "saved"}
+def _end_of(attempt: AttemptRecord) -> float:
+    """Its successor may write that hours later."""
+    moments = (attempt.witnessed, attempt.ended_at, attempt.heard)
+    return next((t for t in moments if t is not None), -math.inf)

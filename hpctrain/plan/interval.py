@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING
 from hpctrain.base.records import EndReason
 from hpctrain.base.text import duration
 from hpctrain.history.attempts import attempts
-from hpctrain.history.run_state import live
-from hpctrain.run.event_fields import as_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpctrain.history.attempts import AttemptView
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.settings.schema import CheckpointSettings
 
 PRIOR_NODE_S = 30 * 86400.0
@@ -94,24 +90,18 @@ class Interval:
     steps: int = 0
 
 
-def failures(events: Sequence[Event]) -> Failures:
+def failures(history: RunHistory) -> Failures:
     """How often the run lost what it had done since its last save, and in how much time.
 
     A sudden end counts. An end that came with a warning counts only where no save was made of it.
     What people decide (a cancel) and a program's error before its first step are no failures.
     Attempts that never came to train are left out with their time: they had nothing to lose.
     """
-    heard = {event.attempt: event.t for event in events}
-    trained = [attempt for attempt in attempts(events) if attempt.last_step is not None]
+    trained = [attempt for attempt in attempts(history) if attempt.last_step is not None]
     count = sum(1 for attempt in trained if attempt.ended is not None and _is_failure(attempt))
-    seconds = sum(
-        max(
-            0.0,
-            (heard[attempt.number] if attempt.ended is None else attempt.ended) - attempt.started,
-        )
-        for attempt in trained
-    )
-    return Failures(count, seconds)
+    until = [a.heard or a.started if a.ended is None else a.ended for a in trained]
+    seconds = (end - attempt.started for end, attempt in zip(until, trained, strict=True))
+    return Failures(count, sum(max(0.0, one) for one in seconds))
 
 
 def _is_failure(attempt: AttemptView) -> bool:
@@ -123,24 +113,15 @@ def _is_failure(attempt: AttemptView) -> bool:
     return attempt.reason in _WARNED and lost
 
 
-def costs(events: Sequence[Event]) -> Costs | None:
+def costs(history: RunHistory) -> Costs | None:
     """What the newest saves have cost, also those of earlier attempts; None before the first.
 
     The median, since one slow moment of the file system says little about the next save. Saves on
     the way out are left out: training is over by then, and waits for all of the write.
     """
-    leaving: set[int | None] = set()
-    durations: list[tuple[float, float]] = []
-    for event in live(events):
-        if event.kind == "stop_requested":
-            leaving.add(event.attempt)
-        if event.kind != "saved" or event.attempt in leaving:
-            continue
-        write_s = as_number(event.data.get("seconds"))
-        stall_s = as_number(event.data.get("stall_s"))
-        stall_s = write_s if stall_s is None else stall_s  # written by a version without async
-        if stall_s is not None and math.isfinite(stall_s):
-            durations.append((stall_s, stall_s if write_s is None else max(stall_s, write_s)))
+    saves = [save for save in history.saves if save.committed and not save.leaving]
+    both = ((s.seconds if s.stall_s is None else s.stall_s, s.seconds or 0.0) for s in saves)
+    durations = [(stall, max(stall, write)) for stall, write in both if stall is not None]
     newest = durations[-SAVES_COUNTED:]
     if not newest:
         return None
@@ -148,23 +129,21 @@ def costs(events: Sequence[Event]) -> Costs | None:
     return Costs(statistics.median(stalls), statistics.median(writes))
 
 
-def longest_save_s(events: Sequence[Event], world_size: int) -> float | None:
+def longest_save_s(history: RunHistory, world_size: int) -> float | None:
     """The longest of the newest saves of all attempts, from begin to commit; None before the first.
 
     Also of those on the way out, since it is for one of them that the answer is needed.
 
     Args:
-        events: The run's ledger.
+        history: The run's.
         world_size: Ranks that are to save now. Fewer than then share in more each.
     """
-    sizes: dict[int | None, float] = {}
-    durations: list[float] = []
-    for event in live(events):
-        if event.kind == "attempt_started":
-            sizes[event.attempt] = as_number(event.data.get("world_size")) or 0.0
-        seconds = as_number(event.data.get("seconds")) if event.kind == "saved" else None
-        if seconds is not None and math.isfinite(seconds) and seconds >= 0:
-            durations.append(seconds * max(1.0, sizes.get(event.attempt, 0.0) / world_size))
+    sizes = {attempt.number: attempt.world_size for attempt in history.attempts}
+    durations = [
+        save.seconds * max(1.0, sizes.get(save.attempt or 0, 0) / world_size)
+        for save in history.saves
+        if save.committed and save.seconds is not None
+    ]
     return max(durations[-SAVES_COUNTED:], default=None)
 
 

@@ -107,9 +107,9 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
     share, saves = _share(data, TimeClass.SAVE), data.history.saves
     if share <= SAVE_SHARE or not saves:
         return
-    stall = curves.median([save.stall_s for save in saves])
+    stall = curves.median([save.cost_s for save in saves])
     waited = sum(save.waited_s for save in saves)
-    stopped = sum((save.stall_s or 0.0) + save.waited_s for save in saves)
+    stopped = sum((save.cost_s or 0.0) + save.waited_s for save in saves)
     evidence = (
         f"{_of_allocated(share)}; {count(len(saves), 'save')}, "
         f"each stopping training for {step_seconds(stall)} in the middle"

@@ -194,7 +194,7 @@ def saves_chart(data: ReportData) -> Chart:
     x = [save.step for save in shown]
     rows = (
         ("until committed", [save.seconds for save in shown], "#b7c3d3", "y"),
-        ("training stopped", [save.stall_s for save in shown], COLOURS[TimeClass.SAVE], "y"),
+        ("training stopped", [save.cost_s for save in shown], COLOURS[TimeClass.SAVE], "y"),
         (
             "size",
             [None if b is None else b / GIB for b in (s.size_bytes for s in shown)],
@@ -236,7 +236,7 @@ def saves_chart(data: ReportData) -> Chart:
 def _saves_words(data: ReportData) -> str:
     saves = data.history.saves
     stall, whole = (
-        curves.median([save.stall_s for save in saves]),
+        curves.median([save.cost_s for save in saves]),
         curves.median([save.seconds for save in saves]),
     )
     weight = next((save.size_bytes for save in reversed(saves) if save.size_bytes), None)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.history.rank_samples import RankSample
-    from hpctrain.report.gather import Save, StepRow
+    from hpctrain.history.run_history import SaveRecord
+    from hpctrain.report.gather import StepRow
 
 MOST_POINTS = 2000
 """Of one curve: a phone can still draw ten of them."""
@@ -243,9 +244,9 @@ def memory(samples: Sequence[RankSample]) -> MemoryPeaks | None:
     )
 
 
-def thin_saves(saves: Sequence[Save], most: int = MOST_BARS) -> list[Save]:
+def thin_saves(saves: Sequence[SaveRecord], most: int = MOST_BARS) -> list[SaveRecord]:
     """At most so many: of neighbouring saves the one that training waited longest for."""
     return [
-        max((saves[at] for at in group), key=lambda one: (one.stall_s or 0.0, one.step))
+        max((saves[at] for at in group), key=lambda one: (one.cost_s or 0.0, one.step))
         for group in groups(len(saves), most)
     ]

@@ -8,23 +8,22 @@ tests/unit/report/test_report.py holds the promises.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import read_plain
 from hpctrain.errors import HpctrainError
 from hpctrain.history.rank_samples import RankSample, rank_sample
-from hpctrain.history.run_state import live
+from hpctrain.history.run_history import Restore, RunHistory, SaveRecord, StepMark
 from hpctrain.plan.interval import Costs, Failures, costs, failures
-from hpctrain.run import events as ledger
-from hpctrain.run.event_fields import finite, text, whole
+from hpctrain.run.event_fields import finite
 from hpctrain.settings.spec import load_spec
 from hpctrain.status.text import unaccounted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import RunStatus
@@ -70,29 +69,6 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """An attempt began to train at `step`, 0 for the beginning."""
-
-    t: float
-    attempt: int | None
-    step: int
-
-
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint that was committed, and what it cost."""
-
-    t: float
-    attempt: int | None
-    step: int
-    seconds: float | None
-    stall_s: float | None
-    waited_s: float
-    size_bytes: int | None
-    mode: str
-
-
-@dataclass(frozen=True)
 class History:
     """What the ledger says of the run's steps.
 
@@ -108,72 +84,46 @@ class History:
 
     marks: tuple[StepRow, ...]
     kept: tuple[StepRow, ...]
-    resumes: tuple[Resume, ...]
-    saves: tuple[Save, ...]
+    resumes: tuple[Restore, ...]
+    saves: tuple[SaveRecord, ...]
     missed: dict[str, int]
     device: str
     excluded: tuple[tuple[int | None, str], ...]
 
 
-def history(events: Iterable[Event]) -> History:
-    """Sort a ledger's events; what an old attempt said beside a newer one counts for nothing."""
+def steps_of(run: RunHistory) -> History:
+    """The run's steps and saves, sorted."""
     marks: list[StepRow] = []
     kept: list[StepRow] = []
-    resumes: list[Resume] = []
-    saves: list[Save] = []
-    missed: dict[str, int] = {}
-    excluded: list[tuple[int | None, str]] = []
-    device = ""
-    for event in live(events):
-        if event.kind == "steps" and (mark := _mark(event)) is not None:
+    resumes: list[Restore] = []
+    for told in run.training:
+        if isinstance(told, Restore):
+            while kept and kept[-1].last > told.step:
+                kept.pop()
+            resumes.append(told)
+        elif (mark := _mark(told)) is not None:
             marks.append(mark)
             kept.append(mark)
-        elif event.kind == "restored":
-            step = whole(event.data.get("step")) or 0
-            while kept and kept[-1].last > step:
-                kept.pop()
-            resumes.append(Resume(event.t, event.attempt, step))
-        elif event.kind == "saved" and (saved := _save(event)) is not None:
-            saves.append(saved)
-        elif event.kind in {"save_failed", "save_skipped"}:
-            missed[event.kind] = missed.get(event.kind, 0) + 1
-        elif event.kind == "phase":
-            device = text(event.data.get("device")) or device
-        elif event.kind == "excluded" and isinstance(event.data.get("nodes"), list):
-            excluded += [(event.attempt, text(node)) for node in event.data["nodes"]]
-    kinds = tuple(marks), tuple(kept), tuple(resumes), tuple(saves)
-    return History(*kinds, missed, device, tuple(excluded))
+    return History(
+        marks=tuple(marks),
+        kept=tuple(kept),
+        resumes=tuple(resumes),
+        saves=tuple(save for save in run.saves if save.committed),
+        missed=Counter(save.kind for save in run.saves if not save.committed),
+        device=next((a.device for a in reversed(run.attempts) if a.device), ""),
+        excluded=tuple(run.excluded),
+    )
 
 
-def _mark(event: Event) -> StepRow | None:
-    data = event.data
-    first, last = whole(data.get("first")), whole(data.get("last"))
-    if first is None or last is None or last < first:
+def _mark(mark: StepMark) -> StepRow | None:
+    fact = mark.fact
+    if not mark.steps or fact.first is None or fact.last is None:
         return None
-    begin, end = whole(data.get("sample_first")), whole(data.get("sample_last"))
+    begin, end = fact.sample_first, fact.sample_last
     samples = end - begin if begin is not None and end is not None and end > begin else None
     told = ("seconds", "loss", "p50_s", "p95_s", "tokens", "grad_norm")
-    values = {name: finite(data.get(name)) for name in told}
-    return StepRow(event.t, event.attempt, first, last, samples=samples, **values)
-
-
-def _save(event: Event) -> Save | None:
-    data = event.data
-    step = whole(data.get("step"))
-    if step is None:
-        return None
-    seconds, stall_s = finite(data.get("seconds")), finite(data.get("stall_s"))
-    mode = text(data.get("mode"))
-    return Save(
-        t=event.t,
-        attempt=event.attempt,
-        step=step,
-        seconds=seconds,
-        stall_s=seconds if stall_s is None and mode != "async" else stall_s,
-        waited_s=finite(data.get("waited_s")) or 0.0,
-        size_bytes=whole(data.get("bytes")),
-        mode=mode,
-    )
+    values = {name: finite(getattr(fact, name)) for name in told}
+    return StepRow(mark.t, mark.attempt, fact.first, fact.last, samples=samples, **values)
 
 
 @dataclass(frozen=True)
@@ -211,8 +161,8 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
         run: The run.
         status: What is known of it (`status_of`).
     """
-    events = ledger.read(run)
-    problems = [] if events else [f"{run.events} is not there, or holds no event"]
+    history = RunHistory.read(run)
+    problems = [] if history.count else [f"{run.events} is not there, or holds no event"]
     spec, why = _spec(run)
     if status.answer.problem and spec is not None:
         problems.append(f"the scheduler gave no answer: {status.answer.problem}")
@@ -221,10 +171,10 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
     samples, torn = _samples(run, [one.number for one in status.attempts])
     return ReportData(
         status=status,
-        history=history(events),
+        history=steps_of(history),
         ranks=tuple(samples),
-        costs=costs(events),
-        failures=failures(events),
+        costs=costs(history),
+        failures=failures(history),
         spec=spec,
         problems=(*problems, *([why] if why else []), *torn),
     )

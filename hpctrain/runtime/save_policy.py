@@ -17,8 +17,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import StopCause
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
-from hpctrain.run import events as ledger
 from hpctrain.run.event_types import IntervalSet
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class SavePolicy:
     def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
         self._settings = place.settings
         self._is_chosen = interval.as_set(place.settings) is None
-        events = ledger.read(place.run)
-        clock.earlier_s = interval.longest_save_s(events, world.world_size)
-        self._record = interval.failures(events)
-        earlier = interval.costs(events)
+        history = RunHistory.read(place.run)
+        clock.earlier_s = interval.longest_save_s(history, world.world_size)
+        self._record = interval.failures(history)
+        earlier = interval.costs(history)
         self._costs = [] if earlier is None else [earlier]
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._job_s = None if clock.end_time is None else clock.end_time - time.time()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import JobStart, Skipped
     from hpctrain.history.rank_samples import RankSample
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
@@ -71,17 +71,16 @@ class StatusReader:
         self, files: _RunFiles, *, thorough: bool, account: bool, schedulers: _Schedulers = None
     ) -> RunStatus:
         """Put together with the scheduler's word; of a run that is over it is not asked."""
-        from hpctrain.history.speed import speed
         from hpctrain.run.heartbeat import read_heartbeat
         from hpctrain.status.status import status_of, with_heartbeat
 
-        run, events, spec = files.run, files.events, files.spec
+        run, history, spec = files.run, files.history, files.spec
         answer, starts = self._scheduler(files, account=account, schedulers=schedulers or {})
-        newest, skipped = _checkpoints(run, events) if thorough else (None, [])
+        newest, skipped = _checkpoints(run, history) if thorough else (None, [])
         inside = run.root.parent == self.runs
         recipe = spec is not None and spec.entry.kind == "recipe"
         status = status_of(
-            events,
+            history,
             answer,
             name=run.name,
             root=str(run.root),
@@ -91,7 +90,6 @@ class StatusReader:
             skipped=skipped,
             attempt_log=run.rank_log,
             starts=starts,
-            speed=speed(events),
             disk_free_bytes=_disk_free(run),
             label=run.name if inside else str(run.root),
             flags=runs_flag(self.runs) if inside else "",
@@ -132,7 +130,7 @@ class StatusReader:
             for files in runs:
                 if files.spec is not None and not files.is_over:
                     name = files.spec.cluster
-                    here = job_ids(files.events, get_cluster(name)) if name else []
+                    here = job_ids(files.history, get_cluster(name)) if name else []
                     ids.setdefault(name, []).extend(here)
             schedulers = {name: get_cluster(name).survey(ids[name]) for name in ids if name}
             return list(pool.map(look_with_answers, runs))
@@ -143,10 +141,10 @@ class StatusReader:
         """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
         from hpctrain.status.status import Answer
 
-        run, events, spec = files.run, files.events, files.spec
+        run, history, spec = files.run, files.history, files.spec
         if spec is None:  # a ledger alone still tells most
             return Answer(None, asked=False, problem=files.problem), []
-        jobs = tuple(e.t for e in events if e.kind in {"submitted", "attempt_started", "requeued"})
+        jobs = tuple(history.job_times)
         cluster, scheduler = spec.cluster, schedulers.get(spec.cluster)
 
         def starts() -> _Starts:
@@ -154,7 +152,7 @@ class StatusReader:
                 return [], ""
             every = self.account_every_s
             return _lately(
-                self._starts, run.root, jobs, every, lambda: job_starts(cluster, events, scheduler)
+                self._starts, run.root, jobs, every, lambda: job_starts(cluster, history, scheduler)
             )
 
         if files.is_over:
@@ -165,36 +163,34 @@ class StatusReader:
             beside = pool.submit(starts)
             every = self.ask_every_s
             answer = _lately(
-                self._answers, run.root, jobs, every, lambda: ask(run, cluster, events, scheduler)
+                self._answers, run.root, jobs, every, lambda: ask(run, cluster, history, scheduler)
             )
             of_jobs, silent = beside.result()
             return replace(answer, unaccounted=answer.unaccounted or silent), of_jobs
 
 
-def ask(
-    run: RunDir, cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
-) -> Answer:
+def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | None = None) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
     Args:
         run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
         cluster: The name of its scheduler, from spec.json.
-        events: The run's ledger.
+        history: The run's.
         scheduler: Asked in the place of that cluster's own: a `survey` of it.
     """
     from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.launch import newest_submission
     from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
-    token, job_id = newest_submission(list(events))
+    token, job_id = newest_submission(history)
     if token is None and job_id is None:
         return Answer()
     if job_id is not None and job_id.startswith(TERMINAL_JOB):
-        answer = _ask_machine(job_id, events)
+        answer = _ask_machine(job_id, history)
     else:
         try:
             scheduler = scheduler or get_cluster(cluster)
-            if copied_from(run, events) is None and (why := elsewhere(events, scheduler)):
+            if copied_from(run, history) is None and (why := elsewhere(history, scheduler)):
                 return Answer(None, asked=False, problem=why, note=why)
             job = scheduler.job(job_id) if job_id else scheduler.find_job(token or "")
         except AccountingSilent as error:
@@ -202,12 +198,12 @@ def ask(
         except (ClusterError, UsageError) as error:
             return Answer(None, asked=False, problem=str(error))
         answer = Answer(job)
-    why = not_own(run, events, token, answer.job) if answer.job is not None else ""
+    why = not_own(run, history, token, answer.job) if answer.job is not None else ""
     return Answer(note=why) if why else answer
 
 
 def job_starts(
-    cluster: str, events: Sequence[Event], scheduler: Cluster | None = None
+    cluster: str, history: RunHistory, scheduler: Cluster | None = None
 ) -> tuple[list[JobStart], str]:
     """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
 
@@ -215,24 +211,24 @@ def job_starts(
 
     Args:
         cluster: The name of its scheduler, from spec.json.
-        events: The run's ledger.
+        history: The run's.
         scheduler: See `ask`.
     """
     from hpctrain.scheduler.base import get_cluster
 
     try:
         scheduler = scheduler or get_cluster(cluster)
-        ids = job_ids(events, scheduler)
+        ids = job_ids(history, scheduler)
         return (scheduler.starts(ids) if ids else []), ""
     except (ClusterError, UsageError) as error:  # the ledger's own times do without
         return [], str(error)
 
 
-def job_ids(events: Sequence[Event], scheduler: Cluster) -> list[str]:
+def job_ids(history: RunHistory, scheduler: Cluster) -> list[str]:
     """Every job that a run had here, as far as its ledger names them."""
     from hpctrain.submit.own_job import jobs_here
 
-    return [one for one in jobs_here(events, scheduler) if not one.startswith(TERMINAL_JOB)]
+    return [one for one in jobs_here(history, scheduler) if not one.startswith(TERMINAL_JOB)]
 
 
 def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
@@ -249,14 +245,10 @@ def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
         return None
 
 
-def listens(events: Sequence[Event]) -> bool:
+def listens(history: RunHistory) -> bool:
     """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
-    newest = max((e.attempt for e in events if e.attempt is not None), default=0)
-    of_newest = [e for e in events if e.attempt == newest]
-    return any(
-        e.kind == "restored" or e.data.get("name") in {"initialised", "first_step"}
-        for e in of_newest
-    )
+    newest = history.newest
+    return newest is not None and (newest.initialised or newest.restored is not None)
 
 
 @dataclass(frozen=True)
@@ -264,7 +256,7 @@ class _RunFiles:
     """What a run's own files say."""
 
     run: RunDir
-    events: Sequence[Event]
+    history: RunHistory
     spec: Spec | None
     problem: str
     """Why the spec cannot be read."""
@@ -273,12 +265,12 @@ class _RunFiles:
 
 
 def _read(run: RunDir) -> _RunFiles:
-    from hpctrain.history.run_state import OVER, ledger_state
-    from hpctrain.run import events as ledger
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_state import OVER
 
-    events = ledger.read(run, marks="few")
+    history = RunHistory.read(run, marks="few")
     spec, problem = _spec(run)
-    return _RunFiles(run, events, spec, problem, ledger_state(events).phase in OVER)
+    return _RunFiles(run, history, spec, problem, history.state.phase in OVER)
 
 
 def _lately(
@@ -310,15 +302,13 @@ def _spec(run: RunDir) -> tuple[Spec | None, str]:
         return None, f"{run.spec} cannot be read: {error}"
 
 
-def _checkpoints(
-    run: RunDir, events: Sequence[Event]
-) -> tuple[Checkpoint | None, Sequence[Skipped]]:
+def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The newest that could be loaded, and what was passed over for it."""
     from hpctrain.checkpoint.store import find
     from hpctrain.status.status import Checkpoint
 
     choice = find.choose(run, to_show=True)
-    writing = _being_written(run, events)
+    writing = _being_written(run, history)
     newest = None
     if choice.found is not None and choice.found.manifest is not None:
         manifest = choice.found.manifest
@@ -326,16 +316,15 @@ def _checkpoints(
     return newest, [one for one in choice.skipped if one.name not in writing]
 
 
-def _being_written(run: RunDir, events: Sequence[Event]) -> set[str]:
+def _being_written(run: RunDir, history: RunHistory) -> set[str]:
     """Checkpoints that the newest attempt has begun, and may yet commit."""
     from hpctrain.checkpoint.store import find
-    from hpctrain.history.run_state import RunState, ledger_state
+    from hpctrain.history.run_state import RunState
 
-    begun = find.staged(run)
-    now = ledger_state(events) if begun else None
-    if now is None or now.phase is not RunState.RUNNING:
+    now = history.state
+    if now.phase is not RunState.RUNNING:
         return set()
-    return {one.path.name for one in begun if one.attempt == now.attempt}
+    return {one.path.name for one in find.staged(run) if one.attempt == now.attempt}
 
 
 def _disk_free(run: RunDir) -> int | None:
@@ -347,17 +336,17 @@ def _disk_free(run: RunDir) -> int | None:
     return file_system.f_bavail * file_system.f_frsize
 
 
-def _ask_machine(job_id: str, events: Sequence[Event]) -> Answer:
+def _ask_machine(job_id: str, history: RunHistory) -> Answer:
     """Whether the process of `hpctrain train` is still there, as far as this machine can tell."""
-    started = [e for e in events if e.kind == "attempt_started"][-1]
-    nodes = [str(node) for node in started.data.get("nodes") or ()]
-    if nodes != [os.uname().nodename]:
+    newest = [attempt for attempt in history.attempts if attempt.started is not None][-1]
+    nodes = newest.nodes
+    if nodes != (os.uname().nodename,):
         return Answer(
             None, asked=False, problem=f"{job_id} ran in a terminal of {', '.join(nodes)}"
         )
     begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
     # Another process may have the number by now; ours began before its attempt did.
-    if begun is None or begun > started.t + 1:
+    if begun is None or begun > newest.began + 1:
         return Answer()
     return Answer(JobInfo(job_id, JobState.RUNNING, alive=True, nodes=nodes[0], start_time=begun))
 

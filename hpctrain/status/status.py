@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.mesh import Mesh
-from hpctrain.base.records import JobInfo, Skipped
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
-from hpctrain.history.lineage import Progress, progress
-from hpctrain.history.run_state import LedgerState, RunState, ledger_state, live, run_state
-from hpctrain.history.save_record import Saving, saving
-from hpctrain.history.timeline import timeline_of
-from hpctrain.run.event_fields import text, whole
+from hpctrain.history.progress import Progress, Saving, progress, saving
+from hpctrain.history.run_state import LedgerState, RunState, run_state
+from hpctrain.history.speed import Speed, speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.base.records import JobStart
-    from hpctrain.history.attempts import Failure
-    from hpctrain.history.speed import Speed
-    from hpctrain.run.events import Event
+    from hpctrain.base.records import JobInfo, JobStart, Skipped
+    from hpctrain.history.run_history import Failure, RunHistory
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
 DAY_S = 86_400.0
@@ -112,7 +107,7 @@ class RunStatus:
 
 
 def status_of(
-    events: Sequence[Event],
+    history: RunHistory,
     answer: Answer,
     *,
     name: str,
@@ -123,7 +118,6 @@ def status_of(
     skipped: Sequence[Skipped] = (),
     attempt_log: Callable[[int, int], Path] | None = None,
     starts: Sequence[JobStart] = (),
-    speed: Speed | None = None,
     disk_free_bytes: int | None = None,
     label: str = "",
     flags: str = "",
@@ -132,7 +126,7 @@ def status_of(
     """Put together what is known of a run.
 
     Args:
-        events: Its ledger.
+        history: Its own.
         answer: What the scheduler said.
         name: The run's name.
         root: Its directory.
@@ -142,22 +136,20 @@ def status_of(
         skipped: Newer ones that could not; those that an attempt passed over are added.
         attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
         starts: What accounting knows of the starts of the run's jobs.
-        speed: How fast the newest attempt trains.
         disk_free_bytes: Room left where the checkpoints go.
         label: How the user names the run; its name by default.
         flags: What the next command needs behind it.
         now: Seconds since the epoch.
     """
-    state = run_state(events, answer.job, asked=answer.asked)
+    state = run_state(history.state, answer.job, asked=answer.asked)
     moment = time.time() if now is None else now
-    timeline = timeline_of(events)
-    timeline.gone = state not in {RunState.RUNNING, RunState.COMPLETING}
-    done = attempts(events, starts, timeline=timeline)
-    until = _counted_until(events, starts, state, moment)
-    spent = goodput(events, starts=starts, now=until, timeline=timeline)
-    far = progress(events)
-    if far.total is None and total is not None:
-        far = Progress(**{**asdict(far), "total": total})
+    gone = state not in {RunState.RUNNING, RunState.COMPLETING}
+    done = attempts(history, starts, gone=gone)
+    until = _counted_until(history, starts, state, moment)
+    spent = goodput(history, starts=starts, now=until, gone=gone)
+    far = progress(history)
+    if far.total is None:
+        far = replace(far, total=total)
     failure = next((one.failure for one in reversed(done) if one.failure is not None), None)
     log = ""
     if failure is not None and attempt_log is not None and failure.rank is not None:
@@ -166,16 +158,16 @@ def status_of(
         name=name,
         root=root,
         state=state,
-        ledger_state=ledger_state(events),
+        ledger_state=history.state,
         progress=far,
         answer=answer,
         cluster=cluster,
         attempts=done,
         checkpoint=checkpoint,
-        skipped=passed_over(events, done, skipped),
-        saving=saving(events),
-        mesh=attempt_mesh(events, done),
-        cpus=bound_cpus(events, done[-1].number) if done else (),
+        skipped=passed_over(history, done, skipped),
+        saving=saving(history),
+        mesh=attempt_mesh(history),
+        cpus=history.newest.cpus if history.newest is not None else (),
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),
@@ -183,9 +175,9 @@ def status_of(
         now=moment,
         goodput=spent,
         day=window(spent, moment - DAY_S),
-        speed=speed,
+        speed=speed(history),
         disk_free_bytes=disk_free_bytes,
-        verified={text(e.data.get("name")): e.t for e in events if e.kind == "verified"},
+        verified=dict(history.verified),
     )
 
 
@@ -218,52 +210,31 @@ def exit_status(status: RunStatus) -> int:
 
 
 def _counted_until(
-    events: Sequence[Event], starts: Sequence[JobStart], state: RunState, now: float
+    history: RunHistory, starts: Sequence[JobStart], state: RunState, now: float
 ) -> float:
     """How far time counts: of a run that nobody runs any more, to the last that is known of it."""
-    if not events or state in ALIVE or state is RunState.SUBMITTING:
+    if history.last_t is None or state in ALIVE or state is RunState.SUBMITTING:
         return now
     moments = [t for one in starts for t in (one.start, one.end) if t is not None]
-    return min(now, max([events[-1].t, *moments]))
+    return min(now, max([history.last_t, *moments]))
 
 
-def attempt_mesh(events: Sequence[Event], done: Sequence[AttemptView]) -> AttemptMesh | None:
+def attempt_mesh(history: RunHistory) -> AttemptMesh | None:
     """The mesh that the newest attempt's ranks have made, as far as they have come."""
-    newest = done[-1] if done else None
-    if newest is None:
+    newest = history.newest
+    if newest is None or newest.mesh is None:
         return None
-    said = [e.data for e in live(events) if (e.kind, e.attempt) == ("mesh", newest.number)]
-    if not said:
-        return None
-    data = said[-1]
-    mesh = Mesh(**{f.name: max(1, whole(data.get(f.name)) or 1) for f in fields(Mesh)})
-    each = max(1, whole(data.get("ranks_per_node")) or 1)
-    return AttemptMesh(text(data.get("engine")), mesh, newest.nodes, each)
-
-
-def bound_cpus(events: Sequence[Event], attempt: int) -> Sequence[str]:
-    """The CPUs of each rank of the first node of an attempt; empty where they are not bound."""
-    for event in reversed(list(live(events))):
-        if (event.kind, event.attempt) == ("attempt_started", attempt):
-            found: list[str] = event.data.get("cpus") or []
-            return found
-    return ()
+    told = newest.mesh
+    mesh = Mesh(**{f.name: max(1, getattr(told, f.name) or 1) for f in fields(Mesh)})
+    return AttemptMesh(told.engine, mesh, newest.nodes, max(1, told.ranks_per_node or 1))
 
 
 def passed_over(
-    events: Sequence[Event], done: Sequence[AttemptView], on_disk: Sequence[Skipped] = ()
+    history: RunHistory, done: Sequence[AttemptView], on_disk: Sequence[Skipped] = ()
 ) -> list[Skipped]:
     """Checkpoints that were not taken, each with its first reason, the highest step first."""
+    skipped = [checkpoint for attempt in done for checkpoint in attempt.skipped]
     by_name: dict[str, Skipped] = {}
-    for attempt in done:
-        for checkpoint in attempt.skipped:
-            by_name.setdefault(checkpoint.name, checkpoint)
-    for event in events:
-        if event.kind == "checkpoint_set_aside":
-            name = str(event.data.get("name"))
-            step = whole(event.data.get("step")) or 0
-            checkpoint = Skipped(step, name, str(event.data.get("reason")))
-            by_name.setdefault(name, checkpoint)
-    for checkpoint in on_disk:
+    for checkpoint in [*skipped, *history.set_aside, *on_disk]:
         by_name.setdefault(checkpoint.name, checkpoint)
     return sorted(by_name.values(), key=lambda checkpoint: (-checkpoint.step, checkpoint.name))

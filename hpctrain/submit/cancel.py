@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.base.files import write_plain
 from hpctrain.base.records import TERMINAL_JOB
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
-from hpctrain.history.run_state import OVER, RunState, ledger_state, run_state
+from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CancelRequested
 from hpctrain.scheduler.base import get_cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hpctrain.run.events import Event
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.layout import RunDir
     from hpctrain.status.status import Answer
 
@@ -35,14 +33,14 @@ class Cancelled(NamedTuple):
 
 
 def cancel_run(
-    run: RunDir, cluster: str, events: Sequence[Event], answer: Answer, *, save: bool
+    run: RunDir, cluster: str, history: RunHistory, answer: Answer, *, save: bool
 ) -> Cancelled:
     """End the run's job, which is not requeued.
 
     Args:
         run: The run.
         cluster: Its scheduler.
-        events: Its ledger.
+        history: Its own.
         answer: What the scheduler says of its newest job.
         save: Let it save and leave by itself; a job that only waits has nothing to save.
 
@@ -52,15 +50,15 @@ def cancel_run(
         UsageError: there is nothing to cancel, or it is a terminal's.
         HpctrainError: there is no room for the request.
     """
-    job_id = _live_job(run, answer, events)
-    if save and run_state(events, answer.job, asked=answer.asked) is RunState.RUNNING:
-        _ask_to_save(run, job_id, events)
+    job_id = _live_job(run, answer, history)
+    if save and run_state(history.state, answer.job, asked=answer.asked) is RunState.RUNNING:
+        _ask_to_save(run, job_id, history)
         return Cancelled(job_id, saves=True)
     _cancel(run, job_id, cluster, answer)
     return Cancelled(job_id, saves=False)
 
 
-def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
+def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str:
     """The job that may still write. Where the scheduler is silent, the one on record counts.
 
     Raises:
@@ -69,7 +67,8 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
     """
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
-    state, job_id = run_state(events, answer.job, asked=answer.asked), ledger_state(events).job_id
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    job_id = history.state.job_id
     if not answer.asked and state not in OVER:
         if job_id is None:
             raise ClusterUnreachable(
@@ -80,9 +79,9 @@ def _live_job(run: RunDir, answer: Answer, events: Sequence[Event]) -> str:
     raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}{why}")
 
 
-def _ask_to_save(run: RunDir, job_id: str, events: Sequence[Event]) -> None:
+def _ask_to_save(run: RunDir, job_id: str, history: RunHistory) -> None:
     """Leave the request that rank 0 looks for, whole or not at all."""
-    request = {"time": time.time(), "job_id": job_id, "token": ledger_state(events).token}
+    request = {"time": time.time(), "job_id": job_id, "token": history.state.token}
     staged = run.stop_request.with_suffix(".new")
     try:
         write_plain(staged, json.dumps(request) + "\n")

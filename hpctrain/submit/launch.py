@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable, RunAlive, UsageError
-from hpctrain.history.run_state import OVER, ledger_state
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import SubmitAdopted, SubmitFailed, SubmitIntent, Submitted
@@ -146,12 +147,12 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
         ClusterUnreachable: the scheduler gave no answer, or it is another cluster's job, so nobody
             can say.
     """
-    events = ledger.read(run)
-    token, job_id = newest_submission(events)
+    history = RunHistory.read(run)
+    token, job_id = newest_submission(history)
     if token is None and job_id is None:
         return None
-    if copied_from(run, events) is None and (why := elsewhere(events, cluster)):
-        now = ledger_state(events)
+    if copied_from(run, history) is None and (why := elsewhere(history, cluster)):
+        now = history.state
         if now.phase in OVER or now.cancel == "cancel":  # it ends itself, should it start yet
             return None
         raise ClusterUnreachable(
@@ -162,7 +163,7 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
         job = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
     except AccountingSilent:  # however it ended, it writes no more
         return None
-    if job is None or not job.alive or not_own(run, events, token, job):
+    if job is None or not job.alive or not_own(run, history, token, job):
         return None
     if job_id is not None:
         return job
@@ -192,19 +193,14 @@ def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     )
 
 
-def newest_submission(events: list[ledger.Event]) -> tuple[str | None, str | None]:
+def newest_submission(history: RunHistory) -> tuple[str | None, str | None]:
     """Token and job id of the newest submission; the job id is None while it is not known."""
-    token, job_id = None, None
-    for event in events:
-        if event.kind == "submit_intent":
-            token, job_id = event.data["token"], None
-        elif event.kind in {"submitted", "submit_adopted"} and event.data.get("token") == token:
-            job_id = event.data["job_id"]
-        elif event.kind == "submit_failed" and event.data.get("token") == token:
-            token = None
-        elif event.kind == "attempt_started" and token is None:
-            job_id = event.data.get("job_id", job_id)  # a hand-written batch script
-    return token, job_id
+    newest = history.submissions[-1] if history.submissions else None
+    if newest is not None and not newest.refused:
+        return newest.token, newest.job_id or None
+    since = [a.job_id for a in history.attempts if a.submission == len(history.submissions)]
+    started = [job_id for job_id in since if job_id]  # by a hand-written batch script
+    return None, started[-1] if started else None
 
 
 def _submit(

@@ -12,29 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.run import events as ledger
-from hpctrain.run.event_fields import text
+from hpctrain.history.run_history import RunHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpctrain.base.records import JobInfo
-    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
 
 
-_NAME_JOBS = frozenset({"submitted", "submit_adopted", "attempt_started"})
-
-
-def copied_from(run: RunDir, events: Sequence[Event]) -> Path | None:
+def copied_from(run: RunDir, history: RunHistory) -> Path | None:
     """The directory of which this one is a copy; None for a run that is itself, or was moved.
 
     A run that was moved, or is seen under another path than by who submitted it, has left nothing
     at the old place or the very same folder there.
     """
-    written = _written_in(events)
+    written = _written_in(history)
     if written is None or written == run.root:
         return None
     try:
@@ -46,16 +39,16 @@ def copied_from(run: RunDir, events: Sequence[Event]) -> Path | None:
     return None if same else written
 
 
-def not_own(run: RunDir, events: Sequence[Event], token: str | None, job: JobInfo) -> str:
+def not_own(run: RunDir, history: RunHistory, token: str | None, job: JobInfo) -> str:
     """Why a job that the ledger names is not this run's, or "".
 
     Args:
         run: The run.
-        events: Its ledger.
+        history: Its own.
         token: Of its newest submission; None for a job of a hand-written batch script.
         job: What the scheduler knows under the ledger's job id.
     """
-    original = copied_from(run, events)
+    original = copied_from(run, history)
     if original is not None:
         return f"this is a copy of {original}, whose job {job.job_id} is"
     if token and job.script and Path(job.script).name != f"{token}.sh":
@@ -63,19 +56,13 @@ def not_own(run: RunDir, events: Sequence[Event], token: str | None, job: JobInf
     return ""
 
 
-def elsewhere(events: Sequence[Event], cluster: Cluster) -> str:
+def elsewhere(history: RunHistory, cluster: Cluster) -> str:
     """Why this cluster is not to be asked about the newest job, or "".
 
     A folder of runs may be seen from the login nodes of several clusters, each of which counts its
     jobs from 1. A ledger that names no cluster is taken at its word.
     """
-    named: set[str] = set()
-    job_id = ""
-    for event in events:
-        if event.kind == "submit_intent":
-            named, job_id = set(), ""
-        job_id = text(event.data.get("job_id")) or job_id
-        named |= {text(event.data.get("slurm_cluster"))} - {""}
+    named, job_id = history.clusters, history.state.job_id
     here = cluster.here() if named else ""
     if not here or here in named:
         return ""
@@ -83,24 +70,15 @@ def elsewhere(events: Sequence[Event], cluster: Cluster) -> str:
     return f"{job} is one of the cluster {', '.join(sorted(named))}, and this is {here}: ask there"
 
 
-def jobs_here(events: Sequence[Event], cluster: Cluster) -> list[str]:
+def jobs_here(history: RunHistory, cluster: Cluster) -> list[str]:
     """Every job that a run had, but those of which the ledger says that another cluster has them.
 
     Args:
-        events: The run's ledger.
+        history: The run's.
         cluster: This one, which is asked for its name where the ledger has names.
     """
-    names: dict[str, set[str]] = {}
-    jobs: dict[str, set[str]] = {}
-    for event in events:
-        token, name = text(event.data.get("token")), text(event.data.get("slurm_cluster"))
-        if event.kind == "submit_intent":
-            names[token] = {name} - {""}
-        elif event.kind in _NAME_JOBS and (job_id := text(event.data.get("job_id"))):
-            of_token = names.get(token, set()) if event.kind != "attempt_started" else set()
-            jobs.setdefault(job_id, set()).update(of_token | ({name} - {""}))
-    here = cluster.here() if any(jobs.values()) else ""
-    return [job for job, named in jobs.items() if not here or not named or here in named]
+    here = cluster.here() if any(history.jobs.values()) else ""
+    return [job for job, named in history.jobs.items() if not here or not named or here in named]
 
 
 def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
@@ -109,7 +87,7 @@ def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
     A copy gets an identity of its own, by which trackers tell it from the original; and what lies
     in the original's directory (the snapshot) is taken from the copy's.
     """
-    original = copied_from(run, ledger.read(run))
+    original = copied_from(run, RunHistory.read(run))
     if original is None:
         return spec, []
 
@@ -126,12 +104,9 @@ def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
     return own, [f"{run.name} is a copy of {original} and goes on as a run of its own"]
 
 
-def _written_in(events: Sequence[Event]) -> Path | None:
+def _written_in(history: RunHistory) -> Path | None:
     """Where the run lay when its ledger was last written by a submission or a job of its own."""
-    for event in reversed(events):
-        if event.kind == "submit_intent" and text(event.data.get("script")):
-            script = Path(text(event.data.get("script")))
-            return script.parent.parent if script.is_absolute() else None
-        if event.kind == "attempt_started" and text(event.data.get("run_dir")):
-            return Path(text(event.data.get("run_dir")))
-    return None
+    kind, written = history.written_in
+    if kind == "script":
+        return Path(written).parent.parent if Path(written).is_absolute() else None
+    return Path(written) if written else None

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from hpctrain.history.run_history import RunHistory
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, page
 from hpctrain.run import events as ledger
@@ -59,7 +60,7 @@ def pages(tmp_path_factory):
     found = []
     for run in told:
         events = ledger.read(run)
-        status = status_of(events, Answer(), name=run.name, now=events[-1].t + 60)
+        status = status_of(RunHistory.of(events), Answer(), name=run.name, now=events[-1].t + 60)
         found.append(gather(run, status))
     texts = {"lm": page(found[0]), "idle": page(found[1]), "both": comparison_page(found)}
     for name, text in texts.items():

@@ -7,6 +7,7 @@ import pytest
 from hpctrain.checkpoint.store import find
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
+from hpctrain.history.run_history import RunHistory
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit
 
@@ -42,7 +43,7 @@ def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_
     run.job_id = plan.split("job ")[1].split()[0]
     run.wait_done()
 
-    views = attempts(run.events())
+    views = attempts(RunHistory.of(run.events()))
     assert [view.nodes for view in views[:3]] == [("n1", "n2"), ("n2",), ("n1", "n2")]
     assert [view.world_size for view in views] == [2, 1, 2, 3]
     engines = [found.manifest.engine for found in find.candidates(run.dir)]
@@ -52,7 +53,7 @@ def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_
     assert "3 nodes x 1 rank: fsdp2, dp_shard=3" in plan
     assert [view.next for view in views] == ["leave", "leave", "stop", "stop"]
     assert run.steps_lost() == [0, 0, 0]
-    assert lineage(run.events()).problems == []
+    assert lineage(RunHistory.of(run.events())).problems == []
     for step, indices in consumed_by_step(run.dir).items():
         assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
     assert losses(run.dir) == pytest.approx(losses(in_peace), rel=1e-4)

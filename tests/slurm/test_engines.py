@@ -9,6 +9,7 @@ import pytest
 from hpctrain.checkpoint.store import find
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
+from hpctrain.history.run_history import RunHistory
 from tests.support.recipe import (
     consumed_by_step,
     full_state,
@@ -50,7 +51,7 @@ def _in_peace(folder, **changes):
 
 
 def _assert_exactly_once(run):
-    assert lineage(run.events()).problems == []
+    assert lineage(RunHistory.of(run.events())).problems == []
     for step, indices in consumed_by_step(run.dir).items():
         assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
 
@@ -70,7 +71,7 @@ def test_a_run_changes_engine_and_nodes_three_times_and_keeps_its_curve(
     _preempt(slurm, run, "--engine=zero3", "--mesh=pp=1", "--nodes=2", one_rank)
     run.wait_done()
 
-    views = attempts(run.events())
+    views = attempts(RunHistory.of(run.events()))
     assert [view.world_size for view in views] == [4, 3, 4, 2]
     meshes = [
         (e.data["engine"], {k: v for k, v in e.data.items() if k in {"pp", "tp"} and v > 1})
@@ -102,7 +103,7 @@ def test_an_exact_run_has_the_same_bits_whatever_nodes_it_had(slurm, tmp_path, t
         _preempt(slurm, run, f"--nodes={nodes}", f"--ranks-per-node={ranks}")
     run.wait_done()
 
-    assert [view.world_size for view in attempts(run.events())] == [4, 2, 3, 4]
+    assert [view.world_size for view in attempts(RunHistory.of(run.events()))] == [4, 2, 3, 4]
     assert run.steps_lost() == [0, 0, 0]
     _assert_exactly_once(run)
     assert losses(run.dir) == losses(in_peace)

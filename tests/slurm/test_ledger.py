@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from hpctrain.history.goodput import TimeClass, goodput
+from hpctrain.history.run_history import RunHistory
 from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
 from tests.support import processes
 from tests.support.scenario import submit
@@ -97,7 +98,7 @@ def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, sl
     rows = run.wait("SLURM's account of the end", lambda: _account(slurm, run.job_id))
     last = run.events()[-1].t
 
-    alone = goodput(run.events(), now=last)
+    alone = goodput(RunHistory.of(run.events()), now=last)
     told = run.status()
 
     _assert_right_story(run, told)

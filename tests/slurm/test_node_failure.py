@@ -7,6 +7,7 @@ import pytest
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
+from hpctrain.history.run_history import RunHistory
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit
 
@@ -31,7 +32,7 @@ def assert_every_sample_was_used_once(run, steps):
     assert sorted(used) == list(range(1, steps + 1))
     for step, indices in used.items():
         assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
-    assert lineage(run.events()).problems == []
+    assert lineage(RunHistory.of(run.events())).problems == []
 
 
 @pytest.mark.every_slurm
@@ -43,8 +44,8 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
     slurm.kill_node("n3")
     run.wait_done()
 
-    assert len(attempts(run.events())) == 2, run.story()
-    first, last = attempts(run.events())
+    assert len(attempts(RunHistory.of(run.events()))) == 2, run.story()
+    first, last = attempts(RunHistory.of(run.events()))
     assert (first.world_size, last.world_size) == (8, 6)
     assert last.nodes == ("n1", "n2", "n4")
     assert (first.reason, last.reason) == ("node_failed", "completed")
@@ -71,7 +72,7 @@ def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(s
     run.wait_step(step + EVERY, attempt=2)
 
     assert zombies
-    first, last = attempts(run.events())
+    first, last = attempts(RunHistory.of(run.events()))
     assert (first.nodes, last.nodes) == (("n1",), ("n2",))
     assert run.events("fenced")[0].attempt == 1
     assert "may not write any more" in (run.dir.rank_log(1, 0)).read_text()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.history.run_state import live
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
@@ -199,7 +199,7 @@ def samples_of_step(run: RunDir, step: int) -> list[int]:
 def losses(run: RunDir) -> dict[int, float]:
     """The loss of each step in the final weights' history; the run's `log_every_s` must be 0."""
     found: dict[int, float] = {}
-    for event in live(ledger.read(run)):
+    for event in RunHistory.read(run).training:
         if event.kind == "steps":
             assert event.data["first"] == event.data["last"]
             found[int(event.data["last"])] = float(event.data["loss"])

@@ -25,16 +25,14 @@ from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
-from hpctrain.run import events as ledger
-from hpctrain.run.event_fields import whole
+from hpctrain.history.run_history import RunHistory
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
-    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
 REASON_NAME = "SET-ASIDE.txt"
@@ -285,29 +283,6 @@ def _reason(path: Path) -> str:
         return f"the reason cannot be read: {error.strerror}"
 
 
-def asked_step(events: Iterable[Event]) -> int | None:
-    """The step of `resume --from STEP`, until an attempt of that submission has restored it."""
-    step: int | None = None
-    for event in events:
-        if event.kind == "submitted":
-            step = whole(event.data.get("from_step"))
-        elif event.kind == "restored":
-            step = None
-    return step
-
-
-def newest_known(events: Iterable[Event]) -> int | None:
-    """The newest step that was saved or imported since the run last began at the beginning."""
-    newest: int | None = None
-    for event in events:
-        step = whole(event.data.get("step"))
-        if event.kind == "restored" and step == 0 and not event.data.get("checkpoint"):
-            newest = None
-        elif event.kind in {"saved", "imported"} and step is not None:
-            newest = step if newest is None else max(newest, step)
-    return newest
-
-
 def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to begin at step 0 where the run has saved; asked where nothing can be loaded.
 
@@ -320,7 +295,7 @@ def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> N
     """
     # A committed name is a save as well, whatever the ledger has lost.
     saved_steps = [row["step"] for row in passed_over if parse_step(row["name"]) is not None]
-    newest = newest_known(ledger.read(run))
+    newest = RunHistory.read(run).newest_saved
     saved_steps += [] if newest is None else [newest]
     if not saved_steps:
         return

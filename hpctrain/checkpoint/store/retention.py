@@ -32,20 +32,17 @@ from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
-from hpctrain.checkpoint.store.find import asked_step
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
-from hpctrain.history.run_state import OVER, RunState, ledger_state, live
-from hpctrain.run import events as ledger
-from hpctrain.run.event_fields import whole
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run.fence import look_anew, publishing, run_lock
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from hpctrain.history.run_state import LedgerState
-    from hpctrain.run.events import Event
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
@@ -178,37 +175,34 @@ class Usage:
         return step == self.only or (self.since is not None and step >= self.since)
 
 
-def in_use(events: Sequence[Event], idle: LedgerState | None = None) -> Usage | None:
+def in_use(history: RunHistory, idle: LedgerState | None = None) -> Usage | None:
     """What must stay for the run as it stands; None where nothing is in use.
 
     Args:
-        events: The run's ledger.
+        history: The run's.
         idle: Where the run stood by the ledger when the scheduler knew of no live job for it. It
             counts as long as nothing has begun since then.
     """
-    now = ledger_state(events)
+    now = history.state
     if now.phase in OVER:
         return None
     if idle is not None and (now.attempt, now.token) == (idle.attempt, idle.token):
         return None
     if now.phase is RunState.RUNNING:
-        return _running(events, now)
-    asked = asked_step(events)
+        return _running(history, now)
+    asked = history.asked_step
     if asked is None:
         return None
     return Usage(f"the job that is to go on from step {asked} waits to start", only=asked)
 
 
-def _running(events: Sequence[Event], now: LedgerState) -> Usage:
-    restored = [
-        whole(event.data.get("step")) or 0
-        for event in live(events)
-        if event.kind == "restored" and event.attempt == now.attempt
-    ]
-    if not restored:
+def _running(history: RunHistory, now: LedgerState) -> Usage:
+    attempt = history.attempt(now.attempt)
+    if attempt is None or attempt.restored_step is None:
         return Usage(f"attempt {now.attempt} is choosing which checkpoint to load", since=0)
-    reason = f"attempt {now.attempt} is running on it: it restored step {restored[-1]}"
-    return Usage(reason, since=restored[-1])
+    step = attempt.restored_step
+    reason = f"attempt {now.attempt} is running on it: it restored step {step}"
+    return Usage(reason, since=step)
 
 
 class Why(StrEnum):
@@ -456,7 +450,7 @@ def refuse(
     """
     require_known(run, sorted(steps))
     look_anew(*(find.step_path(run, step) for step in steps))
-    usage = in_use(ledger.read(run), idle)
+    usage = in_use(RunHistory.read(run), idle)
     for step in sorted(steps):
         if usage is not None and usage.holds(step):
             raise RunAlive(f"step {step} of {run.name} was not deleted: {usage.reason}; {WAIT}")
@@ -480,7 +474,7 @@ def refuse(
 
 def used_steps(run: RunDir, idle: LedgerState | None = None) -> set[int]:
     """The steps that a live attempt may be using; see `in_use`."""
-    usage = in_use(ledger.read(run), idle)
+    usage = in_use(RunHistory.read(run), idle)
     return {step for step in find.steps(run) if usage is not None and usage.holds(step)}
 
 

@@ -26,7 +26,7 @@ from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
-from hpctrain.checkpoint.store.find import asked_step, refuse_to_forget
+from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held
 from hpctrain.errors import (
     CheckpointError,
@@ -36,6 +36,7 @@ from hpctrain.errors import (
     IncompleteCheckpoint,
     TornCheckpoint,
 )
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CheckpointSetAside
 from hpctrain.world import gather, on_rank_0, one_line
@@ -134,7 +135,7 @@ def restore(
     run, attempt = place.run, place.attempt
     patience = Patience(place.settings.patience_s)
     asked, skipped = on_rank_0(
-        world, lambda: patience(lambda: (asked_step(ledger.read(run)), _staged_leftovers(run)))
+        world, lambda: patience(lambda: (RunHistory.read(run).asked_step, _staged_leftovers(run)))
     )
     on_rank_0(world, lambda: _bar(run, attempt))
     while True:

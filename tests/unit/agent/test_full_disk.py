@@ -10,6 +10,7 @@ from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts,
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.settings.spec import load_spec
@@ -125,7 +126,7 @@ def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, m
     assert [one.partition(": /")[0] for one in told(capsys)] == [
         "hpctrain: the ledger misses submitted"
     ]
-    assert launch.newest_submission(ledger.read(run)) == (scheduler.token, None)
+    assert launch.newest_submission(RunHistory.read(run)) == (scheduler.token, None)
 
 
 def test_a_fact_that_cannot_be_written_names_the_file(runs):

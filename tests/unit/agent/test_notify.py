@@ -17,6 +17,7 @@ from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.agent.notify import notification_of, notify
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import read
 from hpctrain.settings.schema import NotifySettings, Settings
 from hpctrain.settings.spec import load_spec
@@ -123,7 +124,7 @@ def test_every_end_is_news_of_one_kind(story, reason, following, more, what):
     if more:
         story.add("run_stopped", 1, reason=reason, detail="enough", **more)
 
-    assert notification_of(story.run, read(story.run), 1).what == what
+    assert notification_of(story.run, RunHistory.read(story.run), 1).what == what
 
 
 def test_news_say_what_one_needs_to_know(story):
@@ -131,7 +132,7 @@ def test_news_say_what_one_needs_to_know(story):
     story.ended(1, "crashed", "stop", step=42, detail="a rank failed")
     story.add("run_stopped", 1, reason="crashed", exit_code=93, detail="5 crashes: the budget")
 
-    news = notification_of(story.run, read(story.run), 1)
+    news = notification_of(story.run, RunHistory.read(story.run), 1)
 
     assert (news.run, news.attempt, news.job_id, news.reason) == ("gpt", 1, "17", "crashed")
     assert (news.step, news.saved_step, news.steps_lost, news.loss) == (42, 30, 12, 2.5)
@@ -143,15 +144,15 @@ def test_news_say_what_one_needs_to_know(story):
 def test_a_job_that_nobody_could_requeue_has_failed(story):
     story.ended(1, "preempted", "requeue", step=40)
     story.add("requeue_failed", 1, by="agent", why="no scontrol")
-    assert notification_of(story.run, read(story.run), 1).what == "failed"
+    assert notification_of(story.run, RunHistory.read(story.run), 1).what == "failed"
 
     story.add("requeued", 1, by="batch")
 
-    assert notification_of(story.run, read(story.run), 1).what == "attempt"
+    assert notification_of(story.run, RunHistory.read(story.run), 1).what == "attempt"
 
 
 def test_an_attempt_that_goes_on_is_no_news(story):
-    assert notification_of(story.run, read(story.run), 1) is None
+    assert notification_of(story.run, RunHistory.read(story.run), 1) is None
     asked(story, command="/no/such/program")
     assert tell(story) == []
 
@@ -174,7 +175,7 @@ open("heard", "w").write(json.dumps(heard))
 
     assert tell(story) == [{"what": "done", "ok": True, "why": ""}]
     news, variables, words = json.loads(heard.read_text())
-    assert news == notification_of(story.run, read(story.run), 1).as_json()
+    assert news == notification_of(story.run, RunHistory.read(story.run), 1).as_json()
     assert variables["HPCTRAIN_NOTIFY_WHAT"] == "done"
     assert variables["HPCTRAIN_NOTIFY_STEP"] == "40"
     assert words == ["two words"]

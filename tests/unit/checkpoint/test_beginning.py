@@ -8,9 +8,9 @@ import pytest
 
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.find import asked_step, newest_known
 from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemFault, TornCheckpoint
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.settings.spec import Entry, Spec
 from tests.support import checkpoints as support
@@ -41,15 +41,15 @@ ANEW = ("restored", {"step": 0, "checkpoint": None})
     ],
 )
 def test_what_the_ledger_knows_of_saves(facts, known):
-    assert newest_known(told(*facts)) == known
+    assert RunHistory.of(told(*facts)).newest_saved == known
 
 
 def test_what_was_asked_holds_until_it_is_restored():
     asked = ("submitted", {"token": "t", "job_id": "7", "from_step": 0})
 
-    assert asked_step(told(asked)) == 0
-    assert asked_step(told(asked, ANEW)) is None
-    assert asked_step(told(asked, ANEW, ("submitted", {}))) is None
+    assert RunHistory.of(told(asked)).asked_step == 0
+    assert RunHistory.of(told(asked, ANEW)).asked_step is None
+    assert RunHistory.of(told(asked, ANEW, ("submitted", {}))).asked_step is None
 
 
 @pytest.fixture

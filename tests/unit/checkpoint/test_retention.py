@@ -13,8 +13,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import CheckpointRow, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
-from hpctrain.history.run_state import ledger_state
-from hpctrain.run import events as ledger
+from hpctrain.history.run_history import RunHistory
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story
@@ -389,7 +388,7 @@ def test_a_full_disk_can_be_pruned(small_disk):
 
 
 def in_use(story, idle=None):
-    return retention.in_use(ledger.read(story.run), idle)
+    return retention.in_use(RunHistory.read(story.run), idle)
 
 
 def held(story, idle=None):
@@ -424,7 +423,7 @@ def test_an_attempt_that_has_ended_uses_nothing(run, reason, following):
 
 
 def test_a_run_that_never_began_uses_nothing(run):
-    assert retention.in_use(ledger.read(run)) is None
+    assert retention.in_use(RunHistory.read(run)) is None
     assert in_use(Story(run.root).submitted()) is None
 
 
@@ -446,7 +445,7 @@ def test_a_step_that_was_asked_for_in_vain_is_free_once_the_run_has_ended(run):
 
 def test_a_dead_attempt_without_an_end_uses_nothing_until_another_begins(run):
     story = Story(run.root).submitted().started(1).restored(1, 1000)
-    idle = ledger_state(ledger.read(run))
+    idle = RunHistory.read(run).state
 
     assert held(story) == [1000, 2000, 3000, 4000]
     assert in_use(story, idle) is None
@@ -536,7 +535,7 @@ def test_force_takes_a_pinned_one_whole_so_that_the_next_sweep_finds_nothing(
 def test_force_takes_nothing_that_is_in_use(run, attempt):
     support.save(run, attempt, 1000, 2000)
     story = Story(run.root).submitted().started(1)
-    idle = ledger_state(ledger.read(run))
+    idle = RunHistory.read(run).state
 
     refused(run, [1000], RunAlive, "attempt 1 is choosing which checkpoint to load", force=True)
     assert retention.remove(run, [1000], idle=idle) == [1000]

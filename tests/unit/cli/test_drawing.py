@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hpctrain.drawing import Column, drawn, echo_table, facts, fitted
-from hpctrain.run.events import read
+from hpctrain.history.run_history import RunHistory
 from hpctrain.status.screen import render
 from hpctrain.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
@@ -54,13 +54,13 @@ def test_names_are_no_markup(story, capsys):
     assert capsys.readouterr().out.count(MARKUP) == 2
     story.add("failure", 1, rank=0, node=MARKUP, summary=MARKUP, traceback=MARKUP)
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    render(status_of(read(story.run), Answer(), name=MARKUP), console)
+    render(status_of(RunHistory.read(story.run), Answer(), name=MARKUP), console)
     assert console.file.getvalue().count(MARKUP) > 3
 
 
 def test_a_screen_can_be_drawn_to_a_picture(story):
     console = Console(file=io.StringIO(), record=True, width=100)
-    render(status_of(read(story.run), Answer(), name="lm"), console)
+    render(status_of(RunHistory.read(story.run), Answer(), name="lm"), console)
     picture = console.export_svg(title="hpctrain status lm")
     assert "crashed" in picture
     assert "hpctrain&#160;resume&#160;lm" in picture

@@ -18,6 +18,7 @@ import pytest
 from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.cli.options import parse_since
+from hpctrain.history.run_history import RunHistory
 from hpctrain.logs import follow as log_follow
 from hpctrain.logs.printer import LogSelection, Printer
 from hpctrain.logs.sections import Trouble, is_trouble
@@ -181,10 +182,10 @@ def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs):
     story.started(2, "17", ("n1",))
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection(), live=True)
-    printer.show(read(story.run), over=False)
+    printer.show(RunHistory.read(story.run), over=False)
     story.add("restored", 2, step=0, checkpoint=None, seconds=0.0)
-    printer.show(read(story.run), over=False)
-    printer.show(read(story.run), over=False)
+    printer.show(RunHistory.read(story.run), over=False)
+    printer.show(RunHistory.read(story.run), over=False)
     assert out.getvalue().decode().splitlines()[1:] == [
         marker("attempt 2 on n1", "job 17"),
         marker("attempt 1 ended: preempted", "requeued"),
@@ -239,7 +240,7 @@ def test_ranks_that_are_followed_take_turns_in_each_look(runs):
     for look in range(3):
         for rank in (0, 1):
             story.log(1, rank, f"{look}.1\n{look}.2\n")
-        printer.show(read(story.run), over=False)
+        printer.show(RunHistory.read(story.run), over=False)
     told = [line.split()[1:] for line in out.getvalue().decode().splitlines()[1:]]
     assert [text for _, _, text in told] == [
         f"{look}.{part}" for look in range(3) for part in (1, 1, 2, 2)
@@ -456,10 +457,10 @@ def test_lines_that_are_seen_only_after_an_attempts_end_are_still_printed(runs):
     story = Story(runs / "lm").submitted("17").started(1, "17").ended(1, "crashed", "requeue")
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection())
-    printer.show(read(story.run), over=False)
+    printer.show(RunHistory.read(story.run), over=False)
     story.log(1, 0, "late\n")
-    printer.show(read(story.run), over=False)
-    printer.show(read(story.run), over=True)
+    printer.show(RunHistory.read(story.run), over=False)
+    printer.show(RunHistory.read(story.run), over=True)
     assert out.getvalue().decode().splitlines()[1:] == [
         "late",
         marker("attempt 1 ended: crashed", "requeued"),
@@ -469,7 +470,7 @@ def test_lines_that_are_seen_only_after_an_attempts_end_are_still_printed(runs):
 def test_a_following_terminal_gets_colour_and_a_pipe_does_not(story, monkeypatch, capsys):
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection(ranks="all", attempt=1, color=True))
-    printer.show(read(story.run), over=True)
+    printer.show(RunHistory.read(story.run), over=True)
     assert b"\033[2m[a1 r0 n1]\033[0m a1\n" in out.getvalue()
     assert "\033" not in "".join(logs("--rank", "all", capsys=capsys)[1])
 

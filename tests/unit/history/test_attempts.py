@@ -8,8 +8,9 @@ import pytest
 
 from hpctrain.base.records import EndReason, JobInfo, Next
 from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import progress
-from hpctrain.history.run_state import RunState, ledger_state, run_state
+from hpctrain.history.progress import progress
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import RunState, run_state
 from hpctrain.run.events import read
 from hpctrain.scheduler.slurm.jobs import job_state
 from hpctrain.scheduler.slurm.parse import parse_state
@@ -26,11 +27,11 @@ def job(state: str = "RUNNING", *, alive: bool = True, restarts: int = 0) -> Job
 
 
 def lost(story: Story) -> list[int | None]:
-    return [view.steps_lost for view in attempts(read(story.run))]
+    return [view.steps_lost for view in attempts(RunHistory.read(story.run))]
 
 
 def state(story: Story, info: JobInfo | None, *, asked: bool = True) -> RunState:
-    return run_state(read(story.run), info, asked=asked)
+    return run_state(RunHistory.read(story.run).state, info, asked=asked)
 
 
 def graceful(story: Story, attempt: int, first: int, last: int) -> Story:
@@ -47,7 +48,7 @@ def graceful(story: Story, attempt: int, first: int, last: int) -> Story:
 def test_an_attempt_has_where_when_why_and_from_which_step_to_which(story):
     graceful(story, 1, 1, 100)
 
-    [view] = attempts(read(story.run))
+    [view] = attempts(RunHistory.read(story.run))
 
     assert (view.number, view.job_id, view.nodes, view.world_size) == (1, "17", ("n1", "n2"), 4)
     assert (view.first_step, view.last_step, view.last_saved_step) == (0, 100, 100)
@@ -62,7 +63,7 @@ def test_the_batch_sides_word_on_an_end_replaces_the_agents_but_not_its_time(sto
     first_end = story.t
     story.ended(1, "preempted", "requeue", by="batch")
 
-    [view] = attempts(read(story.run))
+    [view] = attempts(RunHistory.read(story.run))
     assert (view.reason, view.next, view.ended) == (EndReason.PREEMPTED, Next.REQUEUE, first_end)
 
 
@@ -72,7 +73,7 @@ def test_an_attempt_that_died_without_a_word_ended_when_it_was_last_heard_of(sto
     story.t += 500
     story.ended(1, "node_failed", "leave", by="successor").started(2)
 
-    first, _ = attempts(read(story.run))
+    first, _ = attempts(RunHistory.read(story.run))
     assert first.ended == last_heard
 
 
@@ -82,32 +83,32 @@ def test_what_an_old_attempt_says_beside_a_newer_one_is_ignored_but_for_its_end(
     story.steps(1, 11, 50).saved(1, 50).add("done", 1, step=50)
     story.ended(1, "fenced", "stop", by="agent")
 
-    first, second = attempts(read(story.run))
+    first, second = attempts(RunHistory.read(story.run))
 
     assert (first.last_step, first.last_saved_step, first.reason) == (10, 10, EndReason.FENCED)
     assert (second.last_step, second.reason) == (12, None)
-    assert progress(read(story.run)).step == 12
+    assert progress(RunHistory.read(story.run)).step == 12
     assert state(story, job()) is RunState.RUNNING
 
 
 def test_an_attempt_whose_beginning_was_torn_is_still_seen(story):
     story.restored(1).steps(1, 1, 10)
-    assert [view.last_step for view in attempts(read(story.run))] == [10]
+    assert [view.last_step for view in attempts(RunHistory.read(story.run))] == [10]
 
 
 def test_values_that_this_version_does_not_know_do_no_harm(story):
     story.started(1).ended(1, "struck_by_meteor", "pray", step="x", more={"a": 1})
     story.add("something_new", 1, step=None).add("steps", 1, first=None).add("restored", 1)
-    [view] = attempts(read(story.run))
+    [view] = attempts(RunHistory.read(story.run))
     assert (view.reason, view.next) == (EndReason.UNKNOWN, Next.ASK_BATCH)
-    assert progress(read(story.run)).step == 0
+    assert progress(RunHistory.read(story.run)).step == 0
 
 
 def test_the_failure_and_the_checkpoints_passed_over_are_kept(story):
     skipped = [{"step": 9, "name": "step-0000000009", "reason": "manifest is missing"}]
     story.started(1).restored(1, 5, skipped)
     story.add("failure", 1, rank=3, node="n2", kind_of="exception", summary="boom", others=[1])
-    [view] = attempts(read(story.run))
+    [view] = attempts(RunHistory.read(story.run))
     assert view.skipped[0].reason == "manifest is missing"
     assert view.failure is not None
     assert (view.failure.rank, view.failure.summary, view.failure.others) == (3, "boom", (1,))
@@ -170,9 +171,10 @@ def test_a_thousand_attempts_take_no_time(story):
         graceful(story, number, number * 10 - 9, number * 10)
     events = read(story.run)
     started = time.process_time()
-    assert len(attempts(events)) == 1000
-    assert run_state(events, None) is RunState.LOST
-    assert progress(events).step == 10_000
+    history = RunHistory.of(events)
+    assert len(attempts(history)) == 1000
+    assert run_state(history.state, None) is RunState.LOST
+    assert progress(history).step == 10_000
     assert time.process_time() - started < 1.0
 
 
@@ -182,10 +184,10 @@ def test_a_thousand_attempts_take_no_time(story):
 def test_progress_is_the_newest_states_step_and_a_restore_takes_it_back(story):
     story.submitted("17", total_steps=400).started(1).restored(1).steps(1, 1, 100, loss=2.0)
     story.saved(1, 100).steps(1, 101, 130)
-    far = progress(read(story.run))
+    far = progress(RunHistory.read(story.run))
     assert (far.step, far.total, far.saved_step, far.step_s) == (130, 400, 100, 0.5)
     story.started(2).restored(2, 50)
-    far = progress(read(story.run))
+    far = progress(RunHistory.read(story.run))
     assert (far.step, far.saved_step) == (50, 50)
 
 
@@ -203,13 +205,13 @@ def test_an_unconfirmed_submission_is_submitting_until_its_job_is_found(tmp_path
     assert state(story, job("PENDING")) is RunState.PENDING
     story.add("submit_failed", token="t", why="invalid account")
     assert state(story, None) is RunState.FAILED
-    assert "invalid account" in ledger_state(read(story.run)).detail
+    assert "invalid account" in RunHistory.read(story.run).state.detail
 
 
 def test_a_job_may_start_before_sbatchs_answer_is_written_down(tmp_path):
     story = Story(tmp_path / "lm").add("submit_intent", token="t", script="t.sh").started(1)
     story.add("submitted", token="t", job_id="17")
-    assert ledger_state(read(story.run)).phase is RunState.RUNNING
+    assert RunHistory.read(story.run).state.phase is RunState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -283,14 +285,14 @@ def test_a_run_that_was_stopped_for_good_says_why(story, reason, code, expected)
     story.started(1).ended(1, reason, "stop")
     story.add("run_stopped", 1, reason=reason, exit_code=code, detail="3 attempts without a step")
     assert state(story, None) is expected
-    now = ledger_state(read(story.run))
+    now = RunHistory.read(story.run).state
     assert (now.detail, now.exit_code) == ("3 attempts without a step", code)
 
 
 def test_saved_and_left_as_asked_is_stopped(story):
     story.started(1).add("cancel_requested", save=True, job_id="17")
     assert state(story, job()) is RunState.RUNNING
-    assert ledger_state(read(story.run)).cancel == "save"
+    assert RunHistory.read(story.run).state.cancel == "save"
     story.add("stopped", 1, step=3).ended(1, "stopped", "stop")
     assert state(story, None) is RunState.STOPPED
 
@@ -314,13 +316,13 @@ def test_a_cancelled_run_that_is_resumed_is_no_longer_cancelled(story):
 
 def test_a_job_that_somebody_starts_by_hand_after_a_cancel_is_not_cancelled(story):
     story.started(1).add("cancel_requested", save=False, job_id="17").started(2, "18")
-    assert ledger_state(read(story.run)).cancel == ""
+    assert RunHistory.read(story.run).state.cancel == ""
     assert state(story, None, asked=False) is RunState.RUNNING
 
 
 def test_a_cancel_stands_while_the_same_job_starts_once_more(story):
     story.started(1).add("cancel_requested", save=True, job_id="17").started(2)
-    assert ledger_state(read(story.run)).cancel == "save"
+    assert RunHistory.read(story.run).state.cancel == "save"
 
 
 @pytest.mark.parametrize(
@@ -346,12 +348,12 @@ def test_a_restart_inside_the_allocation_is_running(story):
 def test_an_unknown_end_without_a_follow_up_is_a_failure(story):
     story.started(1).ended(1, "user_error", "stop", detail="ValueError: x")
     assert state(story, None) is RunState.FAILED
-    assert ledger_state(read(story.run)).detail == "ValueError: x"
+    assert RunHistory.read(story.run).state.detail == "ValueError: x"
 
 
 def test_of_step_marks_in_a_row_the_last_counts_and_none_is_lost_at_a_change_of_attempt(story):
     story.started(1).restored(1).steps(1, 1, 10).steps(1, 11, 20).saved(1, 20).steps(1, 21, 25)
     story.started(2).restored(2, 20).steps(2, 21, 22).steps(2, 23, 29)
-    assert [view.last_step for view in attempts(read(story.run))] == [25, 29]
+    assert [view.last_step for view in attempts(RunHistory.read(story.run))] == [25, 29]
     assert lost(story) == [5, None]
-    assert progress(read(story.run)).step == 29
+    assert progress(RunHistory.read(story.run)).step == 29

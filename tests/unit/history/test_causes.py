@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.records import EndReason
-from hpctrain.history.attempts import AttemptView, Failure
 from hpctrain.history.causes import EndCause, cause_of, said_by
+from hpctrain.history.run_history import AttemptRecord, Failure
 from hpctrain.scheduler.slurm.jobs import job_state
 
 
@@ -14,9 +14,9 @@ def failed(summary: str, kind: str = "exception") -> Failure:
     return Failure(1, 3, "n2", kind, summary)
 
 
-def ended(reason: EndReason | None, summary: str | None = None, **fields: object) -> AttemptView:
+def ended(reason: EndReason | None, summary: str | None = None, **fields: object) -> AttemptRecord:
     failure = None if summary is None else failed(summary)
-    return AttemptView(1, reason=reason, ended=1.0, failure=failure, **fields)
+    return AttemptRecord(1, 0.0, 0.0, reason=reason, ended=1.0, failure=failure, **fields)
 
 
 @pytest.mark.parametrize(

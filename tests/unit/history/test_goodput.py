@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hpctrain.base.records import JobStart
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import Goodput, TimeClass, goodput, window
-from hpctrain.history.timeline import _CHANGES, _SUBMITS
+from hpctrain.history.run_history import RunHistory
+from hpctrain.run import event_types
 from hpctrain.scheduler.local.client import LocalCluster
 from tests.support.ledger_runs import event_of, local_job
 
@@ -56,7 +57,7 @@ class Log:
 
     def spent(self, now: float, starts: list[JobStart] | None = None) -> dict[str, float]:
         """Seconds of each class that has any."""
-        found = goodput(self.events, starts=starts or [], now=now)
+        found = goodput(RunHistory.of(self.events), starts=starts or [], now=now)
         assert_adds_up(found)
         return {kind.value: s for kind, s in found.seconds.items() if s}
 
@@ -120,7 +121,7 @@ def test_the_wait_after_a_requeue_is_queue_and_nothing_is_redone_after_a_gracefu
 def test_nodes_weigh_what_they_were_in_each_attempt():
     log = preempted().started(1310, 2, nodes=5, job_started=1300.0)
 
-    found = goodput(log.events, now=1400)
+    found = goodput(RunHistory.of(log.events), now=1400)
 
     assert found.node_seconds[TimeClass.STARTUP] == 2 * 30 + 5 * 100
     assert found.allocated_s == 2 * 900 + 5 * 100
@@ -250,7 +251,7 @@ def test_a_program_that_tells_nothing_has_no_rate_and_its_time_is_other():
     log = Log().submitted(0).started(10, 1, batch_started=5.0)
     log.at(100, "done", 1, step=None).ended(101, 1, "completed", "stop")
 
-    found = goodput(log.events, now=500)
+    found = goodput(RunHistory.of(log.events), now=500)
 
     assert log.spent(500) == {"queue": 5, "startup": 5, "other": 90, "teardown": 1}
     assert found.useful_of_allocated is None
@@ -259,12 +260,12 @@ def test_a_program_that_tells_nothing_has_no_rate_and_its_time_is_other():
 
 def test_a_run_without_any_step_so_far_has_rates_of_nothing():
     log = Log().submitted(0).started(10, 1).at(20, "restored", 1, step=0, seconds=1)
-    assert goodput(log.events, now=30).useful_of_allocated == 0
+    assert goodput(RunHistory.of(log.events), now=30).useful_of_allocated == 0
 
 
 def test_a_run_that_was_never_submitted_has_spent_nothing():
     for log in (Log(), Log().at(5, "created"), Log().at(5, "submit_intent", token="t")):
-        found = goodput(log.at(5, "submit_failed", why="no").events, now=50)
+        found = goodput(RunHistory.of(log.at(5, "submit_failed", why="no").events), now=50)
         assert (found.slices, found.allocated_s, found.useful_since_submit) == ((), 0, None)
 
 
@@ -297,7 +298,7 @@ def test_idle_time_between_an_end_for_good_and_the_resume_counts_nowhere():
     log.events[-2:] = []
     log.ended(1000, 1, "stopped", "stop").submitted(50_000, "18").started(50_060, 2, job_id="18")
 
-    found = goodput(log.events, now=50_100)
+    found = goodput(RunHistory.of(log.events), now=50_100)
 
     assert found.submitted_s == 1000 + 100
     assert found.seconds[TimeClass.QUEUE] == 100 + 60
@@ -331,7 +332,7 @@ def test_a_start_that_only_accounting_knows_held_its_nodes_too():
     ]
     log = preempted().started(1310, 2, restarts=2)
 
-    found = goodput(log.events, starts=starts, now=1310)
+    found = goodput(RunHistory.of(log.events), starts=starts, now=1310)
 
     assert_adds_up(found)
     assert [s.nodes for s in found.slices if s.attempt is None and s.nodes] == [3]
@@ -398,7 +399,7 @@ def test_a_stretch_of_days_is_cut_so_that_the_last_day_has_its_own_shares():
     log = Log().submitted(0).started(0, 1).ready(1, 0, 0, 0)
     for hour in range(1, 73):  # no wait for data but in the first day
         log.mark(hour * HOUR, 1, hour, hour, data_s=min(hour, 24) * 600.0, save_s=hour * 60.0)
-    found = goodput(log.events, now=72 * HOUR)
+    found = goodput(RunHistory.of(log.events), now=72 * HOUR)
 
     day = window(found, 48 * HOUR)
 
@@ -410,7 +411,7 @@ def test_a_stretch_of_days_is_cut_so_that_the_last_day_has_its_own_shares():
 
 
 def test_a_window_cuts_what_lies_across_its_edge():
-    found = window(goodput(preempted().events, now=1000), 960)
+    found = window(goodput(RunHistory.of(preempted().events), now=1000), 960)
     assert [(one.start, one.end, one.kind) for one in found.slices] == [(960, 1000, "teardown")]
     assert found.allocated_s == 80
 
@@ -424,7 +425,7 @@ def test_an_attempt_knows_its_wait_its_nodes_and_when_it_was_ready():
     log.ended(960, 2, "crashed", "restart")
     log.started(970, 3, restarts=1, by="restart").ready(3, 971, 972, 975, step=50)
 
-    first, second, third = attempts(log.events)
+    first, second, third = attempts(RunHistory.of(log.events))
 
     assert (first.allocated, first.queued_s, first.ready_s) == (10, 10, 90)
     assert (first.heard, first.ended, first.released) == (300, 300, 400)
@@ -435,13 +436,13 @@ def test_an_attempt_knows_its_wait_its_nodes_and_when_it_was_ready():
 
 def test_an_attempts_times_are_accountings_where_there_is_any():
     starts = [JobStart("17", 0, "REQUEUED", 98.0, 1002.0, "n0,n1")]
-    [view] = attempts(preempted().events, starts)
+    [view] = attempts(RunHistory.of(preempted().events), starts)
     assert (view.allocated, view.queued_s, view.released) == (98, 98, 1002)
 
 
 # ---- whatever the ledger looks like -------------------------------------------------------------
 
-KINDS = [*_SUBMITS, *_CHANGES, "requeued", "run_stopped", "fenced", "meteor"]
+KINDS = [*event_types.KINDS, "meteor"]
 FIELDS = ("step", "first", "last", "seconds", "data_s", "save_s", "stall_s", "heard", "ended_at")
 STARTED = ("job_started", "batch_started", "agent_started", "restarts", "nodes")
 NUMBERS = st.one_of(
@@ -487,12 +488,12 @@ STARTS = st.lists(
 @given(EVENTS, STARTS, st.floats(0, 3000))
 @settings(max_examples=60)
 def test_any_list_of_events_adds_up_and_none_is_an_error(events, starts, now):
-    found = goodput(events, starts=starts, now=now)
+    found = goodput(RunHistory.of(events), starts=starts, now=now)
 
     assert_adds_up(found)
     assert_adds_up(window(found, now / 2))
     assert all(one.end <= now for one in found.slices)
-    attempts(events, starts)
+    attempts(RunHistory.of(events), starts)
 
 
 @st.composite
@@ -527,7 +528,7 @@ def lives(draw) -> tuple[Log, float]:
 def test_all_of_a_runs_time_from_its_submission_to_its_end_is_covered(life):
     log, end = life
 
-    found = goodput(log.events, now=end + 100)
+    found = goodput(RunHistory.of(log.events), now=end + 100)
 
     assert_adds_up(found)
     assert found.slices[0].start == 0

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.history.lineage import coverage, lineage
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import Event, read
 from tests.support.ledger_runs import BATCH, Story, event_of
 
@@ -18,7 +19,7 @@ def story(tmp_path) -> Story:
 
 def check(story: Story) -> tuple[list[tuple[int, int]], list[str]]:
     events = read(story.run)
-    return coverage(events), lineage(events).problems
+    return coverage(RunHistory.of(events)), lineage(RunHistory.of(events)).problems
 
 
 def test_an_undisturbed_run_used_one_range_of_samples(story):
@@ -30,7 +31,7 @@ def test_steps_that_were_done_again_count_once(story):
     story.started(1).restored(1).steps(1, 1, 50).saved(1, 50).steps(1, 51, 80)
     story.started(2).restored(2, 50).steps(2, 51, 100)
     assert check(story) == ([(0, 100 * BATCH)], [])
-    pieces = lineage(read(story.run)).pieces
+    pieces = lineage(RunHistory.read(story.run)).pieces
     assert [(p.attempt, p.first, p.last) for p in pieces] == [(1, 1, 50), (2, 51, 100)]
 
 
@@ -138,7 +139,7 @@ def test_whatever_is_killed_and_restored_correctly_is_covered_exactly_once(life)
             if length != count:
                 saves.append(done)
         end = done
-    found = lineage(events)
+    found = lineage(RunHistory.of(events))
     assert found.problems == []
     if number:
-        assert coverage(events) == [(0, end * BATCH)]
+        assert coverage(RunHistory.of(events)) == [(0, end * BATCH)]

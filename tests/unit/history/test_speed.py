@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.history.rank_samples import newest_sample, peak_flops, rank_sample
+from hpctrain.history.run_history import RunHistory
 from hpctrain.history.speed import speed
 from tests.support.ledger_runs import event_of
 
 if TYPE_CHECKING:
     from hpctrain.run.events import Event
+
+
+def speed_of(events):
+    return speed(RunHistory.of(events))
 
 
 def started(attempt: int, device: str = "cpu", ranks: int = 4) -> list[Event]:
@@ -29,8 +34,8 @@ def mark(t: float, first: int, last: int, *, attempt: int = 1, seconds=10.0, **m
 
 
 def test_a_run_without_a_mark_has_no_speed():
-    assert speed([]) is None
-    assert speed(started(1)) is None
+    assert speed_of([]) is None
+    assert speed_of(started(1)) is None
 
 
 def test_times_of_steps_are_medians_over_marks_by_their_steps():
@@ -39,34 +44,34 @@ def test_times_of_steps_are_medians_over_marks_by_their_steps():
         mark(20, 2, 11, p50_s=1.0, p95_s=2.0),
         mark(30, 12, 21, p50_s=1.2, p95_s=3.0),
     ]
-    now = speed(started(1) + marks)
+    now = speed_of(started(1) + marks)
     assert (now.step_p50_s, now.step_p95_s) == (1.2, 3.0)
     assert now.steps_per_s == pytest.approx(21 / 30)
     assert now.window_s == 30
 
 
 def test_marks_of_an_older_version_give_their_mean_step():
-    now = speed([*started(1), mark(10, 1, 4)])
+    now = speed_of([*started(1), mark(10, 1, 4)])
     assert (now.step_p50_s, now.step_p95_s, now.tokens_per_s) == (2.5, None, None)
 
 
 def test_only_the_newest_ten_minutes_and_twenty_marks_count():
     old = [mark(t, t, t, p50_s=100.0, skipped=1) for t in range(1, 30)]
-    assert speed([*started(1), *old, mark(700, 30, 39, p50_s=1.0)]).step_p50_s == 1.0
-    assert speed([*started(1), *old]).skipped == 20
+    assert speed_of([*started(1), *old, mark(700, 30, 39, p50_s=1.0)]).step_p50_s == 1.0
+    assert speed_of([*started(1), *old]).skipped == 20
 
 
 def test_an_attempt_s_speed_is_its_own():
     before = mark(10, 1, 10, p50_s=9.0)
-    assert speed([*started(1), before, *started(2)]) is None
+    assert speed_of([*started(1), before, *started(2)]) is None
     late = mark(20, 11, 20, attempt=1, p50_s=9.0)
-    now = speed([*started(1), before, *started(2), mark(19, 1, 5, attempt=2, p50_s=1.0), late])
+    now = speed_of([*started(1), before, *started(2), mark(19, 1, 5, attempt=2, p50_s=1.0), late])
     assert now.step_p50_s == 1.0
 
 
 def test_rates_are_sums_over_the_time_of_the_marks_that_tell_them():
     samples = {"sample_first": 0, "sample_last": 80}
-    now = speed(
+    now = speed_of(
         [
             *started(1),
             mark(10, 1, 5, tokens=1000, **samples),
@@ -80,21 +85,21 @@ def test_rates_are_sums_over_the_time_of_the_marks_that_tell_them():
 
 def test_mfu_counts_all_ranks_and_is_told_for_known_devices_only():
     told = mark(10, 1, 5, flops=312e12 * 4 * 10 * 0.4)
-    assert speed([*started(1, "NVIDIA A100-SXM4-40GB"), told]).mfu == pytest.approx(0.4)
-    unknown = speed([*started(1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb"), told])
+    assert speed_of([*started(1, "NVIDIA A100-SXM4-40GB"), told]).mfu == pytest.approx(0.4)
+    unknown = speed_of([*started(1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb"), told])
     assert unknown.mfu is None
     assert unknown.flops_per_s == pytest.approx(312e12 * 4 * 0.4)
 
 
 def test_the_data_share_is_the_growth_of_its_sum_over_wall_time():
     first, second = mark(10, 1, 5, data_s=4.0), mark(30, 6, 10, data_s=5.0)
-    assert speed([*started(1), first]).data_share == pytest.approx(0.4)
-    assert speed([*started(1), first, second]).data_share == pytest.approx(0.05)
-    assert speed([*started(1), mark(10, 1, 5)]).data_share is None
+    assert speed_of([*started(1), first]).data_share == pytest.approx(0.4)
+    assert speed_of([*started(1), first, second]).data_share == pytest.approx(0.05)
+    assert speed_of([*started(1), mark(10, 1, 5)]).data_share is None
 
 
 def test_the_last_word_on_loss_norm_and_slowest_rank_counts():
-    now = speed(
+    now = speed_of(
         [
             *started(1),
             mark(10, 1, 5, loss=3.0, grad_norm=0.5, slow_rank=3, slow_by=0.1),
@@ -116,8 +121,8 @@ def test_the_last_word_on_loss_norm_and_slowest_rank_counts():
     ],
 )
 def test_a_mark_that_cannot_be_counted_with_is_passed_over(data):
-    assert speed([*started(1), event_of(1.0, "steps", 1, data)]) is None
-    good = speed([*started(1), mark(1, 1, 5, loss="nan", p50_s=None, tokens="many")])
+    assert speed_of([*started(1), event_of(1.0, "steps", 1, data)]) is None
+    good = speed_of([*started(1), mark(1, 1, 5, loss="nan", p50_s=None, tokens="many")])
     assert (good.loss, good.tokens_per_s, good.step_p50_s) == (None, None, 2.0)
 
 

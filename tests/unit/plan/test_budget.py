@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.records import EndReason
-from hpctrain.plan.decide import EXIT_STOPPED, allow, attempts_without_progress
+from hpctrain.history.run_history import RunHistory
+from hpctrain.plan import decide
+from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.settings.schema import BudgetSettings
 from tests.support.ledger_runs import event_of
 
@@ -33,6 +35,14 @@ NO_LIMITS = {
 }
 UNBUDGETED = sorted(set(EndReason) - set(BUDGET_OF))
 reasons = st.sampled_from(sorted(EndReason))
+
+
+def allow(events, *about):
+    return decide.allow(RunHistory.of(events), *about)
+
+
+def attempts_without_progress(events):
+    return decide.attempts_without_progress(RunHistory.of(events))
 
 
 def ends(*reasons):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.base.records import EndReason, JobFacts, Next, StopCause
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import EndFacts, decide, decide_end
 from tests.support.ledger_runs import event_of
 
@@ -104,9 +105,9 @@ CRASHES = [event_of(0.0, "attempt_ended", n, {"reason": "crashed"}) for n in ran
 def test_it_does_not_matter_who_saw_the_end(events, outcome, cause):
     by_agent = replace(SEEN, outcome=outcome, cause=cause)
 
-    by_batch = decide_end(replace(by_agent, by="batch"), events)
+    by_batch = decide_end(replace(by_agent, by="batch"), RunHistory.of(events))
 
-    assert by_batch == decide_end(by_agent, events)
+    assert by_batch == decide_end(by_agent, RunHistory.of(events))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_it_does_not_matter_who_saw_the_end(events, outcome, cause):
     ],
 )
 def test_what_follows_an_end(changes, events, reason, following, code):
-    decision = decide_end(replace(SEEN, **changes), events)
+    decision = decide_end(replace(SEEN, **changes), RunHistory.of(events))
 
     assert (decision.reason, decision.next, decision.exit_code) == (reason, following, code)
     assert bool(decision.stopped) == bool(code)
@@ -141,4 +142,4 @@ def test_what_follows_an_end(changes, events, reason, following, code):
 def test_an_end_that_stands_in_the_ledger_already_counts_once():
     own = event_of(0.0, "attempt_ended", SEEN.attempt, {"reason": "crashed", "next": "ask_batch"})
 
-    assert decide_end(SEEN, [*CRASHES[:4], own]).next is Next.REQUEUE
+    assert decide_end(SEEN, RunHistory.of([*CRASHES[:4], own])).next is Next.REQUEUE

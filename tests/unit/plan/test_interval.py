@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.interval import (
     FIRST_GUESS_S,
     SHORTEST_S,
@@ -22,7 +23,6 @@ from hpctrain.plan.interval import (
     first_guess,
     mtbf_s,
 )
-from hpctrain.run.events import read
 from hpctrain.settings.schema import CheckpointSettings
 from tests.support.ledger_runs import Story, event_of
 
@@ -42,7 +42,7 @@ def story(tmp_path) -> Story:
 
 
 def record(story: Story) -> Failures:
-    return failures(read(story.run))
+    return failures(RunHistory.read(story.run))
 
 
 def trained(story: Story, attempt: int, last: int = 100) -> Story:
@@ -276,7 +276,7 @@ def test_a_dead_attempt_that_goes_on_writing_beside_its_successor_adds_no_time(s
 
 def test_a_run_that_has_not_begun_has_no_record(story):
     assert record(story) == Failures()
-    assert failures([]) == Failures()
+    assert failures(RunHistory()) == Failures()
 
 
 # ---- what saves cost ----------------------------------------------------------------------------
@@ -287,22 +287,22 @@ def saves(*fields, attempt=1, kind="saved"):
 
 
 def test_a_save_in_the_background_costs_its_stall_and_a_waited_for_one_all_of_itself():
-    assert costs(saves({"seconds": 30.0, "stall_s": 0.4})) == Costs(0.4, 30.0)
-    assert costs(saves({"seconds": 30.0})) == Costs(30.0, 30.0)
-    assert costs(saves({"stall_s": 0.4})) == Costs(0.4, 0.4)
+    assert costs(RunHistory.of(saves({"seconds": 30.0, "stall_s": 0.4}))) == Costs(0.4, 30.0)
+    assert costs(RunHistory.of(saves({"seconds": 30.0}))) == Costs(30.0, 30.0)
+    assert costs(RunHistory.of(saves({"stall_s": 0.4}))) == Costs(0.4, 0.4)
 
 
 def test_before_the_first_save_the_cost_is_unknown():
-    assert costs([]) is None
-    assert costs(saves({}, {"seconds": "nan"})) is None
-    assert costs(saves({"seconds": 3.0}, kind="save_failed")) is None
+    assert costs(RunHistory()) is None
+    assert costs(RunHistory.of(saves({}, {"seconds": "nan"}))) is None
+    assert costs(RunHistory.of(saves({"seconds": 3.0}, kind="save_failed"))) is None
 
 
 def test_the_newest_saves_count_and_one_slow_one_among_them_does_not():
     old = [{"seconds": 100.0, "stall_s": 50.0}] * 20
     new = [{"seconds": 10.0, "stall_s": 1.0}] * 4
     slow = {"seconds": 900.0, "stall_s": 300.0}
-    assert costs(saves(*old, *new, slow)) == Costs(1.0, 10.0)
+    assert costs(RunHistory.of(saves(*old, *new, slow))) == Costs(1.0, 10.0)
 
 
 def test_what_earlier_attempts_measured_spares_the_next_one_a_guess():
@@ -311,11 +311,11 @@ def test_what_earlier_attempts_measured_spares_the_next_one_a_guess():
         event_of(9.0, "attempt_started", 2, {}),
         event_of(9.5, "restored", 2, {"step": 0}),
     ]
-    assert costs(events) == Costs(0.5, 5.0)
+    assert costs(RunHistory.of(events)) == Costs(0.5, 5.0)
 
 
 def test_the_save_on_the_way_out_says_nothing_of_those_behind_training():
     usual, last = {"seconds": 20.0, "stall_s": 0.5}, {"seconds": 20.0, "stall_s": 20.0}
     first = [*saves(usual), event_of(2.0, "stop_requested", 1, {}), *saves(last)]
     second = [event_of(3.0, "stop_requested", 2, {}), *saves(last, attempt=2)]
-    assert costs([*first, *second]) == Costs(0.5, 20.0)
+    assert costs(RunHistory.of([*first, *second])) == Costs(0.5, 20.0)

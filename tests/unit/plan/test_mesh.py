@@ -17,9 +17,9 @@ from hpctrain.base.text import placed
 from hpctrain.cli.main import main
 from hpctrain.data.batches import MicrobatchRules
 from hpctrain.errors import UsageError
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import resume
 from hpctrain.plan.mesh import ModelShape, Planner, divisors, meshes, passes_of, plan_mesh, shape_of
-from hpctrain.run.events import read
 from hpctrain.settings.check import check
 from hpctrain.settings.check_engine import engine_flags, parse_mesh
 from hpctrain.settings.layers import flag_layer, resolve
@@ -929,7 +929,7 @@ def as_text(status):
 
 
 def shown(story):
-    return status_of(read(story.run), Answer(None), name="lm", now=story.t)
+    return status_of(RunHistory.read(story.run), Answer(None), name="lm", now=story.t)
 
 
 def test_status_shows_the_mesh_of_the_newest_attempt_and_who_stands_where(story):

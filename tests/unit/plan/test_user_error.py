@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import LONG_S, is_users
 from hpctrain.run import events as ledger
 from tests.support.ledger_runs import Story
@@ -27,7 +28,7 @@ def lived(story, attempt, seconds, *, error="", reason="crashed", following="req
 def users(story, attempt, *, after_s, error=ERROR):
     events = ledger.read(story.run)
     began = next(e.t for e in events if e.kind == "attempt_started" and e.attempt == attempt)
-    return is_users(events, attempt, error, began + after_s)
+    return is_users(RunHistory.of(events), attempt, error, began + after_s)
 
 
 def test_a_script_that_raises_at_once_is_its_users(story):
@@ -110,4 +111,4 @@ def test_what_a_successor_heard_of_it_counts(story):
 
 
 def test_an_attempt_of_which_nothing_is_known_proves_nothing(story):
-    assert is_users([], 4, ERROR, 1e9)
+    assert is_users(RunHistory(), 4, ERROR, 1e9)

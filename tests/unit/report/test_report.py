@@ -17,6 +17,7 @@ import pytest
 from hpctrain.cli.main import main
 from hpctrain.history.causes import EndCause
 from hpctrain.history.goodput import Goodput, TimeClass, TimeSlice, window
+from hpctrain.history.run_history import RunHistory
 from hpctrain.report import curves
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
@@ -45,7 +46,10 @@ def data_of(run: RunDir, **more):
     events = ledger.read(run)
     now = max((event.t for event in events), default=BEGIN) + 60
     return gather(
-        run, status_of(events, Answer(), name=run.name, root=str(run.root), now=now, **more)
+        run,
+        status_of(
+            RunHistory.of(events), Answer(), name=run.name, root=str(run.root), now=now, **more
+        ),
     )
 
 
@@ -437,7 +441,7 @@ def with_attempts(quiet, *attempts, goodput=None):
 
 
 def failure(view, node, summary="killed by SIGKILL"):
-    from hpctrain.history.attempts import Failure
+    from hpctrain.history.run_history import Failure
 
     return {"failure": Failure(view, 0, node, "signal", summary), "cause": EndCause.CRASHED}
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.records import EndReason, Skipped
-from hpctrain.history.lineage import progress
+from hpctrain.history.progress import progress
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events
 from hpctrain.run.events import Tail, append, parse, read
 from hpctrain.run.layout import RunDir
@@ -312,7 +313,7 @@ def test_a_long_ledger_is_read_without_parsing_most_of_it(run, monkeypatch):
 def test_few_marks_tell_the_same_as_all(run):
     write(run, *[line for n in range(1, 30) for line in (*marks(1, 100 * n, 9), other("x"))])
     few, full = read(run, marks="few"), read(run)
-    assert progress(few) == progress(full)
+    assert progress(RunHistory.of(few)) == progress(RunHistory.of(full))
     assert [e for e in few if e.kind != "steps"] == [e for e in full if e.kind != "steps"]
 
 

@@ -14,10 +14,10 @@ from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.checkpoint.store.retention import in_use
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
+from hpctrain.history.run_history import RunHistory
 from hpctrain.logs.follow import EndWatch, LedgerTail
 from hpctrain.plan import interval
 from hpctrain.plan.decide import allow, attempts_without_progress
-from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.find_run import all_runs, find_run
 from hpctrain.runtime import tensorboard
@@ -133,22 +133,22 @@ def _batch(run):
 
 
 def _news(run):
-    events = ledger.read(run)
+    history = RunHistory.read(run)
     for attempt in (1, 2):
-        news = notification_of(run, events, attempt)
+        news = notification_of(run, history, attempt)
         if news is not None:
             json.dumps(news.as_json(), allow_nan=False).encode()
 
 
 def _login(run):
     live_job(run, Scheduler())
-    events = ledger.read(run)
-    in_use(events)
-    interval.costs(events)
-    interval.failures(events)
-    attempts_without_progress(events)
+    history = RunHistory.read(run)
+    in_use(history)
+    interval.costs(history)
+    interval.failures(history)
+    attempts_without_progress(history)
     for reason in EndReason:
-        allow(events, reason)
+        allow(history, reason)
     run_age_s(run, 1e9)
     read_outcome(run, 2)
     all_runs(run.root.parent)

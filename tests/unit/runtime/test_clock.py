@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.base.records import StopCause
+from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
 from hpctrain.run import events as ledger
 from hpctrain.runtime.agreement import STOP_TERM, WARNED, StopRequest
@@ -202,10 +203,11 @@ def test_earlier_attempts_tell_what_a_save_takes(tmp_path):
         story.add("saved", 1, step=step, seconds=seconds, stall_s=0.1)
     events = ledger.read(story.run)
 
-    assert interval.longest_save_s(events, 4) == 9.0, "the newest five"
-    assert interval.longest_save_s(events, 2) == 18.0, "half the ranks, twice the share"
-    assert interval.longest_save_s(events, 8) == 9.0, "no promise of speed"
-    assert interval.longest_save_s([], 4) is None
+    history = RunHistory.of(events)
+    assert interval.longest_save_s(history, 4) == 9.0, "the newest five"
+    assert interval.longest_save_s(history, 2) == 18.0, "half the ranks, twice the share"
+    assert interval.longest_save_s(history, 8) == 9.0, "no promise of speed"
+    assert interval.longest_save_s(RunHistory(), 4) is None
 
 
 def test_a_save_on_the_way_out_counts_and_nonsense_does_not(tmp_path):
@@ -214,4 +216,4 @@ def test_a_save_on_the_way_out_counts_and_nonsense_does_not(tmp_path):
     for seconds in (-3.0, "soon", None):
         story.add("saved", 1, step=4, seconds=seconds)
 
-    assert interval.longest_save_s(ledger.read(story.run), 4) == 12.0
+    assert interval.longest_save_s(RunHistory.read(story.run), 4) == 12.0

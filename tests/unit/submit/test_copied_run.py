@@ -10,6 +10,7 @@ import pytest
 from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.errors import ClusterError
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.scheduler.base import Cluster
 from hpctrain.scheduler.local.client import LocalCluster
@@ -173,8 +174,8 @@ def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys)
     assert load_spec(original.run.spec).run_id == before.run_id
     assert (spec.name, spec.entry.path) == ("other", f"{copy.root}/snapshot/train.py")
     assert "is a copy of" in capsys.readouterr().out
-    assert launch.newest_submission(ledger.read(copy))[1] == "4712"
-    assert copied_from(copy, ledger.read(copy)) is None
+    assert launch.newest_submission(RunHistory.read(copy))[1] == "4712"
+    assert copied_from(copy, RunHistory.read(copy)) is None
 
 
 def test_the_original_is_not_submitted_beside_its_job(original, monkeypatch, capsys):
@@ -194,8 +195,8 @@ def test_a_copy_of_a_hand_written_scripts_run_is_known_by_where_its_agent_was(ru
     other = type(story.run)(runs / "other")
     job = JobInfo("4711", "RUNNING", alive=True, script="/home/me/train.sbatch")
 
-    assert not_own(story.run, ledger.read(story.run), None, job) == ""
-    assert "copy of" in not_own(other, ledger.read(other), None, job)
+    assert not_own(story.run, RunHistory.read(story.run), None, job) == ""
+    assert "copy of" in not_own(other, RunHistory.read(other), None, job)
 
 
 @pytest.mark.parametrize("job_id", ["--user=me", "-u", "../../x", "1 2", "1;2", "", "1_", "\u0661"])

@@ -1,0 +1,686 @@
+"""The history of a run: its ledger's events put together in one pass. Pure.
+
+Everything that is derived from a ledger (state, attempts, goodput, lineage, budgets, news) is a
+function of this. It can be extended as the ledger grows, and is then the same as if it had been
+built in one go. Times are as their writers' clocks had them; who uses them puts them in order
+(`allocations_of`, `goodput.cut`). tests/unit/history/test_run_history.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from hpctrain.base.records import Skipped
+from hpctrain.history.run_state import STATE_CHANGES, LedgerState, after
+from hpctrain.run import event_types as told
+from hpctrain.run import events as ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpctrain.base.records import EndReason, Next
+    from hpctrain.run.events import Event
+    from hpctrain.run.layout import RunDir
+
+
+class StepMark(NamedTuple):
+    """The steps since the mark before."""
+
+    t: float
+    attempt: int | None
+    fact: told.StepsDone
+
+    @property
+    def steps(self) -> int:
+        """How many; 0 where the mark does not tell."""
+        first, last = self.fact.first, self.fact.last
+        return 0 if first is None or last is None else max(0, last - first + 1)
+
+
+class Restore(NamedTuple):
+    """An attempt began to train at a step, 0 for the beginning."""
+
+    t: float
+    attempt: int | None
+    step: int
+
+
+@dataclass
+class Submission:
+    """A job that was asked for.
+
+    Attributes:
+        asked: When.
+        token: The submission's.
+        job_id: "" where the answer is not on record.
+        accepted: When the answer came; None where it is not on record.
+        refused: Whether it was not accepted.
+        cancelled: When it was asked to be cancelled.
+        clusters: Those that are said to have it.
+    """
+
+    asked: float
+    token: str = ""
+    job_id: str = ""
+    accepted: float | None = None
+    refused: bool = False
+    cancelled: float | None = None
+    clusters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first causal failure of an attempt."""
+
+    attempt: int
+    rank: int | None
+    node: str
+    kind: str
+    summary: str
+    traceback: str = ""
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """A save that was due: one that was committed, has failed or was left out.
+
+    Attributes:
+        t: When it was told.
+        attempt: Whose.
+        kind: "saved", "save_failed" or "save_skipped".
+        step: Of the state.
+        restores: How many times the run had restored a checkpoint before.
+        leaving: Whether the attempt had been asked to stop.
+        seconds: From its beginning until it was committed.
+        stall_s: How long training waited for it; None where the version that wrote it did not tell.
+        waited_s: How long it waited for the save before.
+        size_bytes: Its size.
+        mode: "async" or "sync".
+        why: Why it was not committed.
+    """
+
+    t: float
+    attempt: int | None
+    kind: str
+    step: int | None
+    restores: int
+    leaving: bool = False
+    seconds: float | None = None
+    stall_s: float | None = None
+    waited_s: float = 0.0
+    size_bytes: int | None = None
+    mode: str = ""
+    why: str = ""
+
+    @property
+    def committed(self) -> bool:
+        """Whether it can be loaded."""
+        return self.kind == "saved"
+
+    @property
+    def cost_s(self) -> float | None:
+        """What training lost to it: a version without saves in the background told of no stall."""
+        return self.seconds if self.stall_s is None and self.mode != "async" else self.stall_s
+
+
+@dataclass
+class AttemptRecord:
+    """One attempt, as far as the ledger alone knows it. Moments are seconds since the epoch.
+
+    Attributes:
+        number: Counted from 1.
+        first_t: When it was first heard of.
+        last_t: The same for the last time, by any writer but its successor.
+        submission: How many submissions there had been when it began.
+        resume: How many were answered when it last told anything but its end; -1 where it never
+            did.
+        submitted_job: The newest job that was submitted when it was first heard of.
+        job_id: Whose job it ran in; "" where its beginning is torn.
+        restarts: How often the scheduler had restarted that job.
+        nodes: Host names.
+        world_size: Ranks; 0 where no agent came so far.
+        cpus: Of each rank of its first node; empty where they are not bound.
+        by: "start", "restart" inside the allocation, or "batch".
+        started: When its ranks were about to start.
+        begun: When its job began, by SLURM or by the first process that could tell.
+        device: What its ranks train on.
+        initialised: Whether its program has called `hpctrain.init`.
+        mesh: How its ranks stand, as they said.
+        restored: When they had it.
+        restore_s: How long that took, where it was told.
+        restored_step: Its step, 0 for none.
+        from_world_size: How many ranks had written it.
+        from_checkpoint: Its name; None where it began at the beginning.
+        skipped: Checkpoints it looked at and did not take.
+        first_step: When the first step was done.
+        base: Seconds of data and saves that count for the time before the first step was done.
+        marks: Step marks, in order.
+        marks_before: How many of them were there when it last restored.
+        saves: Committed saves, in order.
+        stop_cause: What asked for the stop, where something did.
+        stopping: When its ranks agreed to stop.
+        left: When they had saved and left, or were done.
+        failed: When a failure was written down.
+        failure: What made it fail.
+        ended: When it ended; for one that died without a word, when it was last heard of.
+        witnessed: When its end was written down by those who saw it.
+        ended_at: The scheduler's word on the end of its allocation.
+        heard: When its ranks were last heard of, by those who wrote the end.
+        last_step: The last step that it is known to have done since it last restored.
+        highest_step: The highest one that it is known to have done.
+        last_saved_step: The newest checkpoint that it committed.
+        end_step: The step that was told with its end.
+        reason: Why it ended; None while it runs. The last word counts: the batch side may know more
+            than the agent did.
+        next: What followed.
+        detail: One line more about the end.
+        ended_by: Who told of the end: "agent", "batch" or "successor".
+        stopped_for_good: Why nothing follows, where a budget or a user's error decided so.
+        stuck: Why its job could not be requeued; None where it was, or nobody tried.
+        went_back: Whether a person resumed from an older step on purpose: what follows costs, but
+            nothing was lost.
+    """
+
+    number: int
+    first_t: float
+    last_t: float
+    submission: int = 0
+    resume: int = -1
+    submitted_job: str = ""
+    job_id: str = ""
+    restarts: int = 0
+    nodes: tuple[str, ...] = ()
+    world_size: int = 0
+    cpus: tuple[str, ...] = ()
+    by: str = ""
+    started: float | None = None
+    begun: float | None = None
+    device: str = ""
+    initialised: bool = False
+    mesh: told.MeshBuilt | None = None
+    restored: float | None = None
+    restore_s: float | None = None
+    restored_step: int | None = None
+    from_world_size: int | None = None
+    from_checkpoint: str | None = None
+    skipped: tuple[Skipped, ...] = ()
+    first_step: float | None = None
+    base: tuple[float, float] = (0.0, 0.0)
+    marks: list[StepMark] = field(default_factory=list)
+    marks_before: int = 0
+    saves: list[SaveRecord] = field(default_factory=list)
+    stop_cause: str | None = None
+    stopping: float | None = None
+    left: float | None = None
+    failed: float | None = None
+    failure: Failure | None = None
+    ended: float | None = None
+    witnessed: float | None = None
+    ended_at: float | None = None
+    heard: float | None = None
+    last_step: int | None = None
+    highest_step: int | None = None
+    last_saved_step: int | None = None
+    end_step: int | None = None
+    reason: EndReason | None = None
+    next: Next | None = None
+    detail: str = ""
+    ended_by: str = ""
+    stopped_for_good: str | None = None
+    stuck: str | None = None
+    went_back: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an end is on record."""
+        return self.reason is not None
+
+    @property
+    def restoring(self) -> float | None:
+        """When its ranks began to look for a checkpoint."""
+        return None if self.restored is None else self.restored - (self.restore_s or 0.0)
+
+    @property
+    def began(self) -> float:
+        """When its ranks were about to start, or it was first heard of."""
+        return self.first_t if self.started is None else self.started
+
+    @property
+    def ran_in(self) -> str:
+        """Its job; where its beginning is torn, the newest that was submitted."""
+        return self.submitted_job if self.started is None else self.job_id
+
+    @property
+    def last_heard(self) -> float:
+        """When it was last heard of, by itself or by those who wrote its end."""
+        return self.last_t if self.heard is None else max(self.last_t, self.heard)
+
+    @property
+    def tells(self) -> bool:
+        """Whether its ranks told anything: a program that does not use hpctrain tells nothing."""
+        return self.initialised or self.restored is not None or self.first_step is not None
+
+    def moved(self, step: int | None) -> None:
+        """It is known to have done this step."""
+        if step is not None:
+            self.last_step = max(step, self.last_step or 0)
+            self.highest_step = max(step, self.highest_step or 0)
+
+
+@dataclass
+class RunHistory:
+    """What became of a run, by its ledger. Two of the same events are equal.
+
+    What an old attempt says after a newer one has begun counts for nothing, but for its end: it may
+    go on writing for a while (seen for 35 s after a node failure).
+
+    Attributes:
+        state: Where the run stands by the ledger alone.
+        submissions: In order.
+        attempts: In the order in which they were first heard of.
+        training: Restores and step marks of all attempts, in order.
+        saves: Saves of all attempts that were due, in order.
+        interval: How often the newest attempt saves; None where it has not said so.
+        restores: How many times an attempt has restored.
+        restored_t: When one last did.
+        seen: When a step, a save or a restore was last heard of.
+        asked_step: The step of `resume --from STEP`, until an attempt has restored it.
+        newest_saved: The newest step that was saved or imported since the run last began at the
+            beginning.
+        kept_save: The newest committed save that was not gone back behind: its step, when, and its
+            bytes, where that is still known; None before the first.
+        total_steps: How many there will be, where that is known.
+        resumes: How many submissions were answered.
+        ends_since_resume: Which attempts have ended since the last of them, and why.
+        to_end: Jobs that somebody has asked to end.
+        verified: Checkpoints of which a person has had every byte read, and when.
+        set_aside: Checkpoints that were damaged, in order.
+        excluded: Nodes that a run was told to do without, each with the attempt that found them.
+        jobs: Every job of the run, and the clusters that are said to have it.
+        clusters: Those that are said to have its newest job.
+        job_times: When jobs were submitted, begun and requeued.
+        notified: Attempts of which somebody was told.
+        count: How many events there are.
+        last_t: When the last event was written; None in an empty ledger.
+        written_in: The submission's script or the run's folder, as last written there.
+    """
+
+    state: LedgerState = field(default_factory=LedgerState)
+    submissions: list[Submission] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    training: list[StepMark | Restore] = field(default_factory=list)
+    saves: list[SaveRecord] = field(default_factory=list)
+    interval: told.IntervalSet | None = None
+    restores: int = 0
+    restored_t: float | None = None
+    seen: float | None = None
+    asked_step: int | None = None
+    newest_saved: int | None = None
+    kept_save: tuple[int | None, float | None, int | None] | None = None
+    total_steps: int | None = None
+    resumes: int = 0
+    ends_since_resume: list[tuple[int | None, EndReason]] = field(default_factory=list)
+    to_end: set[str] = field(default_factory=set)
+    verified: dict[str, float] = field(default_factory=dict)
+    set_aside: list[Skipped] = field(default_factory=list)
+    excluded: list[tuple[int | None, str]] = field(default_factory=list)
+    jobs: dict[str, set[str]] = field(default_factory=dict)
+    clusters: set[str] = field(default_factory=set)
+    job_times: list[float] = field(default_factory=list)
+    notified: set[int] = field(default_factory=set)
+    count: int = 0
+    last_t: float | None = None
+    written_in: tuple[Literal["", "script", "run_dir"], str] = ("", "")
+    _by_number: dict[int, AttemptRecord] = field(default_factory=dict)
+    _newest: int = 0
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> RunHistory:
+        """The history that these events tell."""
+        history = cls()
+        history.extend(events)
+        return history
+
+    @classmethod
+    def read(cls, run: RunDir, *, marks: Literal["all", "few"] = "all") -> RunHistory:
+        """The history of a run's ledger; see `events.read`."""
+        return cls.of(ledger.read(run, marks=marks))
+
+    @property
+    def newest(self) -> AttemptRecord | None:
+        """The attempt with the highest number; None before the first."""
+        return max(self.attempts, key=lambda attempt: attempt.number, default=None)
+
+    def attempt(self, number: int | None) -> AttemptRecord | None:
+        """The attempt of that number, if the ledger has heard of it."""
+        return None if number is None else self._by_number.get(number)
+
+    def extend(self, events: Iterable[Event]) -> None:
+        """Add what was written since; nothing that an event holds is an error."""
+        for t, number, fact in ((event.t, event.attempt, event.fact) for event in events):
+            if not math.isfinite(t):  # nothing that was read from a file is
+                continue
+            self.count += 1
+            self.last_t = t
+            attempt, kind = None, type(fact)
+            if number is not None:
+                if number < self._newest and kind is not told.AttemptEnded:
+                    continue  # an old attempt beside a newer one
+                attempt = self._by_number.get(number) or self._begin(number, t)
+                if kind is not told.AttemptEnded:
+                    attempt.resume = self.resumes
+                    attempt.last_t = t
+                change = _OF_ATTEMPT.get(kind)
+                if change is not None:
+                    change(attempt, t, fact)
+            change_run = _OF_RUN.get(kind)
+            if change_run is not None:
+                change_run(self, attempt, t, fact)
+            if kind in STATE_CHANGES:
+                self.state = after(self.state, t, number, fact)
+
+    def _begin(self, number: int, t: float) -> AttemptRecord:
+        self._newest = max(number, self._newest)
+        job_id = self.submissions[-1].job_id if self.submissions else ""
+        attempt = AttemptRecord(number, t, t, submitted_job=job_id)
+        attempt.submission = len(self.submissions)
+        self._by_number[number] = attempt
+        self.attempts.append(attempt)
+        return attempt
+
+
+# What each kind of event tells of its attempt.
+
+
+def _started(attempt: AttemptRecord, t: float, fact: told.AttemptStarted) -> None:
+    attempt.started = t
+    attempt.job_id = fact.job_id
+    attempt.restarts = fact.restarts or 0
+    attempt.nodes = fact.nodes
+    attempt.world_size = fact.world_size or 0
+    attempt.cpus = fact.cpus
+    attempt.by = fact.by
+    moments = (fact.job_started, fact.batch_started, fact.agent_started)
+    attempt.begun = next((moment for moment in moments if moment is not None), None)
+
+
+def _phase(attempt: AttemptRecord, t: float, fact: told.PhaseReached) -> None:
+    attempt.initialised = True
+    attempt.device = fact.device or attempt.device
+    if fact.name == "first_step" and attempt.first_step is None:
+        attempt.first_step = t
+        attempt.base = (fact.data_s or 0.0, fact.save_s or 0.0)
+
+
+def _mesh(attempt: AttemptRecord, _: float, fact: told.MeshBuilt) -> None:
+    attempt.mesh = fact
+
+
+def _restored(attempt: AttemptRecord, t: float, fact: told.CheckpointRestored) -> None:
+    attempt.restored = t
+    attempt.restore_s = fact.seconds
+    attempt.restored_step = attempt.last_step = fact.step or 0
+    attempt.moved(attempt.restored_step)
+    attempt.from_world_size = fact.from_world_size
+    attempt.from_checkpoint = fact.checkpoint
+    attempt.skipped = fact.skipped
+    attempt.marks_before = len(attempt.marks)
+
+
+def _steps(attempt: AttemptRecord, t: float, fact: told.StepsDone) -> None:
+    if fact.last is None:
+        return
+    if not attempt.marks and attempt.first_step is None:  # an older ledger, or a torn one
+        attempt.first_step = t - (fact.seconds or 0.0)
+    attempt.marks.append(StepMark(t, attempt.number, fact))
+    attempt.moved(fact.last)
+
+
+def _save_due(attempt: AttemptRecord, _: float, fact: told.SaveFailed | told.SaveSkipped) -> None:
+    attempt.moved(fact.step)
+
+
+def _stop_requested(attempt: AttemptRecord, t: float, fact: told.StopRequested) -> None:
+    attempt.stop_cause = "" if fact.cause is None else fact.cause.value
+    attempt.stopping = attempt.stopping or t
+
+
+def _left(attempt: AttemptRecord, t: float, fact: told.TrainingStopped | told.TrainingDone) -> None:
+    attempt.left = attempt.left or t
+    attempt.moved(fact.step)
+
+
+def _failed(attempt: AttemptRecord, t: float, fact: told.RankFailed) -> None:
+    attempt.failed = attempt.failed or t
+    attempt.failure = Failure(
+        attempt=attempt.number,
+        rank=fact.rank,
+        node=fact.node,
+        kind=fact.kind_of,
+        summary=fact.summary,
+        traceback=fact.traceback,
+        others=fact.others,
+    )
+
+
+def _ended(attempt: AttemptRecord, t: float, fact: told.AttemptEnded) -> None:
+    late = fact.by == "successor"
+    if attempt.ended is None:
+        # A successor writes long after the end; the attempt itself was last heard of before.
+        attempt.ended = max(attempt.last_t, fact.heard or 0.0) if late else t
+    if not late:
+        attempt.last_t = t
+        attempt.witnessed = t if attempt.witnessed is None else attempt.witnessed
+    attempt.ended_at = attempt.ended_at if fact.ended_at is None else fact.ended_at
+    attempt.heard = attempt.heard if fact.heard is None else fact.heard
+    attempt.reason, attempt.next = fact.reason, fact.next
+    attempt.detail, attempt.ended_by = fact.detail, fact.by
+    attempt.end_step = fact.step
+    attempt.moved(fact.step)
+
+
+def _requeued(attempt: AttemptRecord, *_: object) -> None:
+    attempt.stuck = None
+
+
+def _not_requeued(attempt: AttemptRecord, _: float, fact: told.RequeueFailed) -> None:
+    attempt.stuck = fact.why
+
+
+def _stopped_for_good(attempt: AttemptRecord, _: float, fact: told.RunStopped) -> None:
+    attempt.stopped_for_good = fact.detail
+
+
+_OF_ATTEMPT: dict[type[told.LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
+    told.AttemptStarted: _started,
+    told.PhaseReached: _phase,
+    told.MeshBuilt: _mesh,
+    told.CheckpointRestored: _restored,
+    told.StepsDone: _steps,
+    told.SaveFailed: _save_due,
+    told.SaveSkipped: _save_due,
+    told.StopRequested: _stop_requested,
+    told.TrainingStopped: _left,
+    told.TrainingDone: _left,
+    told.RankFailed: _failed,
+    told.AttemptEnded: _ended,
+    told.Requeued: _requeued,
+    told.RequeueFailed: _not_requeued,
+    told.RunStopped: _stopped_for_good,
+}
+
+
+# What each kind of event tells of the run; of its attempt where it has one.
+
+_Attempt = AttemptRecord | None
+
+
+def _intent(run: RunHistory, _: _Attempt, t: float, fact: told.SubmitIntent) -> None:
+    run.clusters = {fact.slurm_cluster} - {""}
+    clusters = frozenset(run.clusters)
+    run.submissions.append(Submission(t, fact.token, clusters=clusters))
+    run.written_in = ("script", fact.script) if fact.script else run.written_in
+
+
+def _accepted(
+    run: RunHistory, _: _Attempt, t: float, fact: told.Submitted | told.SubmitAdopted
+) -> None:
+    newest = run.submissions[-1] if run.submissions else None
+    if newest is None or newest.token != fact.token or newest.job_id:
+        newest = Submission(t, fact.token)
+        run.submissions.append(newest)
+    newest.job_id, newest.accepted = fact.job_id, t
+    run.jobs.setdefault(fact.job_id, set()).update(newest.clusters)
+
+
+def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: told.Submitted) -> None:
+    _accepted(run, attempt, t, fact)
+    run.resumes += 1
+    run.ends_since_resume = []
+    run.job_times.append(t)
+    run.asked_step = fact.from_step
+    if fact.from_step is not None and run.attempts:
+        run.attempts[-1].went_back = True
+    if fact.total_steps is not None:
+        run.total_steps = fact.total_steps
+
+
+def _refused(run: RunHistory, _: _Attempt, __: float, fact: told.SubmitFailed) -> None:
+    newest = run.submissions[-1] if run.submissions else None
+    if newest is not None and not newest.job_id and fact.token in {"", newest.token}:
+        newest.refused = True
+
+
+def _cancelled(run: RunHistory, _: _Attempt, t: float, fact: told.CancelRequested) -> None:
+    run.to_end.add(fact.job_id)
+    of_job = (s for s in reversed(run.submissions) if s.job_id in {"", fact.job_id})
+    submission = next(of_job, None)
+    if submission is not None:
+        submission.cancelled = submission.cancelled or t
+
+
+def _attempt_started(
+    run: RunHistory, attempt: _Attempt, t: float, fact: told.AttemptStarted
+) -> None:
+    run.interval = None  # it may run with other settings
+    run.job_times.append(t)
+    clusters = {fact.slurm_cluster} - {""}
+    run.clusters |= clusters
+    if attempt is not None:
+        attempt.submission = len(run.submissions)
+    if fact.job_id:
+        run.jobs.setdefault(fact.job_id, set()).update(clusters)
+    run.written_in = ("run_dir", fact.run_dir) if fact.run_dir else run.written_in
+
+
+def _run_restored(
+    run: RunHistory, attempt: _Attempt, t: float, fact: told.CheckpointRestored
+) -> None:
+    step = fact.step or 0
+    run.training.append(Restore(t, None if attempt is None else attempt.number, step))
+    run.restores += 1
+    run.restored_t = run.seen = t
+    run.asked_step = None
+    if run.kept_save is not None and step < (run.kept_save[0] or 0):
+        run.kept_save = (step or None, None, None)
+    if fact.step == 0 and not fact.checkpoint:
+        run.newest_saved = None
+
+
+def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: told.StepsDone) -> None:
+    if fact.first is not None and fact.last is not None:
+        run.training.append(StepMark(t, None, fact) if attempt is None else attempt.marks[-1])
+        run.seen = t
+
+
+def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: told.CheckpointSaved) -> None:
+    save = SaveRecord(
+        t=t,
+        attempt=None if attempt is None else attempt.number,
+        kind=fact.kind,
+        step=fact.step,
+        restores=run.restores,
+        leaving=attempt is not None and attempt.stopping is not None,
+        seconds=fact.seconds,
+        stall_s=fact.stall_s,
+        waited_s=fact.waited_s or 0.0,
+        size_bytes=fact.bytes,
+        mode=fact.mode,
+    )
+    run.saves.append(save)
+    run.seen = t
+    run.kept_save = (fact.step, t, fact.bytes)
+    run.newest_saved = max(fact.step, run.newest_saved or 0)
+    if attempt is not None:
+        attempt.moved(fact.step)
+        attempt.saves.append(save)
+        attempt.last_saved_step = fact.step
+
+
+def _not_saved(
+    run: RunHistory, attempt: _Attempt, t: float, fact: told.SaveFailed | told.SaveSkipped
+) -> None:
+    number = None if attempt is None else attempt.number
+    run.saves.append(SaveRecord(t, number, fact.kind, fact.step, run.restores, why=fact.why))
+    run.seen = t
+
+
+def _imported(run: RunHistory, _: _Attempt, __: float, fact: told.CheckpointImported) -> None:
+    if fact.step is not None:
+        run.newest_saved = max(fact.step, run.newest_saved or 0)
+
+
+def _interval(run: RunHistory, _: _Attempt, __: float, fact: told.IntervalSet) -> None:
+    run.interval = fact
+
+
+def _run_ended(run: RunHistory, attempt: _Attempt, _: float, fact: told.AttemptEnded) -> None:
+    run.ends_since_resume.append((None if attempt is None else attempt.number, fact.reason))
+
+
+def _run_requeued(run: RunHistory, _: _Attempt, t: float, __: told.Requeued) -> None:
+    run.job_times.append(t)
+
+
+def _verified(run: RunHistory, _: _Attempt, t: float, fact: told.CheckpointVerified) -> None:
+    run.verified[fact.name] = t
+
+
+def _set_aside(run: RunHistory, _: _Attempt, __: float, fact: told.CheckpointSetAside) -> None:
+    run.set_aside.append(Skipped(fact.step or 0, fact.name, fact.reason))
+
+
+def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: told.NodesExcluded) -> None:
+    number = None if attempt is None else attempt.number
+    run.excluded += [(number, node) for node in fact.nodes]
+
+
+def _notified(run: RunHistory, attempt: _Attempt, _: float, __: told.Notified) -> None:
+    if attempt is not None:
+        run.notified.add(attempt.number)
+
+
+_OF_RUN: dict[type[told.LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
+    told.SubmitIntent: _intent,
+    told.Submitted: _submitted,
+    told.SubmitAdopted: _accepted,
+    told.SubmitFailed: _refused,
+    told.CancelRequested: _cancelled,
+    told.AttemptStarted: _attempt_started,
+    told.CheckpointRestored: _run_restored,
+    told.StepsDone: _run_steps,
+    told.CheckpointSaved: _saved,
+    told.SaveFailed: _not_saved,
+    told.SaveSkipped: _not_saved,
+    told.CheckpointImported: _imported,
+    told.IntervalSet: _interval,
+    told.AttemptEnded: _run_ended,
+    told.Requeued: _run_requeued,
+    told.CheckpointVerified: _verified,
+    told.CheckpointSetAside: _set_aside,
+    told.NodesExcluded: _excluded,
+    told.Notified: _notified,
+}
