@@ -132,7 +132,6 @@ def _login(
     from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.preflight.report import OK, WARN, Result
     from hpctrain.site.preset import Site
-    from hpctrain.submit.checks import of_slurm
     from hpctrain.submit.preflight import check_login, refused
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
@@ -143,7 +142,7 @@ def _login(
         environ=os.environ,
         config=Path(config) if config else None,
         time=job_time,
-        accounting=of_slurm(),
+        ask_accounting=True,
         **flags,
     )
     try:

@@ -89,7 +89,6 @@ def command(
     from hpctrain.settings.check import profile_flags
     from hpctrain.settings.check_engine import engine_flags
     from hpctrain.settings.secrets import hide, secrets_in
-    from hpctrain.submit.checks import of_slurm
     from hpctrain.submit.resume import ResumeRequest, prepare_resume, resume_run
 
     if wait and dry_run:
@@ -103,7 +102,7 @@ def command(
         sets,
         from_step,
         allow_locked=allow_locked,
-        accounting=of_slurm(),
+        ask_accounting=True,
     )
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)

@@ -117,7 +117,6 @@ def command(
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.submit.checks import of_slurm
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
     if wait and (no_submit or dry_run):
@@ -128,7 +127,7 @@ def command(
         command=script,
         config=Path(config) if config else None,
         cluster_needed=not dry_run and not no_submit,
-        accounting=of_slurm(),
+        ask_accounting=True,
         **flags,
     )
     if dry_run:

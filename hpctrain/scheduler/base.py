@@ -22,14 +22,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.base.records import EndReason, JobFacts, JobInfo, JobRequest, JobStart
     from hpctrain.preflight.report import Result
     from hpctrain.run.layout import RunDir
+    from hpctrain.settings.layers import Chosen, Layer
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.detect import ClusterFacts
+    from hpctrain.site.preset import Site
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,22 @@ def _load(where: str) -> Any:
     return getattr(import_module(module), name)
 
 
+@dataclass(frozen=True)
+class Accounting:
+    """Questions; each answers None where it cannot be asked, or knows nothing of the user.
+
+    Attributes:
+        accounts: The user's.
+        qos: The user's.
+        cpus_per_gpu: CPUs for each GPU of a job that asks for none, by the partition's name, or ""
+            for the default one.
+    """
+
+    accounts: Callable[[], Collection[str] | None]
+    qos: Callable[[], Collection[str] | None]
+    cpus_per_gpu: Callable[[str], int | None] = lambda _: None
+
+
 class Cluster(Protocol):
     """The login node's side of a scheduler. What has a body here may stay as it is.
 
@@ -115,10 +134,14 @@ class Cluster(Protocol):
         name: By which users name it.
         on_this_machine: Its nodes are processes of this machine: nobody else's limits hold for
             them, and none of them is bad by itself.
+        site: The preset where none is named; "" where it is detected.
+        without_effect: Keys of [slurm] that it cannot honour.
     """
 
     name: str
     on_this_machine: bool = False
+    site: str = ""
+    without_effect: frozenset[str] = frozenset()
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Why it cannot be used from a shell with these variables; "" where it can."""
@@ -201,6 +224,61 @@ class Cluster(Protocol):
             ClusterUnreachable: it gave no answer.
         """
         raise UsageError(f"{self.name} tells nothing that a preset could be drafted from")
+
+    def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
+        """Variables of the user's shell that are not passed on, since they would change the job."""
+        del environ, site
+        return []
+
+    def shell_layer(self, environ: Mapping[str, str], site: Site) -> Layer | None:
+        """What the user's shell decides: a layer above the site's and below hpctrain.toml."""
+        del environ, site
+        return None
+
+    def setup_lines(self, site: Site | None) -> list[str]:
+        """Lines of the preset's that a job runs before its ranks; they may bring another torch."""
+        del site
+        return []
+
+    def accounting(self) -> Accounting | None:
+        """Who knows the user's accounts; None where there are none."""
+        return None
+
+    def check(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site,
+        *,
+        is_script: bool,
+        accounting: Accounting | None,
+    ) -> Chosen:
+        """Hold the settings against the site's limits.
+
+        Args:
+            settings: Checked by themselves already.
+            origins: Setting to its place.
+            site: The preset.
+            is_script: The ranks run a script of the user's, not hpctrain's own loop.
+            accounting: Whom to ask; None asks nobody.
+
+        Returns:
+            What is to be where nobody has given it, and what the user should know.
+
+        Raises:
+            UsageError: the scheduler would refuse the job.
+        """
+        from hpctrain.settings.layers import Chosen
+
+        del settings, origins, site, is_script, accounting
+        return Chosen()
+
+    def notes(
+        self, settings: Settings, site: Site | None, accounting: Accounting | None
+    ) -> list[str]:
+        """What the user should know of the job, with a site and without."""
+        del settings, site, accounting
+        return []
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """What to warn of before a job, in a preflight."""

@@ -2,7 +2,7 @@
 
 `check_hooks_here`: what [track] and [notify] name. `take_ds_config`: a user's ds_config.json, read
 and checked when a run is prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
-`of_slurm`: what SLURM knows of the user and of its partitions. `check_versions`: torch and
+`check_versions`: torch and
 DeepSpeed as the ranks will import them, by their names among the interpreter's packages, without an
 import.
 
@@ -17,22 +17,20 @@ import shlex
 import shutil
 import stat
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.plan.deepspeed import check_user_config, is_text, read_user_config, resolve_ds_config
 from hpctrain.plan.versions import refusal, untried
-from hpctrain.scheduler.slurm.site_options import module_lines
 from hpctrain.settings.check import missing_tracker
 from hpctrain.settings.schema import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.schema import Settings
-    from hpctrain.site.preset import Site
 
 _INFO = (".dist-info", ".egg-info")
 
@@ -138,60 +136,21 @@ def take_ds_config(
     return replaced(settings, {"engine.ds_config": text}), notes
 
 
-def nsys_notes(rank: int, cluster: str, environ: Mapping[str, str]) -> list[str]:
+def nsys_notes(rank: int, cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     """A note where the rank will start without nsys.
 
-    Of a SLURM cluster nothing is known here: its login nodes often lack what a module gives the
-    others.
+    Of another machine nothing is known here: login nodes often lack what a module gives the others.
     """
-    if rank < 0 or cluster != "local" or shutil.which("nsys", path=environ.get("PATH", "")):
+    if (
+        rank < 0
+        or not cluster.on_this_machine
+        or shutil.which("nsys", path=environ.get("PATH", ""))
+    ):
         return []
     return [f"there is no nsys on PATH: rank {rank} will train without it"]
 
 
-def _nothing(partition: str) -> None:
-    """Nobody can say."""
-    del partition
-
-
-@dataclass(frozen=True)
-class Accounting:
-    """Questions; each answers None where it cannot be asked, or knows nothing of the user.
-
-    Attributes:
-        accounts: The user's.
-        qos: The user's.
-        cpus_per_gpu: CPUs for each GPU of a job that asks for none, by the partition's name, or ""
-            for the default one.
-    """
-
-    accounts: Callable[[], Collection[str] | None]
-    qos: Callable[[], Collection[str] | None]
-    cpus_per_gpu: Callable[[str], int | None] = _nothing
-
-
-def of_slurm() -> Accounting:
-    """Who answers by sacctmgr and scontrol, each question when it is needed."""
-
-    def accounts() -> Collection[str] | None:
-        from hpctrain.scheduler.slurm import facts
-
-        return facts.accounts()
-
-    def qos() -> Collection[str] | None:
-        from hpctrain.scheduler.slurm import facts
-
-        return facts.qos()
-
-    def cpus_per_gpu(partition: str) -> int | None:
-        from hpctrain.scheduler.slurm import facts
-
-        return facts.cpus_per_gpu(partition)
-
-    return Accounting(accounts, qos, cpus_per_gpu)
-
-
-def check_versions(settings: Settings, site: Site | None = None, *, python: str = "") -> list[str]:
+def check_versions(settings: Settings, setup: Sequence[str] = (), *, python: str = "") -> list[str]:
     """Refuse an engine that cannot train with what is installed; returns what to know.
 
     Where the job loads modules or runs lines of its own first, these may bring another torch: then
@@ -199,7 +158,7 @@ def check_versions(settings: Settings, site: Site | None = None, *, python: str 
 
     Args:
         settings: The run's.
-        site: Its preset.
+        setup: Lines that a job of its site runs first.
         python: The interpreter that the ranks will run; where it is another than this one nothing
             is known of its packages.
 
@@ -212,7 +171,7 @@ def check_versions(settings: Settings, site: Site | None = None, *, python: str 
     why = refusal(versions, settings.engine)
     if why is None:
         return untried(versions, settings.engine)
-    if settings.slurm.setup or module_lines(site):
+    if settings.slurm.setup or setup:
         return [f"{why} (unless the job's modules or slurm.setup bring another)"]
     raise UsageError(why)
 

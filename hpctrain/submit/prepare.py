@@ -20,7 +20,7 @@ from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, Usa
 from hpctrain.plan.mesh import meshes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
-from hpctrain.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.scheduler.base import SCHEDULERS, default_cluster, get_cluster
 from hpctrain.settings.check import check, profile_flags
 from hpctrain.settings.check_engine import engine_flags
 from hpctrain.settings.layers import (
@@ -38,14 +38,11 @@ from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit.checks import check_hooks_here, check_versions, nsys_notes, take_ds_config
 from hpctrain.submit.disk import check_disk
-from hpctrain.submit.site_checks import (
+from hpctrain.submit.site_choice import (
     changed,
     changed_by_shell,
-    check_site,
-    cpu_notes,
     dropped_locks,
     find_site,
-    shell_layer,
     take_locks,
 )
 
@@ -53,23 +50,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.base.mesh import Mesh
+    from hpctrain.scheduler.base import Accounting, Cluster
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
-    from hpctrain.submit.checks import Accounting
-    from hpctrain.submit.site_checks import SiteChoice
+    from hpctrain.submit.site_choice import SiteChoice
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"
-CLUSTERS = ("slurm", "local")
 RECIPE_NAME = "lm"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME_LENGTH = 100
 _NAME_TRIES = 100
-
-# Flags that only a scheduler can honour.
-_SLURM_ONLY = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
-               "network", "extra", "srun_args")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,9 +99,11 @@ class SubmitRequest:
     allow_locked: bool = False
     """The user may change what the site's admins have locked; it is recorded."""
     accounting: Accounting | None = None
-    """Whom to ask for the user's accounts; None leaves it to sbatch."""
+    """Whom to ask for the user's accounts."""
+    ask_accounting: bool = False
+    """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
     cluster_needed: bool = True
-    """False for a dry run: a script can be shown where there is no sbatch."""
+    """False for a dry run: a script can be shown where there is no scheduler."""
     alone: bool = False
     """One process will train, whatever the nodes are set to."""
 
@@ -139,7 +133,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     Raises:
         UsageError: a flag, a setting or a file is wrong, or some number of nodes has no mesh.
         NotFound: there is no such script, site or settings file.
-        ClusterError: SLURM was asked for and there is no sbatch.
+        ClusterError: a scheduler was asked for that is not here.
         RunExists: there is a run of that name.
         ChecksFailed: the run directory could not be written.
     """
@@ -147,7 +141,8 @@ def prepare(request: SubmitRequest) -> Prepared:
     cluster = _choose_cluster(request, config)
     site_choice = _find_site(request, config, cluster)
     site = site_choice.site
-    shell = shell_layer(site, request.environ) if site and cluster == "slurm" else None
+    accounting = request.accounting or (cluster.accounting() if request.ask_accounting else None)
+    shell = cluster.shell_layer(request.environ, site) if site else None
     lower = [site.layer if site else None, shell, config.layer if config else None]
     flags = flag_layer(flags_of(request), request.sets)
     given, origins = resolve([*filter(None, lower), flags])
@@ -157,7 +152,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes = [*site_choice.notes, *chosen.notes]
     notes += check_hooks_here(given, origins, request.cwd)
     env, env_origins = _environment(request, config)
-    unlocked = dropped_locks(request.environ, site_choice) if cluster == "slurm" else []
+    unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
     if unlocked:
         notes.append(
             f"locks that do not hold because another site was named: {', '.join(unlocked)}"
@@ -169,11 +164,10 @@ def prepare(request: SubmitRequest) -> Prepared:
         lock_notes, changed_paths = take_locks(site, changes, allow=request.allow_locked)
         notes += lock_notes
         unlocked += changed_paths
-        if cluster == "slurm":
-            now, ask = chosen.upon(given, origins), request.accounting
-            here = check_site(*now, site, is_script=not is_recipe, accounting=ask)
-            notes += here.notes
-            chosen += here
+        now = chosen.upon(given, origins)
+        here = cluster.check(*now, site, is_script=not is_recipe, accounting=accounting)
+        notes += here.notes
+        chosen += here
     settings, origins = chosen.upon(given, origins)
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_warnings(secrets)
@@ -184,9 +178,8 @@ def prepare(request: SubmitRequest) -> Prepared:
             f"{runs} {who}"
         )
     notes += _without_effect(origins, cluster, entry)
-    if cluster == "slurm":
-        notes += cpu_notes(settings, site, request.accounting)
-    notes += check_versions(settings, site if cluster == "slurm" else None)
+    notes += cluster.notes(settings, site, accounting)
+    notes += check_versions(settings, cluster.setup_lines(site))
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
@@ -199,7 +192,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         name=name,
         run_id=os.urandom(8).hex(),
         created=time.time(),
-        cluster=cluster,
+        cluster=cluster.name,
         site=site.name if site else "",
         entry=entry,
         settings=settings,
@@ -207,7 +200,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         chosen=list(chosen.changes),
         env=env,
         env_origins=env_origins,
-        dropped_env=_dropped(request, site, cluster),
+        dropped_env=cluster.dropped(request.environ, site),
         python=sys.executable,
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
@@ -312,17 +305,6 @@ def free_name(runs: Path, stem: str) -> str:
     return f"{stem}-{max(taken, default=0) + 1}"
 
 
-def default_cluster(environ: Mapping[str, str]) -> str:
-    """SLURM where there is an sbatch on PATH, else this machine."""
-    return "slurm" if _has_sbatch(environ) else "local"
-
-
-def _has_sbatch(environ: Mapping[str, str]) -> bool:
-    import shutil
-
-    return shutil.which("sbatch", path=environ.get("PATH", "")) is not None
-
-
 def read_config(request: SubmitRequest) -> SettingsFile | None:
     """The settings file that counts; None where there is none.
 
@@ -340,34 +322,27 @@ def read_config(request: SubmitRequest) -> SettingsFile | None:
     return from_toml(file, name=file.shown, top=("cluster", "site"))
 
 
-def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> str:
+def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> Cluster:
     given = config.top.get("cluster") if config else None
-    cluster = request.cluster or given or default_cluster(request.environ)
+    name = request.cluster or given or default_cluster(request.environ)
     where = config.layer.where("cluster", "") if config and not request.cluster else "--cluster"
-    if cluster not in CLUSTERS:
-        raise UsageError(f'{where}: there is no cluster "{cluster}"; it takes slurm or local')
-    if cluster == "slurm" and request.cluster_needed and not _has_sbatch(request.environ):
-        raise ClusterError(
-            f"{where}: slurm was asked for and there is no sbatch on PATH; "
-            "go to a login node of the cluster, or use --cluster local"
-        )
+    if name not in SCHEDULERS:
+        takes = " or ".join(SCHEDULERS)
+        raise UsageError(f'{where}: there is no cluster "{name}"; it takes {takes}')
+    cluster = get_cluster(name)
+    if request.cluster_needed and (why := cluster.missing(request.environ)):
+        raise ClusterError(f"{where}: {name} was asked for and {why}, or use --cluster local")
     return cluster
 
 
 def choose_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Site | None:
-    """The site that counts; None on a SLURM cluster that has none."""
-    return _find_site(request, config, cluster).site
+    """The site that counts; None on a cluster that has none."""
+    return _find_site(request, config, get_cluster(cluster)).site
 
 
-def _find_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> SiteChoice:
+def _find_site(request: SubmitRequest, config: SettingsFile | None, cluster: Cluster) -> SiteChoice:
     project = (request.cwd / request.config).parent if request.config else request.cwd
-    return find_site(request.site, request.environ, config, project, cluster)
-
-
-def _dropped(request: SubmitRequest, site: Site | None, cluster: str) -> list[str]:
-    """Variables of the shell that neither SLURM's commands nor the settings take."""
-    keep = site.slurm.sbatch_env if site is not None and cluster == "slurm" else ()
-    return clean(request.environ, kept_settings(request.environ, keep).values()).dropped
+    return find_site(request.site, request.environ, config, project, cluster.site)
 
 
 def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
@@ -387,15 +362,15 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
     }
 
 
-def _without_effect(origins: Mapping[str, str], cluster: str, entry: Entry) -> list[str]:
+def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:
     """Flags that will change nothing, so that none is ignored in silence."""
     notes: list[str] = []
     for path, origin in origins.items():
         section, _, key = path.partition(".")
         if not origin.startswith("flag "):
             continue
-        if cluster == "local" and section == "slurm" and key in _SLURM_ONLY:
-            notes.append(f"{origin[5:]} has no effect with --cluster local")
+        if section == "slurm" and key in cluster.without_effect:
+            notes.append(f"{origin[5:]} has no effect with --cluster {cluster.name}")
         if entry.kind == "script" and section == "train":
             script = Path(entry.path).name
             notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")

@@ -16,6 +16,7 @@ from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import look_anew
+from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import check
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
@@ -23,16 +24,16 @@ from hpctrain.site.preset import site_of
 from hpctrain.submit.checks import check_hooks_here, check_versions, take_ds_config
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
 from hpctrain.submit.own_job import as_own_run
-from hpctrain.submit.site_checks import changed, check_site, take_locks
+from hpctrain.submit.site_choice import changed, take_locks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import Accounting
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
-    from hpctrain.submit.checks import Accounting
 
 SAME_RUN = (
     "seed",
@@ -58,7 +59,9 @@ class ResumeRequest:
     allow_locked: bool = False
     """The user may change what the site's admins have locked; it is recorded."""
     accounting: Accounting | None = None
-    """Whom to ask for the user's accounts; None leaves it to sbatch."""
+    """Whom to ask for the user's accounts."""
+    ask_accounting: bool = False
+    """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
     alone: bool = False
     """One process will train, whatever the nodes are set to."""
 
@@ -83,18 +86,18 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
         given, origins, Path(spec.entry.cwd or Path.cwd()), python=spec.python
     )
     unlocked, is_recipe = list(spec.unlocked), spec.entry.kind == "recipe"
-    site = site_of(spec)
+    site, cluster = site_of(spec), get_cluster(spec.cluster)
     if site is not None:
         site_notes, more = _take_locks(spec, site, given, origins, request)
         notes += site_notes
         unlocked += [path for path in more if path not in unlocked]
-        if spec.cluster == "slurm":
-            now, ask = chosen.upon(given, origins), request.accounting
-            here = check_site(*now, site, is_script=not is_recipe, accounting=ask)
-            notes += here.notes
-            chosen += here
+        ask = request.accounting or (cluster.accounting() if request.ask_accounting else None)
+        now = chosen.upon(given, origins)
+        here = cluster.check(*now, site, is_script=not is_recipe, accounting=ask)
+        notes += here.notes
+        chosen += here
     settings, origins = chosen.upon(given, origins)
-    notes += check_versions(settings, site if spec.cluster == "slurm" else None, python=spec.python)
+    notes += check_versions(settings, cluster.setup_lines(site), python=spec.python)
     _refuse_another_run(spec, settings, origins)
     planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
     ranks = [mesh.data_ranks for mesh in planned.values()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import Cluster
+from hpctrain.scheduler.slurm.environment import clean
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.spec import load_spec
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobRequest
     from hpctrain.scheduler.base import PreflightJob
     from hpctrain.settings.spec import Spec
+    from hpctrain.site.preset import Site
 
 PREFIX = "local-"
 OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
@@ -177,6 +178,11 @@ class LocalCluster(Cluster):
 
     name = "local"
     on_this_machine = True
+    site = "local"
+    without_effect = frozenset(
+        {"partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "network"}
+        | {"extra", "srun_args"}
+    )
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Nothing: there is always this machine."""
@@ -190,6 +196,8 @@ class LocalCluster(Cluster):
 
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
+        import subprocess  # not for a dry run
+
         spec = load_spec(RunDir(request.run_dir).spec)
         low, high = node_range(spec.settings.slurm.nodes)
         record = create(
@@ -241,6 +249,11 @@ class LocalCluster(Cluster):
         if not is_job_id(job_id):
             raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
         request(job_id, "cancel")
+
+    def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
+        """A shell inside a job has variables of it, which would tell the ranks of another run."""
+        del site
+        return clean(environ).dropped
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """A note for who looks for the script; a job's name is known by it."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
-from hpctrain.scheduler.base import Cluster
+from hpctrain.scheduler.base import Accounting, Cluster
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
-from hpctrain.scheduler.slurm.facts import name_here
+from hpctrain.scheduler.slurm.environment import clean, kept_settings
 from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
 from hpctrain.scheduler.slurm.parse import (
     QUEUE_FORMAT,
@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import PreflightJob
     from hpctrain.scheduler.slurm.parse import AccountRow
+    from hpctrain.settings.layers import Chosen, Layer
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.detect import ClusterFacts
+    from hpctrain.site.preset import Site
 
 SUBMIT_TIMEOUT_S = 60.0
 FORGOTTEN = "invalid job id"
@@ -72,10 +75,13 @@ class SlurmCluster(Cluster):
         return "" if there else "there is no sbatch on PATH; go to a login node of the cluster"
 
     def here(self, environ: Mapping[str, str] | None = None) -> str:
-        """ClusterName, asked once in a process."""
-        if environ is not None and not shutil.which("scontrol", path=environ.get("PATH", "")):
-            return ""
-        return name_here()
+        """ClusterName; of this process's own environment it is asked once."""
+        from hpctrain.scheduler.slurm.facts import cluster_name, name_here
+
+        if environ is None:
+            return name_here()
+        there = shutil.which("scontrol", path=environ.get("PATH", ""))
+        return (cluster_name() or "") if there else ""
 
     def submit(self, request: JobRequest) -> str:
         """Submit the script that is written already, and return the job's id."""
@@ -149,6 +155,51 @@ class SlurmCluster(Cluster):
         from hpctrain.scheduler.slurm.facts import ask_cluster
 
         return ask_cluster()
+
+    def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
+        """What neither SLURM's commands nor the settings take."""
+        keep = site.slurm.sbatch_env if site is not None else ()
+        return clean(environ, kept_settings(environ, keep).values()).dropped
+
+    def shell_layer(self, environ: Mapping[str, str], site: Site) -> Layer | None:
+        """The SBATCH_* variables that the preset keeps, and the account that it looks for."""
+        from hpctrain.scheduler.slurm.limits import shell_layer
+
+        return shell_layer(site, environ)
+
+    def setup_lines(self, site: Site | None) -> list[str]:
+        """The modules that the preset loads."""
+        from hpctrain.scheduler.slurm.site_options import module_lines
+
+        return module_lines(site)
+
+    def accounting(self) -> Accounting:
+        """By sacctmgr and scontrol, each question when it is needed."""
+        from hpctrain.scheduler.slurm import facts
+
+        return Accounting(facts.accounts, facts.qos, facts.cpus_per_gpu)
+
+    def check(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site,
+        *,
+        is_script: bool,
+        accounting: Accounting | None,
+    ) -> Chosen:
+        """Partition, quality of service, CPUs and time limit are chosen."""
+        from hpctrain.scheduler.slurm.limits import check_site
+
+        return check_site(settings, origins, site, is_script=is_script, accounting=accounting)
+
+    def notes(
+        self, settings: Settings, site: Site | None, accounting: Accounting | None
+    ) -> list[str]:
+        """What SLURM gives a job that asks for no CPUs."""
+        from hpctrain.scheduler.slurm.limits import cpu_notes
+
+        return cpu_notes(settings, site, accounting)
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """Options of the user's own that go badly with a run that is started again."""

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.environment import clean
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator, Sequence
 
 STORM = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
@@ -97,6 +97,8 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
             may have been accepted all the same.
         ClusterError: refused, in SLURM's own words.
     """
+    import subprocess  # not for a dry run, which only asks what there is
+
     env = clean(os.environ).env
     if query:
         env["SLURM_TIME_FORMAT"] = "%s"
@@ -161,6 +163,8 @@ def _is_final(error: ClusterError) -> bool:
 
 def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[str, str]:
     """Both outputs of the child; it and what it started are killed where it takes too long."""
+    import subprocess
+
     try:
         return child.communicate(timeout=timeout_s)
     except BaseException as error:

@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.versions import DEEPSPEED, TORCH, refusal, untried
+from hpctrain.scheduler.slurm.site_options import module_lines
 from hpctrain.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.site.schema import Modules
 from hpctrain.submit import checks
@@ -83,7 +84,7 @@ def test_a_job_that_loads_modules_may_bring_another_torch(monkeypatch):
     site = SimpleNamespace(modules=Modules(load=("pytorch/2.13",)), where=lambda *_: "here")
     own = replaced(Settings(), {"slurm.setup": ["source env.sh"]})
 
-    for said in (check_versions(Settings(), site), check_versions(own)):
+    for said in (check_versions(Settings(), module_lines(site)), check_versions(own)):
         assert len(said) == 1
         assert said[0].startswith("torch 2.6.0 is too old")
         assert said[0].endswith("(unless the job's modules or slurm.setup bring another)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
+from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import (
     check_profile,
     parse_profile,
@@ -99,9 +100,13 @@ def test_what_has_no_effect_is_said():
 def test_a_missing_nsys_is_said_where_it_can_be_known(tmp_path):
     here = {"PATH": str(tmp_path)}
 
-    assert nsys_notes(1, "local", here) == [
+    assert nsys_notes(1, get_cluster("local"), here) == [
         "there is no nsys on PATH: rank 1 will train without it"
     ]
-    assert nsys_notes(1, "slurm", here) == nsys_notes(-1, "local", here) == []
+    assert (
+        nsys_notes(1, get_cluster("slurm"), here)
+        == nsys_notes(-1, get_cluster("local"), here)
+        == []
+    )
     (tmp_path / "nsys").touch(0o755)
-    assert nsys_notes(1, "local", here) == []
+    assert nsys_notes(1, get_cluster("local"), here) == []

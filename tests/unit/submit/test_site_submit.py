@@ -12,17 +12,8 @@ import pytest
 from hpctrain.cli.main import main
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
-from hpctrain.settings.layers import flag_layer, resolve
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import load_spec
-from hpctrain.site import load
-from hpctrain.site.load import load_site
-from hpctrain.site.schema import Partition, Preemption
-from hpctrain.submit.checks import Accounting
-from hpctrain.submit.launch import without_nodes
-from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
-from hpctrain.submit.resume import ResumeRequest, change_spec
-from hpctrain.submit.site_checks import (
+from hpctrain.scheduler.base import Accounting
+from hpctrain.scheduler.slurm.limits import (
     Need,
     check_site,
     choose_partition,
@@ -30,6 +21,15 @@ from hpctrain.submit.site_checks import (
     misfits,
     time_limit,
 )
+from hpctrain.settings.layers import flag_layer, resolve
+from hpctrain.settings.schema import Settings
+from hpctrain.settings.spec import load_spec
+from hpctrain.site import load
+from hpctrain.site.load import load_site
+from hpctrain.site.schema import Partition, Preemption
+from hpctrain.submit.launch import without_nodes
+from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
+from hpctrain.submit.resume import ResumeRequest, change_spec
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(
