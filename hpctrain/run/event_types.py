@@ -1,7 +1,7 @@
 """The kinds of event that a ledger holds: a frozen, slotted dataclass for each.
 
 A field's range, its unit and its meaning stand beside it; docs/ledger.md is written from here
-(`make ledger-page`). A field that was not told is None; where None would say no more than nothing
+(`make settings`). A field that was not told is None; where None would say no more than nothing
 does, it is "", () or False.
 
 A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="LedgerFact")
 _UNSET: Any = object()
-_NEEDED: Any = object()
+NEEDED: Any = object()
+"""Stands where a field has no default."""
 _NOTHING: dict[object, Any] = {
     **dict.fromkeys((check.words, check.identifier, check.path), ""),
     **dict.fromkeys((check.counts, check.texts, check.mappings, check.skipped_checkpoints), ()),
@@ -51,7 +52,7 @@ def told(passed: Check, doc: str, default: Any = _UNSET) -> Any:
 
 def needed(passed: Check, doc: str) -> Any:
     """A field without which the event says nothing, and is left out."""
-    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": _NEEDED})
+    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": NEEDED})
 
 
 class LedgerFact:
@@ -73,7 +74,7 @@ class LedgerFact:
     def __init__(self, **fields: Any) -> None:
         for name, _, default, put in self._FIELDS:
             value = fields.pop(name, default)
-            if value is _NEEDED:
+            if value is NEEDED:
                 raise TypeError(f"{type(self).__name__} needs {name}")
             put(self, value)
         if fields:
@@ -177,7 +178,7 @@ def typed(kind: str, raw: dict[str, Any]) -> LedgerFact | None:
     for name, passed, default, put in cls._FIELDS:
         value = raw.pop(name, None)
         if value is None or (value := passed(value)) is None:
-            if default is _NEEDED:
+            if default is NEEDED:
                 return None
             value = default
         put(fact, value)

@@ -44,6 +44,12 @@ def test_settings_page_is_current():
     assert (DOCS / "settings.md").read_text() == written, "run: make settings"
 
 
+def test_events_of_the_ledgers_page_are_current():
+    written = runpy.run_path(str(DOCS / "generate_ledger.py"))["page"]()
+
+    assert (DOCS / "ledger.md").read_text() == written, "run: make settings"
+
+
 def test_every_room_has_its_paragraph():
     rooms = set(re.findall(r"^- `(\w+)`(?:, `(\w+)`)?:", _architecture(), re.MULTILINE))
     named = {name for pair in rooms for name in pair if name}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 OLD = Path(__file__).parents[1] / "data" / "run-0.1"
 HERE = b"@HERE@"
 """Stands in its files for the folder in which it was made."""
+PYTHON = HERE + b"/hpctrain-0.1/.venv/bin/python"
+"""Ran it, and runs it on: an environment is updated where it lies."""
 
 
 def copy_of_old_run(folder: Path) -> Path:
@@ -21,5 +24,6 @@ def copy_of_old_run(folder: Path) -> Path:
     shutil.copy(OLD / "every-kind.jsonl", other / "events.jsonl")
     for path in run.rglob("*"):
         if path.suffix in {".json", ".jsonl", ".log", ".sh"}:
-            path.write_bytes(path.read_bytes().replace(HERE, str(folder).encode()))
+            text = path.read_bytes().replace(PYTHON, sys.executable.encode())
+            path.write_bytes(text.replace(HERE, str(folder).encode()))
     return run
