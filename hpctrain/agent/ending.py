@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
@@ -68,8 +68,6 @@ UNREAD_S, READ_AGAIN_S = 60.0, 2.0
 """How long a file system is waited for that does not give the ledger, and how often it is asked."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 """Ends that come at the scheduler's pace."""
-_TELLING = kinds.StepsDone | kinds.CheckpointSaved | kinds.CheckpointRestored
-_STEPPED = _TELLING | kinds.TrainingStopped | kinds.TrainingDone
 T = TypeVar("T", bound=kinds.LedgerFact)
 
 
@@ -88,57 +86,33 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
     }
 
 
-def last_step(events: list[ledger.Event], attempt: int | None) -> int | None:
-    """The last step that an attempt is known to have done."""
-    own = [e.fact for e in events if e.attempt == attempt]
-    steps = [
-        f.last if isinstance(f, kinds.StepsDone) else f.step for f in own if isinstance(f, _STEPPED)
-    ]
-    return max((step for step in steps if step is not None), default=None)
-
-
-class CarriedOut(NamedTuple):
-    """What came of a decision."""
-
-    recorded: bool
-    """It was written down."""
-    requeued: bool = False
-    """The job was asked to run again, and will."""
-
-
 class EndWriter:
-    """Reads the ledger for an end, once, and is the one place that writes and carries out ends."""
+    """Reads the ledger for an end, once, and is the one place that writes and carries out ends.
+
+    Attributes:
+        events: What was read, and what was added here: also what had no room on the disk.
+        history: The same, put together.
+    """
 
     def __init__(self, run: RunDir, control: JobControl) -> None:
         self._run = run
         self._control = control
         self._tail = ledger.Tail(run.events, marks="few")
-        self._read: list[ledger.Event] = []
-        self._written: list[ledger.Event] = []
-        self._unwritten: list[ledger.Event] = []
+        self.events: list[ledger.Event] = []
+        self.history = RunHistory()
 
-    @property
-    def events(self) -> list[ledger.Event]:
-        """All that was read, and all that was added here."""
-        return [*self._read, *self._written, *self._unwritten]
-
-    @property
-    def history(self) -> RunHistory:
-        """The same, put together."""
-        return RunHistory.of(self.events)
-
-    def look(self) -> list[ledger.Event]:
-        """Read what has come since the last look; returns all that is known."""
-        self._read += self._tail.new()
-        self._written.clear()  # it was among that
-        return self.events
+    def look(self) -> None:
+        """Read what has come since the last look. What was added meanwhile comes once more."""
+        self._take_in(self._tail.new())
 
     def add(self, fact: kinds.LedgerFact, attempt: int | None) -> bool:
-        """Write a fact down; one that has no room on the disk counts here all the same."""
-        recorded = ledger.record(self._run, fact, attempt=attempt)
-        kept = self._written if recorded else self._unwritten
-        kept.append(ledger.Event(round(time.time(), 3), attempt, fact))
-        return recorded
+        """Write a fact down; returns whether there was room for it."""
+        self._take_in([ledger.Event(round(time.time(), 3), attempt, fact)])
+        return ledger.record(self._run, fact, attempt=attempt)
+
+    def _take_in(self, events: list[ledger.Event]) -> None:
+        self.events += events
+        self.history.extend(events)
 
     def last(self, kind: type[T], attempt: int | None) -> T | None:
         """The newest fact of a kind about this attempt."""
@@ -153,7 +127,7 @@ class EndWriter:
         *,
         exclude: Sequence[str] = (),
         pause: Callable[[], None] | None = None,
-    ) -> CarriedOut:
+    ) -> tuple[bool, bool]:
         """Write an attempt's end down, then do what follows from it.
 
         Args:
@@ -162,11 +136,15 @@ class EndWriter:
             exclude: Nodes that the job's next start is to do without.
             pause: Waits before a requeue that could not be written down, and so is not counted;
                 None leaves such a requeue to the batch side, but for those at the scheduler's pace.
+
+        Returns:
+            Whether the end was written down, and whether the job was asked to run again and will.
         """
         attempt, following = facts.attempt, decision.next
         is_done = decision.reason is EndReason.COMPLETED and facts.by != "successor"
         if is_done and self.last(kinds.TrainingDone, attempt) is None:
-            step = last_step(self.events, attempt) if facts.step is None else facts.step
+            own = self.history.attempt(attempt)
+            step = own.highest_step if own and facts.step is None else facts.step
             self.add(kinds.TrainingDone(step=step), attempt)
         recorded = attempt is not None and self.add(
             kinds.AttemptEnded(
@@ -184,16 +162,16 @@ class EndWriter:
             code, why = decision.exit_code, decision.stopped
             self.add(kinds.RunStopped(reason=decision.reason, exit_code=code, detail=why), attempt)
         if facts.has_successor:
-            return CarriedOut(recorded)
+            return recorded, False
         if following is Next.LEAVE:
-            self._note_requeue(facts, by="scheduler")
+            self.add(_requeued(facts, by="scheduler"), attempt)
         if following is Next.REQUEUE and (recorded or pause or decision.reason in _FROM_OUTSIDE):
             if pause is not None and not recorded:
                 pause()
             requeued = self.requeue(facts)
             self._exclude(attempt, exclude)
-            return CarriedOut(recorded, requeued)
-        return CarriedOut(recorded)
+            return recorded, requeued
+        return recorded, False
 
     def requeue(self, facts: EndFacts) -> bool:
         """Have the job run again; returns whether it does."""
@@ -202,12 +180,8 @@ class EndWriter:
         except ClusterError as error:
             self.add(kinds.RequeueFailed(by=facts.by, why=str(error)), facts.attempt)
             return False
-        self._note_requeue(facts, by=facts.by)
+        self.add(_requeued(facts, by=facts.by), facts.attempt)
         return True
-
-    def _note_requeue(self, facts: EndFacts, *, by: str) -> None:
-        fact = kinds.Requeued(by=by, job_id=facts.job_id, restarts=facts.restarts)
-        self.add(fact, facts.attempt)
 
     def _exclude(self, attempt: int | None, nodes: Sequence[str]) -> None:
         """Where it does not work the job may get the same nodes again, and looks at them again."""
@@ -225,14 +199,15 @@ class EndWriter:
 
         By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
         """
-        beat = read_heartbeat(self._run, attempt)
-        step = last_step(self.events, attempt)
-        own = [e.t for e in self.events
-               if e.attempt == attempt and not isinstance(e.fact, kinds.AttemptEnded)]  # fmt: skip
+        beat, own = read_heartbeat(self._run, attempt), self.history.attempt(attempt)
+        step, heard = (own.highest_step, own.last_t) if own else (None, None)
         if beat is not None:
-            step = max(beat.step, step or 0)
-            own.append(beat.t)
-        return {"step": step, "heard": max(own, default=None)}
+            step, heard = max(beat.step, step or 0), max(beat.t, heard or 0.0)
+        return {"step": step, "heard": heard}
+
+
+def _requeued(facts: EndFacts, *, by: str) -> kinds.Requeued:
+    return kinds.Requeued(by=by, job_id=facts.job_id, restarts=facts.restarts)
 
 
 class AttemptEnding:
@@ -256,11 +231,7 @@ class AttemptEnding:
         self._end_of: int | None = 0
 
     def ask(self) -> JobFacts:
-        """What the scheduler says of our job.
-
-        Raises:
-            ClusterUnreachable: it cannot be asked from here, or is silent.
-        """
+        """What the scheduler says of our job; raises `ClusterUnreachable` where it is silent."""
         return self._control.facts()
 
     def is_over(self) -> str:
@@ -268,32 +239,21 @@ class AttemptEnding:
 
         Nor does a job start again that has ended the run, whoever ran it again.
         """
-        events = self._look(0)
-        return self._has_ended_it(events) or self._is_stale(events)
-
-    def _has_ended_it(self, events: list[ledger.Event]) -> str:
-        job_id = self._context.job_id
-        ours: set[int | None] = set()
-        for event in events:
+        token, job_id = self._context.token, self._context.job_id
+        newest, ours = "", set[int | None]()
+        for event in self._look(0).events:
             match event.fact:
                 case kinds.AttemptStarted(job_id=other) if other == job_id:
                     ours.add(event.attempt)
                 case kinds.AttemptEnded(next=Next.STOP, reason=why) if event.attempt in ours:
                     return f"job {job_id} has ended the run ({why}); it does not start again"
-        return ""
-
-    def _is_stale(self, events: list[ledger.Event]) -> str:
-        token, job_id = self._context.token, self._context.job_id
-        newest = ""
-        for event in events:
-            match event.fact:
                 case kinds.SubmitIntent(token=other) | kinds.Submitted(token=other):
                     newest = other
                 case kinds.SubmitFailed(token=other) if other == newest:
                     newest = "refused"  # it came all the same, and nobody waits for it
                 case kinds.CancelRequested(job_id=other, save=False) if other == job_id:
                     newest = "cancelled"
-        if not token or not newest or token == newest:
+        if not token or newest in {"", token}:
             return ""
         if newest == "cancelled":
             return f"job {job_id} was cancelled; it does not start again"
@@ -325,13 +285,9 @@ class AttemptEnding:
 
     def after_crash(self, attempt: int, failure: FailureReport | None) -> bool:
         """Write down a failed round; whether the ranks may start again in this allocation."""
-        job_id, own_restarts = self._context.job_id, self._context.restarts
-        again = [
-            e
-            for e in self._look(attempt)
-            if isinstance(e.fact, kinds.AttemptStarted)
-            and (e.fact.by, e.fact.job_id, e.fact.restarts) == ("restart", job_id, own_restarts)
-        ]
+        own = "restart", self._context.job_id, self._context.restarts
+        attempts = self._look(attempt).history.attempts
+        again = [a for a in attempts if (a.by, a.job_id, a.restarts) == own]
         if len(again) >= self._settings.run.restarts_in_job:
             return False
         outcome, why = self._crash_kind(attempt, failure), failure.summary if failure else ""
@@ -402,12 +358,12 @@ class AttemptEnding:
     ) -> int:
         if facts.outcome != "done":
             facts = replace(facts, scheduler=self._ask())
-        self._record_failure(facts.attempt, failure)
         # Read on only now: the job may have been cancelled while the scheduler was asked.
-        self._look(facts.attempt)
-        decision = decide_end(facts, self._end.history, self._settings.budget)
-        done = self._end.carry_out(facts, decision, exclude=exclude)
-        if decision.next is Next.STOP and not done.recorded:
+        history = self._look(facts.attempt).history
+        decision = decide_end(facts, history, self._settings.budget)
+        self._record_failure(facts.attempt, failure)
+        recorded, _ = self._end.carry_out(facts, decision, exclude=exclude)
+        if decision.next is Next.STOP and not recorded:
             return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
         return decision.exit_code
 
@@ -416,11 +372,12 @@ class AttemptEnding:
         fence = read_fence(self._run)
         return fence is not None and fence.number == attempt
 
-    def _look(self, attempt: int | None) -> list[ledger.Event]:
+    def _look(self, attempt: int | None) -> EndWriter:
         """The ledger as it stands; what was read for the same end is not read again."""
         if attempt != self._end_of:
             self._end, self._end_of = EndWriter(self._run, self._control), attempt
-        return self._end.look()
+        self._end.look()
+        return self._end
 
     def _ask(self) -> JobFacts | None:
         """What the scheduler says of our job; None where it is silent: the batch side asks too."""
@@ -453,9 +410,9 @@ class AttemptEnding:
 
     def _is_silent_end(self, attempt: int) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
-        own = [event.fact for event in self._end.events if event.attempt == attempt]
-        tells = any(isinstance(fact, _TELLING) for fact in own)
-        return tells and not any(isinstance(fact, kinds.TrainingDone) for fact in own)
+        own = self._end.history.attempt(attempt)
+        tells = own is not None and own.highest_step is not None
+        return tells and self._end.last(kinds.TrainingDone, attempt) is None
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
@@ -688,13 +645,12 @@ class BatchScriptSide:
         if attempt is None and decision.next is Next.LEAVE and is_back:
             return 0  # it may be running: it may not be fenced out by a new attempt of ours
         facts = replace(facts, attempt=attempt or self._take_attempt())
-        done = self._end.carry_out(facts, decision, pause=self._pause)
+        _, requeued = self._end.carry_out(
+            facts, decision, pause=lambda: self._sleep(self._start.pause_s())
+        )
         if decision.next is Next.REQUEUE:
-            return 0 if done.requeued else EXIT_TRY_LATER
+            return 0 if requeued else EXIT_TRY_LATER
         return decision.exit_code or self._exit_code(facts.attempt, decision.reason, decision.next)
-
-    def _pause(self) -> None:
-        self._sleep(self._start.pause_s())
 
     def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
         """What asked for the stop and how the ranks ended, from what they left behind."""
@@ -707,9 +663,7 @@ class BatchScriptSide:
         if left.get("outcome") in {"done", "stopped"}:
             outcome = left["outcome"]
         elif cause is None and end is not None:
-            outcome = BY_REASON.get(
-                end.reason, outcome
-            )  # the agent saw it, and the scheduler was silent
+            outcome = BY_REASON.get(end.reason, outcome)  # the agent saw it, but could not ask
         return cause, outcome
 
     def _take_attempt(self) -> int | None:
