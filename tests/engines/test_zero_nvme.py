@@ -10,6 +10,7 @@ import errno
 import multiprocessing
 import re
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,25 @@ import torch
 
 from hpctrain.engines.zero.nvme import CHUNK_BYTES, NvmeFiles, gaps, take_folder
 from tests.support import zero
+
+# ---- nobody pays for it who does not use it
+
+
+def _imports(folder, offload):
+    """Whether training and saving bring the module in, of an engine that is imported anew."""
+    own = "hpctrain.engines.zero"
+    for name in [name for name in sys.modules if name.startswith(own)]:
+        del sys.modules[name]
+    engine = zero.build("zero3", offload=offload, disk=folder, ds_config=zero.SUB_GROUPS)
+    zero.steps(engine, 0, 2)
+    zero.save(engine, folder / offload, 2)
+    return f"{own}.nvme" in sys.modules
+
+
+@pytest.mark.parametrize("offload", ["no", "cpu", "nvme"])
+def test_a_run_without_a_disk_never_imports_it(tmp_path, offload):
+    assert zero.launch(_imports, 1, folder=tmp_path, offload=offload) == [offload == "nvme"]
+
 
 # ---- files
 

@@ -22,7 +22,6 @@ from hpctrain.engines.blocks import compile_blocks, every_block, recompute_block
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
 from hpctrain.engines.precision import DTYPES, LossScale
-from hpctrain.engines.zero.nvme import Operator, require_room, take_folder
 from hpctrain.engines.zero.state import ZeroState
 from hpctrain.errors import UsageError
 from hpctrain.plan.deepspeed import engine_config, read_user_config, refuse_unsupported, stage_of
@@ -226,6 +225,8 @@ def _take_disk(
             f"engine.offload nvme needs engine.kind zero3 and engine.nvme_path; they are "
             f'{settings.kind} and "{settings.nvme_path}"'
         )
+    from hpctrain.engines.zero.nvme import Operator, require_room, take_folder
+
     folder = take_folder(settings.nvme_path)
     away = config["zero_optimization"]["offload_optimizer"]
     away["nvme_path"] = str(folder)

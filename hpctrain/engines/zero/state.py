@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.tensors.boxes import Flat, State
 from hpctrain.engines.state import MODEL, OPTIM
-from hpctrain.engines.zero.nvme import Disk
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -192,7 +191,11 @@ class ZeroState:
         # As torch does it: weights are told under all their names, moments under the first one.
         self._first_names = _first_names(named)
         self._zero, self._stage = zero, stage
-        self._disk = Disk(zero) if getattr(zero, "swap_optimizer", False) else None
+        self._disk = None
+        if getattr(zero, "swap_optimizer", False):
+            from hpctrain.engines.zero.nvme import Disk
+
+            self._disk = Disk(zero)
         self._fragments = fragments_of(named.values(), optimizer, zero, stage)
         flat_buffers = {id(f.buffer.tensor): f.buffer for f in self._fragments.values()}
         self._flat_buffers = list(flat_buffers.values())
