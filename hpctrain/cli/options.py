@@ -115,7 +115,7 @@ def _profile(
 
 
 def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, str] | None:
-    from hpctrain.settings.check_engine import parse_mesh
+    from hpctrain.settings.check import parse_mesh
 
     return None if value is None else parse_mesh(value)
 

@@ -86,8 +86,7 @@ def command(
     from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
-    from hpctrain.settings.check import profile_flags
-    from hpctrain.settings.check_engine import engine_flags
+    from hpctrain.settings.check import engine_flags, profile_flags
     from hpctrain.settings.secrets import hide, secrets_in
     from hpctrain.submit.resume import ResumeRequest, prepare_resume, resume_run
 

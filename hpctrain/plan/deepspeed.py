@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.batches import plan_micro_batches, shares
 from hpctrain.errors import UsageError
-from hpctrain.settings.layers import nearest
+from hpctrain.settings.layers import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -511,9 +511,8 @@ def _known(user: Mapping[str, Any], where: str) -> None:
         section, _, key = path.rpartition(".")
         keys = SECTIONS.get(section) if section else TOP
         if keys is not None and key not in keys:
-            near = nearest(key, keys)
-            prefix = f"{section}." if section else ""
-            hint = f"did you mean {prefix}{near[0]}?" if near else "take it out"
+            table = f"{section}." if section else ""
+            hint = did_you_mean(key, keys, "take it out", table=table)
             raise UsageError(f"{where}: {path} is not a key that DeepSpeed knows; {hint}")
         if path in SECTIONS and not isinstance(value, dict) and value != AUTO:
             raise UsageError(f"{where}: {path} is {shown(value)}; it takes an object, {{...}}")

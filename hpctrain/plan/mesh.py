@@ -19,8 +19,7 @@ from hpctrain.base.mesh import Mesh
 from hpctrain.base.text import count, in_nodes, one_of
 from hpctrain.data.batches import ANY_PASSES, MicrobatchRules
 from hpctrain.errors import UsageError
-from hpctrain.settings.check import node_range
-from hpctrain.settings.check_engine import bounds
+from hpctrain.settings.check import bounds, node_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

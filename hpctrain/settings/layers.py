@@ -372,11 +372,11 @@ def unknown_setting(name: str, section: str) -> str:
 
 def _unknown_section(name: str, top: Sequence[str] = ()) -> str:
     """What to say of a section that there is not, or of such a key outside any table."""
-    near = nearest(name, [*sections(), ENV_SECTION, *top])
     if elsewhere := _elsewhere(name):
         tables = " or ".join(f"[{path.partition('.')[0]}]" for path in elsewhere)
         return f"{name} stands outside its table; put it under {tables}"
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections())}"
+    known = [*sections(), ENV_SECTION, *top]
+    hint = did_you_mean(name, known, f"there are {', '.join(sections())}")
     return f"{name} is not a section; {hint}"
 
 
@@ -389,6 +389,12 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     return get_close_matches(name, list(known), n=1, cutoff=0.6)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, table: str = "") -> str:
+    """A hint: the nearest known name, behind that of its table; else what is given for none."""
+    near = nearest(name, known)
+    return f"did you mean {table}{near[0]}?" if near else otherwise
 
 
 def from_table(table: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, str]:

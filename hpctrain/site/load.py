@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.ownership import ROOT, refuse_planted
 from hpctrain.settings.fields import IN_WORDS, NAME
-from hpctrain.settings.layers import nearest, read_toml
+from hpctrain.settings.layers import did_you_mean, read_toml
 from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
 from hpctrain.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 
@@ -193,8 +193,7 @@ class _PresetFinder:
     def missing(self, name: str) -> NotFound:
         """The error for a name that no layer has."""
         names = site_names(self.environ)
-        near = nearest(name, names)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names) or 'none'}"
+        hint = did_you_mean(name, names, f"there are: {', '.join(names) or 'none'}")
         folders = ", ".join(str(folder) for _, folder in reversed(self.folders))
         return NotFound(f'there is no site "{name}"; {hint} (looked in {folders})')
 

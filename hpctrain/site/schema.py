@@ -33,7 +33,7 @@ from hpctrain.settings.fields import (
     table,
     tables,
 )
-from hpctrain.settings.layers import nearest, unknown_setting
+from hpctrain.settings.layers import did_you_mean, nearest, unknown_setting
 from hpctrain.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -378,8 +378,7 @@ def unknown(path: Sequence[str], keys: Mapping[str, Key]) -> str:
     if path[0] == SETTINGS and table != SETTINGS:
         return unknown_setting(name, path[1])
     if table == SETTINGS:
-        near = nearest(name, keys)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
+        hint = did_you_mean(name, keys, f"there are {', '.join(keys)}")
         return f"{'.'.join(path)} is no section of hpctrain's settings; {hint}"
     hint = _hint(table, name, keys) if table else _hint_at_top(name)
     return f"{'.'.join(path)} is not a key of a site preset; {hint}"
@@ -414,8 +413,7 @@ def wrong_lock(text: str) -> str | None:
     path = text.split(".")
     if all(path) and path[0] not in keys_of(About) and key_at(path):
         return None
-    near = nearest(text, _paths())
-    hint = f"did you mean {near[0]}?" if near else "it takes paths such as env.common.NCCL_NET"
+    hint = did_you_mean(text, _paths(), "it takes paths such as env.common.NCCL_NET")
     return f"lock.keys has {text}, which no preset can have; {hint}"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
-from hpctrain.settings.layers import from_table, nearest
+from hpctrain.settings.layers import did_you_mean, from_table
 from hpctrain.site import schema
 from hpctrain.site.paths import ADMINS
 from hpctrain.site.preset import KeyPath, PresetValue, Site, SiteFile, dotted
@@ -224,8 +224,7 @@ class _Reader:
         parts = ("value", SOURCE, "why")
         for name, inner in raw.items():
             if name not in parts:
-                near = nearest(name, parts)
-                hint = f"did you mean {near[0]}?" if near else "it takes value, source and why"
+                hint = did_you_mean(name, parts, "it takes value, source and why")
                 raise _Fault(f"{dotted((*path, name))} is not known there; {hint}")
             if name != "value" and not isinstance(inner, str):
                 raise _Fault(f"{dotted((*path, name))} is {shown(inner)}; it takes text")
@@ -399,8 +398,8 @@ def _check_source(
     if not leaf.source or (schema.SOURCES, leaf.source) in leaves:
         return
     source_names = [path[1] for path in leaves if path[0] == schema.SOURCES]
-    near = nearest(leaf.source, source_names)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(source_names) or 'none'}"
+    there = f"there are: {', '.join(source_names) or 'none'}"
+    hint = did_you_mean(leaf.source, source_names, there)
     raise UsageError(
         f'{site_file.where(leaf)}: the source of {dotted(path)} is "{leaf.source}", which '
         f"[sources] does not have; {hint}"

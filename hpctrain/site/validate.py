@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
 from hpctrain.settings.check import node_range, time_s
-from hpctrain.settings.layers import nearest, resolve
+from hpctrain.settings.layers import did_you_mean, resolve
 from hpctrain.site.preset import PresetFinding, dotted
 
 if TYPE_CHECKING:
@@ -595,8 +595,8 @@ def _settings(site: Site) -> Iterator[Said]:
     path = ("settings", "slurm", "partition")
     for name in filter(None, settings.slurm.partition.split(",")):
         if site.partitions and name not in site.partitions:
-            near = nearest(name, site.partitions)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(site.partitions)}"
+            there = f"there are {', '.join(site.partitions)}"
+            hint = did_you_mean(name, site.partitions, there)
             yield error(path, f"[partitions] has no {name}; {hint}")
         elif name in site.partitions:
             yield from _fits(site, name)

@@ -21,8 +21,7 @@ from hpctrain.plan.mesh import meshes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
 from hpctrain.scheduler.base import SCHEDULERS, default_cluster, get_cluster
-from hpctrain.settings.check import check, profile_flags
-from hpctrain.settings.check_engine import engine_flags
+from hpctrain.settings.check import check, engine_flags, profile_flags
 from hpctrain.settings.layers import (
     ENV_SECTION,
     SettingsFile,

@@ -18,7 +18,7 @@ from hpctrain.scheduler.slurm.environment import kept_settings
 from hpctrain.scheduler.slurm.script import check_options, is_exclusive
 from hpctrain.scheduler.slurm.site_options import is_forbidden
 from hpctrain.settings.check import fit_lead, node_range, time_s
-from hpctrain.settings.layers import DEFAULT, Chosen, Layer, nearest
+from hpctrain.settings.layers import DEFAULT, Chosen, Layer, did_you_mean, nearest
 from hpctrain.settings.sbatch_options import name_of
 
 if TYPE_CHECKING:
@@ -254,12 +254,8 @@ def _refuse_unknown(
     known_names = ask() if value else None
     if known_names is None or value in known_names:
         return
-    near = nearest(value, known_names)
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"there are {', '.join(sorted(known_names)) or 'none'}"
-    )
+    there = f"there are {', '.join(sorted(known_names)) or 'none'}"
+    hint = did_you_mean(value, known_names, there)
     raise UsageError(
         f"{origins.get(f'slurm.{key}', DEFAULT)}: slurm.{key} is {value}, which SLURM's accounting "
         f"does not know for you; {hint}"

@@ -28,7 +28,7 @@ from hpctrain.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.settings.check_engine import check_engine
+from hpctrain.settings.check import check_engine
 from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings, replaced
 from hpctrain.submit.checks import take_ds_config
 

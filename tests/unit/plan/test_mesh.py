@@ -20,8 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import resume
 from hpctrain.plan.mesh import ModelShape, Planner, divisors, meshes, passes_of, plan_mesh, shape_of
-from hpctrain.settings.check import check
-from hpctrain.settings.check_engine import engine_flags, parse_mesh
+from hpctrain.settings.check import check, engine_flags, parse_mesh
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.schema import EngineSettings, Settings, SlurmSettings, TrainSettings
 from hpctrain.settings.spec import Entry, Spec, load_spec
