@@ -114,4 +114,5 @@ def test_a_stop_a_checkpoint_a_scalar_and_an_event_have_each_their_page():
         "life-of-a-checkpoint",
         "life-of-a-scalar",
         "life-of-a-stop",
+        "life-of-an-event",
     }
