@@ -7,6 +7,8 @@ Many sites set umask 002 and share project folders by group. A run names a progr
 job executes, so nobody else writes into it, whatever the umask, unless `run.group_writable` says
 so; then the run's folder can be written by its group, and all that is made in it later follows the
 folder. tests/unit/base/test_modes.py holds the promises.
+
+`data_dir` finds the files that come with hpctrain.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import errno
 import os
 import shlex
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
     from io import FileIO
-    from pathlib import Path
 
 SMALL_BYTES = 64 << 20
 """More than any file has that is read in one piece."""
@@ -278,3 +282,17 @@ def _is_shared(folder: Path) -> bool:
         return bool(folder.stat().st_mode & stat.S_IWGRP)
     except OSError:
         return False
+
+
+def data_dir(kind: Literal["site-configs", "sbatch"]) -> Path:
+    """The folder that comes with hpctrain: inside an installed wheel, or at the top of a checkout.
+
+    Raises:
+        HpctrainError: it is in neither place.
+    """
+    package = Path(__file__).resolve().parent.parent
+    places = (package / "_data" / kind, package.parent / kind)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise HpctrainError(f"{places[0]} is missing from this installation; install hpctrain again")

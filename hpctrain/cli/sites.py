@@ -114,7 +114,7 @@ def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
 
 def _files(row: dict[str, Any]) -> str:
     """The packaged file by its name, others by their path: they are what an admin looks for."""
-    from hpctrain.site.paths import PACKAGED
+    from hpctrain.site.preset import PACKAGED
 
     return ", ".join(
         PACKAGED if one["layer"] == PACKAGED else str(one["path"]) for one in row["files"]

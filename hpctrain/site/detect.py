@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
-from hpctrain.site.load import identities, load_site, project_name, require_usable
-from hpctrain.site.paths import PROJECT_FILE
+from hpctrain.site.load import PROJECT_FILE, identities, load_site, project_name, require_usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

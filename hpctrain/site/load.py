@@ -1,6 +1,6 @@
 """A site's files, found in their layers and read.
 
-tests/unit/site/test_load.py holds the promises.
+tests/unit/site/test_load.py and test_site.py hold the promises.
 """
 
 from __future__ import annotations
@@ -12,17 +12,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_SITE_PATH
+from hpctrain.base.files import data_dir
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.ownership import ROOT, refuse_planted
 from hpctrain.settings.fields import IN_WORDS, NAME
 from hpctrain.settings.layers import did_you_mean, read_toml
-from hpctrain.site.paths import GIVEN, PACKAGED, PROJECT, PROJECT_FILE, layers
+from hpctrain.site.preset import GIVEN, PACKAGED, PROJECT, SYSTEM, USER
 from hpctrain.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.site.preset import Site
+
+SYSTEM_SITES = Path("/etc/hpctrain/sites")
+PROJECT_FILE = "site.toml"
+"""Beside the settings file: the project's own layer."""
+
+
+def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
+    """Name and folder of each layer of site files, lowest first. A folder need not be there.
+
+    HPCTRAIN_SITE_PATH is read like PATH (for module trees): its first folder wins over the next,
+    and all of them over /etc.
+    """
+    text = environ.get(HPCTRAIN_SITE_PATH, "")
+    named = [Path(entry) for entry in text.split(os.pathsep) if entry]
+    system = [SYSTEM_SITES, *reversed(named)]
+    folders = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]
+    home = environ.get("HOME")
+    config = environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")
+    if config.startswith("/"):
+        folders.append((USER, Path(config, "hpctrain", "sites")))
+    return folders
 
 
 def load_site(

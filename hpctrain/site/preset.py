@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Of what `as_plain` gives."""
 
+PACKAGED, SYSTEM, USER, PROJECT = "packaged", "system", "user", "project"
+GIVEN = "file"
+"""The layer of a site that was named by its file."""
+ADMINS = (PACKAGED, SYSTEM, GIVEN)
+"""Layers whose [lock] counts where the file is root's. One given by its path may be a draft."""
+
 KeyPath = tuple[str, ...]
 """A value's place in a preset: ("env", "multi_node", "NCCL_NET"), ("description",)."""
 

@@ -20,8 +20,7 @@ from hpctrain.site.detect import choose as choose_here
 from hpctrain.site.detect import look_around
 from hpctrain.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.site.load import site_files
-from hpctrain.site.paths import SYSTEM
-from hpctrain.site.preset import dotted
+from hpctrain.site.preset import SYSTEM, dotted
 from hpctrain.site.sheet import check_locked
 
 if TYPE_CHECKING:

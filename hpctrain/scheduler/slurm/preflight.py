@@ -9,13 +9,13 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base.files import data_dir
 from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
 from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.facts import submitted_here
 from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
-from hpctrain.site.paths import data_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,6 +13,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
+from hpctrain.base.files import data_dir
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.site_options import (
     asked_by_user,
@@ -28,7 +29,6 @@ from hpctrain.scheduler.slurm.site_options import (
     srun_options_of,
 )
 from hpctrain.settings.check import node_range
-from hpctrain.site.paths import data_dir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

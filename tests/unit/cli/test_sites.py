@@ -11,7 +11,7 @@ from hpctrain.cli.options import complete_site
 from hpctrain.cli.sites import command as sites
 from hpctrain.cli.sites import detect_command, show_command
 from hpctrain.scheduler.slurm import facts
-from hpctrain.site import paths
+from hpctrain.site import load
 
 JUNIPER = """\
 description = "a machine"
@@ -39,8 +39,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "SYSTEM_SITES", tmp_path / "sites")
-    monkeypatch.setattr(paths, "data_dir", lambda kind: tmp_path / "packaged")
+    monkeypatch.setattr(load, "SYSTEM_SITES", tmp_path / "sites")
+    monkeypatch.setattr(load, "data_dir", lambda kind: tmp_path / "packaged")
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "juniper.toml").write_text(JUNIPER)
     (tmp_path / "sites" / "fabric.toml").write_text("stability = 'base'\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.site import paths
+from hpctrain.site import load
 from hpctrain.site.detect import Surroundings, choose, detect, look_around
 from hpctrain.site.preset import Site
 from hpctrain.site.schema import About, Detect
@@ -160,8 +160,8 @@ def test_this_machine_is_asked_once(tmp_path):
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """Sites of one folder only, and a project's folder."""
-    monkeypatch.setattr(paths, "SYSTEM_SITES", tmp_path / "etc")
-    monkeypatch.setattr(paths, "data_dir", lambda kind: tmp_path / "sites")
+    monkeypatch.setattr(load, "SYSTEM_SITES", tmp_path / "etc")
+    monkeypatch.setattr(load, "data_dir", lambda kind: tmp_path / "sites")
     for folder in ("sites", "project"):
         (tmp_path / folder).mkdir()
 

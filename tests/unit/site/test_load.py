@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.site import paths
+from hpctrain.site import load as load_module
 from hpctrain.site.load import identities, load_site, project_name, site_files, site_names
 from hpctrain.site.sheet import check_locked
 
@@ -36,8 +36,8 @@ class Layers:
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "SYSTEM_SITES", tmp_path / "etc")
-    monkeypatch.setattr(paths, "data_dir", lambda kind: tmp_path / "packaged")
+    monkeypatch.setattr(load_module, "SYSTEM_SITES", tmp_path / "etc")
+    monkeypatch.setattr(load_module, "data_dir", lambda kind: tmp_path / "packaged")
     return Layers(tmp_path)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from hpctrain.base.files import data_dir
 from hpctrain.errors import UsageError
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.layers import read_toml
 from hpctrain.site import schema
 from hpctrain.site.load import load_site
-from hpctrain.site.paths import data_dir
 from hpctrain.site.sheet import take_apart
 
 DOCS = Path(__file__).parents[3] / "docs"

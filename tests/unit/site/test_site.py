@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.files import data_dir
 from hpctrain.errors import UsageError
 from hpctrain.settings.layers import resolve
-from hpctrain.site.load import load_site, require_usable
-from hpctrain.site.paths import data_dir, layers
+from hpctrain.site.load import layers, load_site, require_usable
 from hpctrain.site.preset import Site
 from hpctrain.site.schema import About
 
