@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import goodput
-from hpctrain.history.progress import progress, saving
+from hpctrain.history.progress import progress, saving, speed
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.speed import speed
 from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:

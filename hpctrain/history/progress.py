@@ -1,18 +1,25 @@
-"""The progress of a run: how far it is, and how its saves go. Pure.
+"""The progress of a run: how far it is, how its saves go, how fast it trains. Pure.
 
-tests/unit/history/test_attempts.py and tests/unit/cli/test_status.py hold the promises.
+`rank_sample` reads lines of ranks.jsonl. The GPUs' peaks are for model FLOPs utilisation: dense
+bf16, fp16 where a GPU has no bf16. Only names that `torch.cuda.get_device_name` gives and whose
+makers' data sheets say a number are known; for any other, a slice of a GPU (MIG) among them, no MFU
+is better than a wrong one. tests/unit/history/test_attempts.py, test_speed.py and
+tests/unit/cli/test_status.py hold the promises.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from hpctrain.history.run_history import Restore, StepMark
+from hpctrain.run.event_fields import finite, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpctrain.history.run_history import RunHistory, SaveRecord
 
@@ -161,3 +168,233 @@ def _since(save: SaveRecord) -> float:
 
 def _missed(saves: Sequence[SaveRecord]) -> Missed | None:
     return Missed(saves[-1].step, saves[-1].why) if saves else None
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """Where the ranks' time went in a window of steps; seconds are sums over the window.
+
+    Attributes:
+        t: End of the window.
+        attempt: Whose.
+        step: Last step.
+        steps: How many.
+        wall_s: Per rank: all of the window.
+        data_s: Per rank: waiting for data.
+        own_s: Per rank: its work before it first waits for others; None where nobody can tell.
+        peak_bytes: Per rank: memory in use at most.
+        reserved_bytes: Per rank: memory taken from the device.
+        retries: Per rank: allocations that needed the cache to be emptied first.
+    """
+
+    t: float
+    attempt: int
+    step: int
+    steps: int
+    wall_s: tuple[float, ...]
+    data_s: tuple[float, ...] | None = None
+    own_s: tuple[float, ...] | None = None
+    peak_bytes: tuple[float, ...] | None = None
+    reserved_bytes: tuple[float, ...] | None = None
+    retries: tuple[float, ...] | None = None
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """What tells the slow rank from those that wait for it; the whole time where unknown."""
+        return self.wall_s if self.own_s is None else self.own_s
+
+
+def rank_sample(line: bytes, attempt: int) -> RankSample | None:
+    """One line of an attempt's ranks.jsonl; None for what is no whole sample."""
+    try:
+        raw = json.loads(line)
+    except ValueError:  # torn, or not UTF-8
+        return None
+    if not isinstance(raw, dict):
+        return None
+    t, steps, wall_s = finite(raw.get("t")), whole(raw.get("steps")), _each(raw.get("wall_s"))
+    if t is None or not steps or steps < 0 or not wall_s:
+        return None
+    names = ("data_s", "own_s", "mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
+    optional = [_each(raw.get(name), len(wall_s)) for name in names]
+    return RankSample(t, attempt, whole(raw.get("step")) or 0, steps, wall_s, *optional)
+
+
+def newest_sample(content: bytes, attempt: int) -> RankSample | None:
+    """The last whole sample at the end of a ranks.jsonl; None where there is none."""
+    lines = reversed(content.split(b"\n"))
+    return next((found for line in lines if (found := rank_sample(line, attempt))), None)
+
+
+def _each(value: object, ranks: int = 0) -> tuple[float, ...] | None:
+    """A number per rank, else None."""
+    if not isinstance(value, list) or (ranks and len(value) != ranks):
+        return None
+    found = [finite(one) for one in value]
+    return None if None in found else tuple(one for one in found if one is not None)
+
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    # NVIDIA Tesla V100 data sheet (2020): tensor performance, fp16; it has no bf16.
+    (r"Tesla V100-SXM2-(16|32)GB(-LS)?", 125e12),
+    (r"Tesla V100-PCIE-(16|32)GB", 112e12),
+    # NVIDIA A100 data sheet (2021): the same for SXM and PCIe.
+    (r"(NVIDIA )?A100-SXM4-(40|80)GB", 312e12),
+    (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
+    (r"NVIDIA A100 80GB PCIe", 312e12),
+    # NVIDIA H100 data sheet (2023): half of the numbers with sparsity.
+    (r"NVIDIA H100 80GB HBM3", 989.4e12),
+    (r"NVIDIA H100 PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835e12),
+    # NVIDIA H200 and GH200 data sheets (2024): the compute of an H100 SXM.
+    (r"NVIDIA H200", 989.4e12),
+    (r"NVIDIA GH200 (480GB|120GB|144G HBM3e)", 989.4e12),
+    # NVIDIA DGX B200 data sheet (2024): 72 PFLOPS of fp8 in 8 GPUs, bf16 dense a quarter each.
+    (r"NVIDIA B200", 2250e12),
+    # NVIDIA A40, A10, L40S and L4 data sheets (2021 to 2023): without sparsity.
+    (r"(NVIDIA )?A40", 149.7e12),
+    (r"(NVIDIA )?A10", 125e12),
+    (r"NVIDIA L40S", 362e12),
+    (r"NVIDIA L4", 121e12),
+    # AMD Instinct MI250X data sheet (2021): 383 TFLOPS, torch sees each of its two dies as a GPU.
+    (r"AMD Instinct MI250X", 191.5e12),
+    # AMD Instinct MI300X data sheet (2023).
+    (r"AMD Instinct MI300X", 1307.4e12),
+)
+
+
+def peak_flops(device: str) -> float | None:
+    """FLOP/s of one device at best; None for one whose peak is not known.
+
+    Args:
+        device: As `torch.cuda.get_device_name` says it.
+    """
+    name = device.strip()
+    return next((peak for pattern, peak in _PEAKS if re.fullmatch(pattern, name)), None)
+
+
+WINDOW_S = 600.0
+MARKS = 20
+LOOKED_AT = 2 * MARKS
+"""Marks that nothing can be counted with leave enough others."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed over the newest marks, ten minutes or 20 of them; None where the marks do not say.
+
+    Attributes:
+        step_p50_s: Median of the marks' medians, each weighted by its steps.
+        step_p95_s: The same of the marks' 95th percentiles: that of a typical stretch. One stretch
+            with a hiccup does not move it.
+        steps_per_s: Over wall time, so saves and waits count.
+        samples_per_s: The same, of all ranks.
+        tokens_per_s: The same, where the program tells tokens.
+        flops_per_s: The same, where it tells model flops.
+        mfu: Share of what the devices could do at best, where that is known.
+        data_share: Share of wall time in which rank 0 waited for data.
+        slow_rank: The slowest rank by its own work.
+        slow_by: By how much it is above the ranks' median, e.g. 0.04.
+        loss: Last told.
+        grad_norm: Last told.
+        skipped: Steps within the window whose update was skipped.
+        window_s: Seconds that the marks tell about.
+    """
+
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    data_share: float | None = None
+    slow_rank: int | None = None
+    slow_by: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    skipped: int = 0
+    window_s: float = 0.0
+
+
+def speed(history: RunHistory) -> Speed | None:
+    """How fast the newest attempt is; None until its first mark after the newest restore."""
+    told = [attempt for attempt in history.attempts if attempt.resume >= 0]
+    if not told:
+        return None
+    since = max(told[-1].marks_before, len(told[-1].marks) - LOOKED_AT)
+    marks = [mark for mark in told[-1].marks[since:] if mark.steps and mark.fact.seconds]
+    if not marks:
+        return None
+    window = _window(marks)
+    before = marks[len(marks) - len(window) - 1] if len(marks) > len(window) else None
+    flops_per_s = _rate(window, lambda mark: finite(mark.fact.flops))
+    device, ranks = told[-1].device, told[-1].world_size
+    peak = peak_flops(device)
+    mfu = flops_per_s / (peak * ranks) if flops_per_s and peak and ranks else None
+    norms = (finite(mark.fact.grad_norm) for mark in reversed(window))
+    slow = next((mark.fact for mark in reversed(window) if mark.fact.slow_rank is not None), None)
+    return Speed(
+        step_p50_s=_typical(window, lambda mark: mark.fact.p50_s or _seconds(mark) / mark.steps),
+        step_p95_s=_typical(window, lambda mark: mark.fact.p95_s),
+        steps_per_s=_rate(window, lambda mark: float(mark.steps)),
+        samples_per_s=_rate(window, _samples),
+        tokens_per_s=_rate(window, lambda mark: finite(mark.fact.tokens)),
+        flops_per_s=flops_per_s,
+        mfu=mfu,
+        data_share=_data_share(window, before),
+        slow_rank=slow.slow_rank if slow else None,
+        slow_by=slow.slow_by if slow else None,
+        loss=finite(window[-1].fact.loss),
+        grad_norm=next((norm for norm in norms if norm is not None), None),
+        skipped=sum(mark.fact.skipped or 0 for mark in window),
+        window_s=sum(_seconds(mark) for mark in window),
+    )
+
+
+def _seconds(mark: StepMark) -> float:
+    return mark.fact.seconds or 0.0
+
+
+def _window(marks: Sequence[StepMark]) -> Sequence[StepMark]:
+    """The newest marks: those of the last ten minutes, 20 at most, one at least."""
+    newest = marks[-1].t
+    return [m for m in marks[-MARKS:] if newest - m.t < WINDOW_S or m is marks[-1]]
+
+
+def _typical(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
+    """Median of the marks' values, each weighted by its steps."""
+    found = sorted((v, mark.steps) for mark in window if (v := value(mark)) is not None)
+    half, seen = sum(steps for _, steps in found) / 2, 0
+    for middle, steps in found:
+        seen += steps
+        if seen >= half:
+            return middle
+    return None
+
+
+def _rate(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
+    """Sum over seconds, of the marks that tell the value."""
+    told = [(found, _seconds(mark)) for mark in window if (found := value(mark)) is not None]
+    return sum(v for v, _ in told) / sum(s for _, s in told) if told else None
+
+
+def _samples(mark: StepMark) -> float | None:
+    first, last = mark.fact.sample_first, mark.fact.sample_last
+    return None if first is None or last is None or last < first else last - first
+
+
+def _data_share(window: Sequence[StepMark], before: StepMark | None) -> float | None:
+    """`data_s` counts from the attempt's first step, so it takes two marks, or the first one."""
+    base = before or (window[0] if len(window) > 1 else None)
+    last = window[-1].fact.data_s
+    if last is None:
+        return None
+    if base is None:
+        return _share(last, _seconds(window[-1]))
+    first = base.fact.data_s
+    return None if first is None else _share(last - first, window[-1].t - base.t)
+
+
+def _share(part: float, of: float) -> float | None:
+    return min(1.0, max(0.0, part / of)) if of > 0 else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.history.rank_samples import RankSample
+    from hpctrain.history.progress import RankSample
     from hpctrain.history.run_history import SaveRecord
     from hpctrain.report.gather import StepRow
 

@@ -485,7 +485,7 @@ def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) 
 
 
 def append_sample(run: RunDir, attempt: int, sample: dict[str, Any]) -> None:
-    """Add a sample to the attempt's file, for `history.rank_samples`. Rank 0 alone calls it.
+    """Add a sample to the attempt's file, for `history.progress`. Rank 0 alone calls it.
 
     Raises:
         OSError: it could not be written.

@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.settings.spec import load_spec
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
@@ -229,32 +229,20 @@ def settings_page(spec: Spec) -> str:
     return "\n".join(lines)
 
 
-def attempts_page(events: Iterable[Event]) -> str:
+def attempts_page(history: RunHistory) -> str:
     """The run's attempts so far, as markdown, the newest last; times are UTC."""
-    rows: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event.attempt is None:
-            continue
-        row = rows.setdefault(event.attempt, {})
-        if event.kind == "attempt_started":
-            row |= {"began": event.t, **event.data}
-        elif event.kind == "restored":
-            row["from"] = event.data.get("step")
-        elif event.kind == "attempt_ended":
-            row.setdefault("reason", event.data.get("reason"))
-            row.setdefault("last", event.data.get("step"))
     cells = [
         (
-            number,
-            _when(row.get("began")),
-            row.get("job_id"),
-            len(row.get("nodes") or ()) or None,
-            row.get("world_size"),
-            row.get("from"),
-            row.get("last"),
-            row.get("reason") or "goes on",
+            attempt.number,
+            _when(attempt.started),
+            attempt.job_id,
+            len(attempt.nodes) or None,
+            None if attempt.started is None else attempt.world_size,
+            attempt.restored_step,
+            attempt.end_step,
+            attempt.reason or "goes on",
         )
-        for number, row in sorted(rows.items())
+        for attempt in sorted(history.attempts, key=lambda attempt: attempt.number)
     ]
     header = ("attempt", "began", "job", "nodes", "ranks", "from step", "to step", "ended")
     return "\n".join(_table(header, cells))
@@ -298,6 +286,6 @@ def _masked_crc(content: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
 
 
-def _attempts(run: RunDir) -> list[ledger.Event]:
-    """The events that tell of attempts; the many step marks of a long run are not parsed."""
-    return ledger.read_marked(run, *_OF_ATTEMPTS)
+def _attempts(run: RunDir) -> RunHistory:
+    """What tells of attempts; the many step marks of a long run are not parsed."""
+    return RunHistory.of(ledger.read_marked(run, *_OF_ATTEMPTS))

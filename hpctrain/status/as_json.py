@@ -17,8 +17,7 @@ from hpctrain.status.text import in_words, next_commands
 if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
-    from hpctrain.history.progress import Saving
-    from hpctrain.history.rank_samples import RankSample
+    from hpctrain.history.progress import RankSample, Saving
     from hpctrain.status.status import RunStatus
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.base.records import JobStart, Skipped
-    from hpctrain.history.rank_samples import RankSample
+    from hpctrain.history.progress import RankSample
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
@@ -234,7 +234,7 @@ def job_ids(history: RunHistory, scheduler: Cluster) -> list[str]:
 def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
     """The attempt's newest sample of its ranks; only the end of the file is read."""
     from hpctrain.base.files import open_plain
-    from hpctrain.history.rank_samples import newest_sample
+    from hpctrain.history.progress import newest_sample
 
     try:
         with open_plain(run.rank_times(attempt)) as file:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
-    from hpctrain.history.progress import Missed, Progress, Saving
-    from hpctrain.history.rank_samples import RankSample
+    from hpctrain.history.progress import Missed, Progress, RankSample, Saving
     from hpctrain.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from hpctrain.base.mesh import Mesh
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
-from hpctrain.history.progress import Progress, Saving, progress, saving
+from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
 from hpctrain.history.run_state import LedgerState, RunState, run_state
-from hpctrain.history.speed import Speed, speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.history.rank_samples import rank_sample
+from hpctrain.history.progress import rank_sample
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import read_heartbeat

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.agent import cpus
 from hpctrain.agent.cpus import Machine, as_list, cpus_of, plan
-from hpctrain.history.rank_samples import RankSample
+from hpctrain.history.progress import RankSample
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.site.load import load_site
 from hpctrain.status.screen import _bound, ranks_table

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.history.rank_samples import newest_sample, peak_flops, rank_sample
+from hpctrain.history.progress import newest_sample, peak_flops, rank_sample, speed
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.speed import speed
 from tests.support.ledger_runs import event_of
 
 if TYPE_CHECKING:

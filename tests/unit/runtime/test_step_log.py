@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.history.rank_samples import rank_sample
+from hpctrain.history.progress import rank_sample
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat

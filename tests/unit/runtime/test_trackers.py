@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hpctrain.errors import UsageError
-from hpctrain.run.events import read
+from hpctrain.history.run_history import RunHistory
 from hpctrain.runtime import trackers as run_trackers
 from hpctrain.runtime.tensorboard import attempts_page, hparams, settings_page
 from hpctrain.runtime.trackers import (
@@ -282,7 +282,9 @@ def test_pages_hold_no_secret_and_no_broken_row(tmp_path):
 def test_attempts_of_a_torn_ledger_are_shown_as_far_as_they_are_known(tmp_path):
     run = Story(tmp_path / "gpt").restored(3, 8).ended(3, "crashed", "stop").run
 
-    assert attempts_page(read(run)).splitlines()[2] == "| 3 |  |  |  |  | 8 |  | crashed |"
+    assert (
+        attempts_page(RunHistory.read(run)).splitlines()[2] == "| 3 |  |  |  |  | 8 |  | crashed |"
+    )
 
 
 # ---- wandb
