@@ -5,20 +5,40 @@ tests/unit/cli/test_profile.py holds the promises.
 
 from __future__ import annotations
 
+import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
+from hpctrain.cli.progress import line
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER, RunState, run_state
+from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
+from hpctrain.profile.verdict import examine
+from hpctrain.run import events as ledger
 from hpctrain.run.find_run import runs_flag
+from hpctrain.settings.check import MOST_STEPS, rank_set
+from hpctrain.settings.spec import load_spec
+from hpctrain.status.reader import ask, listens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from hpctrain.profile.files import FoundProfile
     from hpctrain.profile.verdict import Profile
+    from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
 STEPS = 3
+POLL_S = 0.3
+LOOK_S = 10.0
+"""Between two questions to the scheduler whether the run still runs."""
+LINGER_S = 5.0
+"""Traces of a run that has ended are written after its last word, and may be seen a little late."""
 
 
 @click.command(
@@ -60,7 +80,6 @@ def command(
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
     from hpctrain.base.files import follow_folder
-    from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
 
     run_dir = find_run(run, runs=runs)
@@ -72,15 +91,14 @@ def command(
             raise UsageError(f"{idle[0]} needs --now; without it old profiles are shown")
         _show(run_dir, name, as_json=as_json)
         return
-    from hpctrain.cli import profile_now
     from hpctrain.run.ownership import own_spec
 
     own_spec(run_dir, named=run, foreign=foreign)
-    request, expected = profile_now.ask_for(
+    request, expected = ask_for(
         run_dir, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )
     if wait:
-        profile = profile_now.wait_for(run_dir, request, expected)
+        profile = wait_for(run_dir, request, expected)
         _print(run_dir, [profile], as_json=as_json)
     elif as_json:
         _echo({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
@@ -93,12 +111,6 @@ def command(
 
 def _show(run: RunDir, name: str, *, as_json: bool) -> None:
     """Print every profile of a run."""
-    from hpctrain.cli.profile_now import under_way
-    from hpctrain.cli.progress import line
-    from hpctrain.profile.files import find
-    from hpctrain.profile.verdict import examine
-    from hpctrain.run import events as ledger
-
     found_profiles = find(run.profile)
     profiles = []
     with line() as shown:
@@ -145,3 +157,152 @@ def _echo(value: Any) -> None:
     from hpctrain.terminal import echo_json
 
     echo_json(value)
+
+
+class NotProfiled(HpctrainError):
+    """The run ended before it was profiled."""
+
+
+def ask_for(
+    run: RunDir, *, steps: int, ranks: str, memory: bool
+) -> tuple[ProfileRequest, set[int]]:
+    """Leave the request that rank 0 looks for; and the ranks that will be traced.
+
+    Raises:
+        UsageError: the run does not run, cannot hear of it, or is being profiled already; steps or
+            ranks that there are not.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise UsageError(f"--steps is {steps}; it takes 1 to {MOST_STEPS}")
+    wanted = rank_set(ranks, where="--ranks")
+    events = ledger.read(run)
+    started = _running(run, events)
+    world_size = int(started.data.get("world_size") or 1)
+    if wanted is not None and wanted[-1] >= world_size:
+        raise UsageError(f"--ranks names {wanted[-1]}; {run.name} has ranks 0 to {world_size - 1}")
+    job_id = str(started.data.get("job_id"))
+    _refuse_second(run, events, job_id)
+    request = ProfileRequest(job_id, secrets.token_hex(4), steps, wanted, memory, time.time())
+    request.write(run.profile_request)
+    return request, set(range(world_size) if wanted is None else wanted)
+
+
+def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profile:
+    """Show how far it is until every rank has written; then read it.
+
+    Raises:
+        NotProfiled: the run ended before.
+    """
+    looked_at, gone_at = time.monotonic(), None
+    with line() as shown:
+        while True:
+            events = ledger.read(run)
+            profile = _found(run, request, events)
+            if profile is not None and _have_written(profile) >= expected:
+                return examine(profile)
+            now, state = time.monotonic(), _state_by_ledger(events)
+            if now - looked_at > LOOK_S or state in OVER:
+                looked_at = now
+                state = _state_of_attempt(run, request, events)
+                gone_at = None if state is RunState.RUNNING else gone_at or now
+                if gone_at is not None and now - gone_at > LINGER_S:
+                    run.profile_request.unlink(missing_ok=True)
+                    if profile is not None:
+                        return examine(profile)
+                    raise NotProfiled(f"{run.name} was not profiled: it is {state} by now")
+            shown.show(_progress(request, events, profile, expected))
+            time.sleep(POLL_S)
+
+
+def _running(run: RunDir, events: Sequence[Event]) -> Event:
+    """The beginning of the attempt that runs."""
+    history = RunHistory.of(events)
+    answer = ask(run, load_spec(run.spec).cluster, history)
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    started = [e for e in events if e.kind == "attempt_started"]
+    if state is not RunState.RUNNING:
+        raise UsageError(f"{run.name} does not run, so there is nothing to look at: it is {state}")
+    if not started or not listens(history):
+        raise UsageError(
+            f"{run.name} cannot hear of this: its program has not called hpctrain.init() so far"
+        )
+    return started[-1]
+
+
+def under_way(events: Sequence[Event]) -> StepWindow | None:
+    """The profile that was asked for in the newest attempt and is not done yet."""
+    newest = max((e.attempt or 0 for e in events), default=0)
+    if _state_by_ledger(events) is not RunState.RUNNING:
+        return None
+    told = [e for e in events if e.attempt == newest]
+    done = {_window(e).first for e in told if e.kind == "profiled"}
+    asked = [_window(e) for e in told if e.kind == "profile_requested"]
+    return next((window for window in reversed(asked) if window.first not in done), None)
+
+
+def _state_by_ledger(events: Sequence[Event]) -> RunState:
+    return run_state(RunHistory.of(events).state, None, asked=False)
+
+
+def _refuse_second(run: RunDir, events: Sequence[Event], job_id: str) -> None:
+    window = under_way(events)
+    if window is not None:
+        raise UsageError(
+            f"{run.name} is being profiled already, steps {window.first} to {window.last}; "
+            f"`hpctrain profile {run.name}` shows it when it is done"
+        )
+    if read_request(run.profile_request, job_id) is not None:
+        raise UsageError(
+            f"{run.name} has been asked for a profile already and has not answered yet; "
+            "it does so before one of its next steps"
+        )
+
+
+def _found(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> FoundProfile | None:
+    """The profile's files, as soon as rank 0 says that its steps are over."""
+    asked = _asked(request, events)
+    if asked is None:
+        return None
+    first = _window(asked).first
+    for event in events:
+        if event.kind == "profiled" and event.attempt == asked.attempt:
+            window = _window(event)
+            if window.first == first:
+                there = [f for f in find(run.profile) if f.attempt == event.attempt]
+                return next((f for f in there if f.window == window), None)
+    return None
+
+
+def _asked(request: ProfileRequest, events: Sequence[Event]) -> Event | None:
+    told = [e for e in events if e.kind == "profile_requested"]
+    return next((e for e in told if e.data.get("token") == request.token), None)
+
+
+def _window(event: Event) -> StepWindow:
+    return StepWindow(int(event.data.get("first") or 0), int(event.data.get("last") or 0))
+
+
+def _have_written(found: FoundProfile) -> set[int]:
+    return {rank for rank, files in found.files.items() if TRACE in files or PROBLEM in files}
+
+
+def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> RunState:
+    """Where the run stands; REQUEUED too where a later attempt runs than the one that was asked."""
+    asked = _asked(request, events)
+    if asked is not None and any((e.attempt or 0) > (asked.attempt or 0) for e in events):
+        return RunState.REQUEUED
+    history = RunHistory.of(events)
+    answer = ask(run, load_spec(run.spec).cluster, history)
+    return run_state(history.state, answer.job, asked=answer.asked)
+
+
+def _progress(
+    request: ProfileRequest, events: Sequence[Event], found: FoundProfile | None, expected: set[int]
+) -> str:
+    asked = _asked(request, events)
+    if asked is None:
+        return f"waiting for {request.job_id} to hear of it, between two steps"
+    window = _window(asked)
+    if found is None:
+        return f"profiling steps {window.first} to {window.last}"
+    return f"{len(_have_written(found))} of {len(expected)} ranks have written their traces"
