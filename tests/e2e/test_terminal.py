@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -85,6 +86,20 @@ def test_watching_redraws_in_place_and_leaves_the_last_screen_behind(story: Stor
         assert "Traceback" not in kept
 
 
+def test_watching_draws_anew_at_once_for_another_size_and_after_a_pause(story):
+    with Terminal("status", "lm-3", "--watch", "-i", "600", columns=80, rows=50) as terminal:
+        terminal.until(lambda: "Ctrl-C ends" in terminal.text)
+        terminal.resize(160, 12)
+        terminal.until(lambda: "more lines in a taller terminal" in terminal.text)
+        terminal.type(b"\x1a")
+        terminal.until_stopped()
+        terminal.until(lambda: terminal.raw.endswith(b"\x1b[?25h\x1b[?1049l"))
+        paused = len(terminal.raw)
+        terminal.send(signal.SIGCONT)
+        terminal.until(lambda: b"Ctrl-C ends" in terminal.raw[paused:])
+        assert terminal.screen.cursor.hidden
+
+
 def test_watching_ends_with_the_run_and_tells_its_state(story: Story):
     args = ["status", "lm-3", "--watch", "-i", "1", "--exit-status"]
     with Terminal(*args, NO_COLOR="1", columns=80, rows=24) as terminal:
@@ -100,6 +115,6 @@ def test_watching_ends_with_the_run_and_tells_its_state(story: Story):
 def test_watching_that_is_killed_gives_the_terminal_back(story: Story):
     with Terminal("status", "--watch", columns=80, rows=24) as terminal:
         terminal.until(lambda: "Ctrl-C ends" in terminal.text)
-        terminal.terminate()
+        terminal.send(signal.SIGTERM)
         assert terminal.wait() == 143
         assert terminal.raw.endswith(b"\x1b[?25h\x1b[?1049l")

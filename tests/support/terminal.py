@@ -84,9 +84,13 @@ class Terminal:
         """Press keys."""
         os.write(self._ours, keys)
 
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self._process.terminate()
+    def until_stopped(self) -> None:
+        """Wait until it has stopped, as after Ctrl-Z."""
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
 
     def resize(self, columns: int, rows: int) -> None:
         """Pull the window to another size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -79,6 +80,30 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock, monkeypatch, cap
     assert not any(terminal.seen[-1])
     assert not terminal.screen.cursor.hidden
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("language", "bar"), [("C", "--------"), ("", "--------"), ("de_DE.UTF-8", "\u2501" * 8)]
+)
+def test_a_bar_is_drawn_with_what_the_users_language_has(clock, monkeypatch, language, bar):
+    terminal = stderr(monkeypatch, Terminal())
+    monkeypatch.delenv("LANG", raising=False)
+    monkeypatch.delenv("LC_CTYPE", raising=False)
+    monkeypatch.setenv("LC_ALL", language)
+
+    work(clock, 60)
+
+    assert any(re.match(f"{bar}[^{bar[0]}]", lines[0]) for lines in terminal.seen)
+    assert terminal.getvalue().isascii() or bar[0] != "-"
+
+
+def test_a_line_obeys_no_sequence_of_a_message(monkeypatch):
+    terminal = stderr(monkeypatch, Terminal())
+
+    with shown.line() as one_line:
+        one_line.show("waits ([red]\x1b[2J\x1b]52;c;x\x07)")
+        assert terminal.screen.display[0].startswith("waits ([red]?[2J?]52;c;x?)")
+        assert not terminal.screen.cursor.hidden, "who is killed here leaves the terminal so"
 
 
 def test_a_line_is_cut_where_the_terminal_is_narrow(clock, monkeypatch):

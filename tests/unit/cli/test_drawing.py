@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from hpctrain.drawing import Column, drawn, echo_table, facts, fitted
+from hpctrain.drawing import Column, Framed, drawn, echo_table, facts, fitted
 from hpctrain.history.run_history import RunHistory
 from hpctrain.status.screen import render
 from hpctrain.status.status import Answer, status_of
@@ -46,6 +47,17 @@ def test_a_command_that_draws_nothing_does_without_rich(story, command):
     assert done.stdout or done.returncode
 
 
+def test_status_imports_only_what_its_screen_needs(story):
+    code = (
+        "import sys; from hpctrain.cli.main import main; code = main(['status', 'lm'])\n"
+        "heavy = {'rich.live', 'rich.progress', 'rich.syntax', 'rich.markdown', 'pygments'}\n"
+        "sys.exit(code or ', '.join(heavy & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lm  stopped" in done.stdout or "lm  failed" in done.stdout
+
+
 def test_names_are_no_markup(story, capsys):
     table = fitted([Column(MARKUP, [MARKUP])], 100)
     assert drawn(table, 100, color=False).splitlines() == [MARKUP, MARKUP]
@@ -56,6 +68,16 @@ def test_names_are_no_markup(story, capsys):
     console = Console(file=io.StringIO(), width=200, color_system=None)
     render(status_of(RunHistory.read(story.run), Answer(), name=MARKUP), console)
     assert console.file.getvalue().count(MARKUP) > 3
+
+
+def test_a_live_screen_obeys_no_sequence_of_a_name():
+    console = Console(file=io.StringIO(), width=60, height=9, force_terminal=True)
+    lines = [f"{number} \x1b]52;c;SGFjaw==\x07\x1b[2J\x9b1A" for number in range(20)]
+    console.print(Framed(Text("\n".join(lines)), "again every 5 s"))
+    shown = console.file.getvalue()
+    assert "0 ?]52;c;SGFjaw==?[2J?1A" in shown
+    assert "... 14 more lines in a taller terminal" in shown
+    assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x9b", shown)
 
 
 def test_a_screen_can_be_drawn_to_a_picture(story):
