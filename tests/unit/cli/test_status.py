@@ -198,6 +198,7 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
         job=lambda _: JobInfo("17", "COMPLETING", alive=True),
         survey=lambda _: scheduler,
         starts=lambda _: [],
+        setup_lines=lambda _: [],
     )
     for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
         monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
