@@ -326,3 +326,24 @@ def test_a_budget_that_is_used_up_ends_a_job_that_slurm_would_run_again(run):
 
     assert last(run, "attempt_ended")["next"] == "stop"
     assert scheduler.forbidden == 1
+
+
+def test_a_decision_is_written_before_it_is_carried_out_and_without_a_pause(run):
+    started(run)
+    scheduler, seen, slept = Scheduler(RUNNING), [], []
+    scheduler.requeue = lambda: seen.append(last(run, "attempt_ended")["next"])
+    start = JobStartFacts("7", 0, SUBMISSION, ["n1", "n2"], 137, term=False)
+
+    assert BatchScriptSide(run, start, scheduler, slept.append).finish() == 0
+
+    assert (seen, slept) == (["requeue"], [])
+
+
+def test_of_a_requeue_that_was_done_already_nothing_more_is_told(run):
+    """The successor may be running: what is written now would be taken for its own."""
+    started(run)
+
+    assert finish(run, Scheduler(REQUEUED), term=True) == 0
+
+    assert last(run, "attempt_ended")["next"] == "leave"
+    assert last(run, "requeued") is None

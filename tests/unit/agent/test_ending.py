@@ -259,6 +259,8 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
     end = last(story, "attempt_ended").data
     assert (end["reason"], end["next"]) == ends
     assert calls == (["requeue"] if ends[1] == "requeue" else [])
+    done = [event for event in ledger.read(story.run) if event.kind == "done"]
+    assert len(done) == (ends[0] == "completed")
     if ends[0] == "crashed":
         assert "without a word of its last" in end["detail"]
 
@@ -468,3 +470,14 @@ def test_what_was_stopped_on_a_users_wish_has_one_name_whoever_saw_it(story):
     assert BatchScriptSide(story.run, start, control).finish() == 0
 
     assert last(story, "attempt_ended").data["reason"] == "stopped"
+
+
+def test_the_agent_writes_its_decision_before_it_carries_it_out(story):
+    """A requeue is what gets the agent killed."""
+    scheduler, seen = Scheduler(), []
+    scheduler.requeue = lambda: seen.append(last(story, "attempt_ended").data["next"])
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+    ending(story, scheduler).conclude(1, RoundEnd("failed", failure=KILLED), deadline)
+
+    assert seen == ["requeue"]
