@@ -19,6 +19,7 @@ from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
 from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
 from hpctrain.run.find_run import runs_flag
 from hpctrain.settings.check import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
@@ -177,10 +178,10 @@ def ask_for(
     wanted = rank_set(ranks, where="--ranks")
     events = ledger.read(run)
     started = _running(run, events)
-    world_size = int(started.data.get("world_size") or 1)
+    world_size = started.world_size or 1
     if wanted is not None and wanted[-1] >= world_size:
         raise UsageError(f"--ranks names {wanted[-1]}; {run.name} has ranks 0 to {world_size - 1}")
-    job_id = str(started.data.get("job_id"))
+    job_id = started.job_id
     _refuse_second(run, events, job_id)
     request = ProfileRequest(job_id, secrets.token_hex(4), steps, wanted, memory, time.time())
     request.write(run.profile_request)
@@ -214,12 +215,12 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
             time.sleep(POLL_S)
 
 
-def _running(run: RunDir, events: Sequence[Event]) -> Event:
+def _running(run: RunDir, events: Sequence[Event]) -> AttemptStarted:
     """The beginning of the attempt that runs."""
     history = RunHistory.of(events)
     answer = ask(run, load_spec(run.spec).cluster, history)
     state = run_state(history.state, answer.job, asked=answer.asked)
-    started = [e for e in events if e.kind == "attempt_started"]
+    started = [e.fact for e in events if isinstance(e.fact, AttemptStarted)]
     if state is not RunState.RUNNING:
         raise UsageError(f"{run.name} does not run, so there is nothing to look at: it is {state}")
     if not started or not listens(history):
@@ -234,9 +235,9 @@ def under_way(events: Sequence[Event]) -> StepWindow | None:
     newest = max((e.attempt or 0 for e in events), default=0)
     if _state_by_ledger(events) is not RunState.RUNNING:
         return None
-    told = [e for e in events if e.attempt == newest]
-    done = {_window(e).first for e in told if e.kind == "profiled"}
-    asked = [_window(e) for e in told if e.kind == "profile_requested"]
+    told = [e.fact for e in events if e.attempt == newest]
+    done = {_window(fact).first for fact in told if isinstance(fact, ProfileWritten)}
+    asked = [_window(fact) for fact in told if isinstance(fact, ProfileRequested)]
     return next((window for window in reversed(asked) if window.first not in done), None)
 
 
@@ -263,23 +264,27 @@ def _found(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> Fou
     asked = _asked(request, events)
     if asked is None:
         return None
-    first = _window(asked).first
+    attempt, first = asked[0], asked[1].first
     for event in events:
-        if event.kind == "profiled" and event.attempt == asked.attempt:
-            window = _window(event)
+        if isinstance(event.fact, ProfileWritten) and event.attempt == attempt:
+            window = _window(event.fact)
             if window.first == first:
                 there = [f for f in find(run.profile) if f.attempt == event.attempt]
                 return next((f for f in there if f.window == window), None)
     return None
 
 
-def _asked(request: ProfileRequest, events: Sequence[Event]) -> Event | None:
-    told = [e for e in events if e.kind == "profile_requested"]
-    return next((e for e in told if e.data.get("token") == request.token), None)
+def _asked(request: ProfileRequest, events: Sequence[Event]) -> tuple[int, StepWindow] | None:
+    """The attempt that has heard of it, and the steps that it traces."""
+    for event in events:
+        fact = event.fact
+        if isinstance(fact, ProfileRequested) and fact.token == request.token:
+            return event.attempt or 0, _window(fact)
+    return None
 
 
-def _window(event: Event) -> StepWindow:
-    return StepWindow(int(event.data.get("first") or 0), int(event.data.get("last") or 0))
+def _window(fact: ProfileRequested | ProfileWritten) -> StepWindow:
+    return StepWindow(fact.first or 0, fact.last or 0)
 
 
 def _have_written(found: FoundProfile) -> set[int]:
@@ -289,7 +294,7 @@ def _have_written(found: FoundProfile) -> set[int]:
 def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> RunState:
     """Where the run stands; REQUEUED too where a later attempt runs than the one that was asked."""
     asked = _asked(request, events)
-    if asked is not None and any((e.attempt or 0) > (asked.attempt or 0) for e in events):
+    if asked is not None and any((e.attempt or 0) > asked[0] for e in events):
         return RunState.REQUEUED
     history = RunHistory.of(events)
     answer = ask(run, load_spec(run.spec).cluster, history)
@@ -302,7 +307,7 @@ def _progress(
     asked = _asked(request, events)
     if asked is None:
         return f"waiting for {request.job_id} to hear of it, between two steps"
-    window = _window(asked)
+    window = asked[1]
     if found is None:
         return f"profiling steps {window.first} to {window.last}"
     return f"{len(_have_written(found))} of {len(expected)} ranks have written their traces"

@@ -180,7 +180,9 @@ def _with_job(job_id: str, runs: Sequence[RunDir]) -> list[RunDir]:
     return [
         run
         for run in runs
-        if any(str(event.data.get("job_id")) == job_id for event in read_marked(run, b'"job_id"'))
+        if any(
+            getattr(event.fact, "job_id", None) == job_id for event in read_marked(run, b'"job_id"')
+        )
     ]
 
 

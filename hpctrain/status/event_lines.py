@@ -11,18 +11,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import count, duration, fold_nodes, size, step_time
-from hpctrain.run.event_fields import as_number, text, whole
+from hpctrain.run import event_types as kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     from hpctrain.run.events import Event
-
-    Data = Mapping[str, Any]
 
 _LONGEST = 160
 _UNKNOWN_LENGTH = 60
 _ARROW = "\N{RIGHTWARDS ARROW}"
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
 
 
 def line(event: Event) -> str:
@@ -32,16 +31,18 @@ def line(event: Event) -> str:
 
 def folded(first: Event, last: Event, marks: int) -> str:
     """Many step marks in a row as one line."""
-    begin, end = whole(first.data.get("first")), whole(last.data.get("last"))
+    begin, end = first.fact, last.fact
+    if not (isinstance(begin, kinds.StepsDone) and isinstance(end, kinds.StepsDone)):
+        return line(last)  # a line that names its kind twice
     span = f" in {duration(last.t - first.t)}" if last.t - first.t >= 1 else ""
-    words = f"steps {_step(begin)} to {_step(end)}{_loss(last.data)}, {marks} marks{span}"
+    words = f"steps {_step(begin.first)} to {_step(end.last)}{_loss(end)}, {marks} marks{span}"
     return _line(last.t, last.attempt, words)
 
 
 def in_words(event: Event) -> str:
     """What happened, with its facts."""
     words = _WORDS.get(event.kind)
-    said = " ".join((words(event.data) if words else _plain(event)).split())
+    said = " ".join((words(event.fact) if words else _plain(event)).split())
     return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
 
 
@@ -52,7 +53,8 @@ def _line(t: float, attempt: int | None, words: str) -> str:
 
 def _plain(event: Event) -> str:
     """A kind without words of its own: its name and its fields."""
-    facts = [f"{name}={_short(value)}" for name, value in event.data.items() if value is not None]
+    fields = {**event.fact.told(), **event.extra}.items()
+    facts = [f"{name}={_short(value)}" for name, value in fields if value not in (None, "")]
     return " ".join([event.kind.replace("_", " "), *facts])
 
 
@@ -64,18 +66,15 @@ def _short(value: object) -> str:
 # ---- parts
 
 
-def _step(value: object) -> str:
-    step = whole(value)
+def _step(step: int | None) -> str:
     return "?" if step is None else f"{step:,}"
 
 
-def _loss(data: Data) -> str:
-    loss = as_number(data.get("loss"))
-    return "" if loss is None else f", loss {loss:.4g}"
+def _loss(fact: kinds.StepsDone) -> str:
+    return "" if fact.loss is None else f", loss {fact.loss:.4g}"
 
 
-def _because(data: Data, name: str = "why") -> str:
-    why = text(data.get(name))
+def _because(why: str) -> str:
     return f": {why}" if why else ""
 
 
@@ -83,16 +82,14 @@ def _if(value: object, words: str) -> str:
     return words if value else ""
 
 
-def _seconds(data: Data, name: str, words: str, least: float = 0.0) -> str:
+def _seconds(seconds: float | None, words: str = "{}", least: float = 0.0) -> str:
     """Words with a time in them, where the event has that time."""
-    seconds = as_number(data.get(name))
     if seconds is None or seconds < least:
         return ""
     return words.format(step_time(seconds) if seconds < 60 else duration(seconds))  # noqa: PLR2004
 
 
-def _bytes(data: Data, name: str = "bytes") -> str:
-    nbytes = whole(data.get(name))
+def _bytes(nbytes: int | None) -> str:
     return "" if nbytes is None else size(nbytes)
 
 
@@ -104,113 +101,95 @@ def _in_brackets(parts: list[str]) -> str:
     return f" ({_listed(parts)})" if any(parts) else ""
 
 
-def _names(value: object) -> str:
-    return fold_nodes([str(one) for one in value]) if isinstance(value, (list, tuple)) else ""
+def _names(nodes: Sequence[str]) -> str:
+    return fold_nodes(list(nodes))
 
 
 # ---- what each kind says
 
 
-def _submitted(data: Data) -> str:
-    nodes = text(data.get("nodes"))
-    step = whole(data.get("from_step"))
+def _submitted(fact: kinds.Submitted) -> str:
     facts = [
-        f"job {text(data.get('job_id'))}",
-        f"{nodes} node{_if(nodes != '1', 's')}" if nodes else "",
-        f"from step {step:,}" if step is not None else "",
+        f"job {fact.job_id}",
+        f"{fact.nodes} node{_if(fact.nodes != '1', 's')}" if fact.nodes else "",
+        f"from step {fact.from_step:,}" if fact.from_step is not None else "",
     ]
-    return f"submitted as {_listed(facts)}{_if(data.get('by') == 'resume', ' (resume)')}"
+    return f"submitted as {_listed(facts)}{_if(fact.by == 'resume', ' (resume)')}"
 
 
-def _started(data: Data) -> str:
-    ranks, nodes = whole(data.get("world_size")), _names(data.get("nodes"))
-    how = {"restart": "ranks started again", "batch": "started"}
+def _started(fact: kinds.AttemptStarted) -> str:
+    how = {"restart": "ranks started again"}
     facts = [
-        f"job {text(data.get('job_id'))}" if data.get("job_id") else "",
-        count(ranks, "rank") if ranks else "",
-        "no agent came" if data.get("by") == "batch" else "",
+        f"job {fact.job_id}" if fact.job_id else "",
+        count(fact.world_size, "rank") if fact.world_size else "",
+        "no agent came" if fact.by == "batch" else "",
     ]
-    on = f" on {nodes}" if nodes else ""
-    return f"{how.get(text(data.get('by')), 'started')}{on}{_in_brackets(facts)}"
+    on = f" on {_names(fact.nodes)}" if fact.nodes else ""
+    return f"{how.get(fact.by, 'started')}{on}{_in_brackets(facts)}"
 
 
-def _phase(data: Data) -> str:
-    name, device = text(data.get("name")), text(data.get("device"))
+def _phase(fact: kinds.PhaseReached) -> str:
     known = {
-        "initialised": f"ranks are up{_if(device, f' on {device}')}",
+        "initialised": f"ranks are up{_if(fact.device, f' on {fact.device}')}",
         "first_step": "first step done",
     }
-    return known.get(name, f"phase {name}")
+    return known.get(fact.name, f"phase {fact.name}")
 
 
-def _mesh(data: Data) -> str:
-    axes = [
-        f"{axis}={data[axis]}"
-        for axis in ("pp", "dp_replicate", "dp_shard", "tp", "ep")
-        if (whole(data.get(axis)) or 0) > 1
-    ]
-    return f"mesh: {text(data.get('engine'))}{_if(axes, ', ')}{', '.join(axes)}"
+def _mesh(fact: kinds.MeshBuilt) -> str:
+    sizes = {axis: getattr(fact, axis) or 0 for axis in _AXES}
+    axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return f"mesh: {fact.engine}{_if(axes, ', ')}{', '.join(axes)}"
 
 
-def _environment(data: Data) -> str:
-    versions, notes = data.get("versions"), data.get("notes")
-    given = versions.items() if isinstance(versions, dict) else ()
-    said = notes if isinstance(notes, list) else ()
-    own = data.get("overridden")
+def _environment(fact: kinds.EnvironmentSet) -> str:
     facts = [
-        f"site {text(data.get('site'))}" if data.get("site") else "",
-        *(f"{name} {version}" for name, version in given if version),
-        f"{count(len(own), 'variable')} overridden" if isinstance(own, list) and own else "",
-        *map(text, said),
+        f"site {fact.site}" if fact.site else "",
+        *(f"{name} {version}" for name, version in fact.versions.items() if version),
+        f"{count(len(fact.overridden), 'variable')} overridden" if fact.overridden else "",
+        *fact.notes,
     ]
     return f"environment: {_listed(facts)}"
 
 
-def _restored(data: Data) -> str:
-    skipped = data.get("skipped")
-    passed_over = count(len(skipped), "checkpoint") if isinstance(skipped, list) and skipped else ""
-    if not data.get("checkpoint"):
-        return (
-            f"nothing to restore, begins at step 0{_if(passed_over, f' ({passed_over} skipped)')}"
-        )
-    before, now = whole(data.get("from_world_size")), whole(data.get("world_size"))
+def _restored(fact: kinds.CheckpointRestored) -> str:
+    passed_over = f"{count(len(fact.skipped), 'checkpoint')} skipped" if fact.skipped else ""
+    if not fact.checkpoint:
+        return f"nothing to restore, begins at step 0{_in_brackets([passed_over])}"
+    before, now = fact.from_world_size, fact.world_size
     facts = [
         f"{before}{_ARROW}{count(now, 'rank')}" if before and now else "",
-        _seconds(data, "seconds", "{}"),
-        _bytes(data, "bytes_read"),
-        f"{passed_over} skipped" if passed_over else "",
+        _seconds(fact.seconds),
+        _bytes(fact.bytes_read),
+        passed_over,
     ]
-    return f"restored step {_step(data.get('step'))}{_in_brackets(facts)}"
+    return f"restored step {_step(fact.step)}{_in_brackets(facts)}"
 
 
-def _steps(data: Data) -> str:
-    first, last = whole(data.get("first")), whole(data.get("last"))
-    seconds, each = as_number(data.get("seconds")), ""
-    if first is not None and last is not None and seconds is not None and last >= first:
-        each = f", {step_time(seconds / (last - first + 1))}/step"
+def _steps(fact: kinds.StepsDone) -> str:
+    first, last, each = fact.first, fact.last, ""
+    if first is not None and last is not None and fact.seconds is not None and last >= first:
+        each = f", {step_time(fact.seconds / (last - first + 1))}/step"
     which = f"step {_step(last)}" if first == last else f"steps {_step(first)} to {_step(last)}"
-    skipped = whole(data.get("skipped"))
-    return f"{which}{_loss(data)}{each}{_if(skipped, f', {skipped} skipped')}"
+    return f"{which}{_loss(fact)}{each}{_if(fact.skipped, f', {fact.skipped} skipped')}"
 
 
-def _interval(data: Data) -> str:
-    steps, seconds = whole(data.get("steps")), as_number(data.get("seconds"))
-    every = f"{steps} steps" if steps else duration(seconds or 0)
-    return f"saves every {every}{_because(data)}"
+def _interval(fact: kinds.IntervalSet) -> str:
+    every = f"{fact.steps} steps" if fact.steps else duration(fact.seconds or 0)
+    return f"saves every {every}{_because(fact.why)}"
 
 
-def _saved(data: Data) -> str:
-    mode = text(data.get("mode"))
+def _saved(fact: kinds.CheckpointSaved) -> str:
     facts = [
-        " in ".join(filter(None, [_bytes(data), _seconds(data, "seconds", "{}")])),
-        _seconds(data, "stall_s", "training waited {}", 0.001),
-        mode,
+        " in ".join(filter(None, [_bytes(fact.bytes), _seconds(fact.seconds)])),
+        _seconds(fact.stall_s, "training waited {}", 0.001),
+        fact.mode,
     ]
-    return f"saved step {_step(data.get('step'))}{_in_brackets(facts)}"
+    return f"saved step {_step(fact.step)}{_in_brackets(facts)}"
 
 
-def _missed(what: str) -> Callable[[Data], str]:
-    return lambda data: f"{what} at step {_step(data.get('step'))}{_because(data)}"
+def _missed(what: str) -> Callable[[Any], str]:
+    return lambda fact: f"{what} at step {_step(fact.step)}{_because(fact.why)}"
 
 
 _CAUSES = {
@@ -222,15 +201,13 @@ _CAUSES = {
 }
 
 
-def _stop_requested(data: Data) -> str:
-    cause = text(data.get("cause"))
-    return f"asked to stop by {_CAUSES.get(cause, cause or 'something')}"
+def _stop_requested(fact: kinds.StopRequested) -> str:
+    return f"asked to stop by {_CAUSES.get(fact.cause or '', 'something')}"
 
 
-def _failure(data: Data) -> str:
-    rank, node = whole(data.get("rank")), text(data.get("node"))
-    who = f"rank {rank}" if rank is not None else "something"
-    return f"{who} failed{_if(node, f' on {node}')}{_because(data, 'summary')}"
+def _failure(fact: kinds.RankFailed) -> str:
+    who = f"rank {fact.rank}" if fact.rank is not None else "something"
+    return f"{who} failed{_if(fact.node, f' on {fact.node}')}{_because(fact.summary)}"
 
 
 _FOLLOWS = {
@@ -242,61 +219,49 @@ _FOLLOWS = {
 }
 
 
-def _ended(data: Data) -> str:
-    step, following = whole(data.get("step")), text(data.get("next"))
+def _ended(fact: kinds.AttemptEnded) -> str:
     facts = [
-        text(data.get("reason")) or "unknown",
-        f"at step {step:,}" if step is not None else "",
-        _FOLLOWS.get(following, following),
+        fact.reason,
+        f"at step {fact.step:,}" if fact.step is not None else "",
+        _FOLLOWS[fact.next],
     ]
-    detail = text(data.get("detail"))
-    why = f" ({detail})" if detail not in {"", facts[0]} else ""
+    why = f" ({fact.detail})" if fact.detail not in {"", fact.reason} else ""
     return f"ended: {_listed(facts)}{why}"
 
 
-def _requeued(data: Data) -> str:
+def _requeued(fact: kinds.Requeued) -> str:
     by = {"agent": "the agent", "batch": "the batch script", "scheduler": "the scheduler"}
-    who = by.get(text(data.get("by")), text(data.get("by")))
+    who = by.get(fact.by, fact.by)
     return f"requeued{_if(who, f' by {who}')}"
 
 
-def _cancel(data: Data) -> str:
-    return f"cancel asked for, {'to save first' if data.get('save') else 'at once'}"
+def _run_stopped(fact: kinds.RunStopped) -> str:
+    code = fact.exit_code
+    return f"stopped for good{_if(code is not None, f' (exit {code})')}{_because(fact.detail)}"
 
 
-def _run_stopped(data: Data) -> str:
-    code = whole(data.get("exit_code"))
-    return f"stopped for good{_if(code is not None, f' (exit {code})')}{_because(data, 'detail')}"
+def _preflight(fact: kinds.NodesChecked) -> str:
+    if fact.bad:
+        return "preflight: " + "; ".join(f"{node}: {why}" for node, why in fact.bad.items())
+    return f"preflight{_because(fact.no_answer) or ': nodes are fit'}"
 
 
-def _preflight(data: Data) -> str:
-    bad = data.get("bad")
-    if isinstance(bad, dict) and bad:
-        return "preflight: " + "; ".join(f"{node}: {why}" for node, why in bad.items())
-    return f"preflight{_because(data, 'no_answer') or ': nodes are fit'}"
+def _profiled(what: str, fact: kinds.ProfileRequested | kinds.ProfileWritten, folder: str) -> str:
+    whose = f" of ranks {', '.join(map(str, fact.ranks))}" if fact.ranks is not None else ""
+    span = f"steps {_step(fact.first)} to {_step(fact.last)}"
+    return f"{what} {span}{whose}{_if(folder, f' in {folder}')}"
 
 
-def _profiled(what: str) -> Callable[[Data], str]:
-    def words(data: Data) -> str:
-        ranks = data.get("ranks")
-        whose = f" of ranks {', '.join(map(str, ranks))}" if isinstance(ranks, list) else ""
-        span = f"steps {_step(data.get('first'))} to {_step(data.get('last'))}"
-        folder = text(data.get("folder"))
-        return f"{what} {span}{whose}{_if(folder, f' in {folder}')}"
-
-    return words
+def _notified(fact: kinds.Notified) -> str:
+    failed = f" failed{_because(fact.why)}" if not fact.ok else ""
+    return f"notification of {fact.what.replace('_', ' ')}{failed or ' sent'}"
 
 
-def _notified(data: Data) -> str:
-    failed = f" failed{_because(data)}" if not data.get("ok") else ""
-    return f"notification of {text(data.get('what')).replace('_', ' ')}{failed or ' sent'}"
-
-
-_WORDS: dict[str, Callable[[Data], str]] = {
-    "submit_intent": lambda data: f"about to submit {text(data.get('token'))}",
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "submit_intent": lambda fact: f"about to submit {fact.token}",
     "submitted": _submitted,
-    "submit_adopted": lambda data: f"found as job {text(data.get('job_id'))}, submitted before",
-    "submit_failed": lambda data: f"not accepted{_because(data)}",
+    "submit_adopted": lambda fact: f"found as job {fact.job_id}, submitted before",
+    "submit_failed": lambda fact: f"not accepted{_because(fact.why)}",
     "attempt_started": _started,
     "phase": _phase,
     "mesh": _mesh,
@@ -305,29 +270,29 @@ _WORDS: dict[str, Callable[[Data], str]] = {
     "steps": _steps,
     "interval": _interval,
     "saved": _saved,
-    "save_mode": lambda data: f"saves are {text(data.get('mode'))}{_because(data)}",
+    "save_mode": lambda fact: f"saves are {fact.mode}{_because(fact.why)}",
     "save_failed": _missed("save failed"),
     "save_skipped": _missed("save left out"),
-    "verified": lambda data: f"every byte of {text(data.get('name'))} was read, and is right",
+    "verified": lambda fact: f"every byte of {fact.name} was read, and is right",
     "prune_failed": _missed("old checkpoints not deleted"),
-    "checkpoint_set_aside": lambda data: (
-        f"checkpoint {text(data.get('name'))} set aside{_because(data, 'reason')}"
-    ),
+    "checkpoint_set_aside": lambda fact: f"checkpoint {fact.name} set aside{_because(fact.reason)}",
     "stop_requested": _stop_requested,
-    "stopped": lambda data: f"left at step {_step(data.get('step'))}",
-    "done": lambda data: f"done at step {_step(data.get('step'))}",
+    "stopped": lambda fact: f"left at step {_step(fact.step)}",
+    "done": lambda fact: f"done at step {_step(fact.step)}",
     "failure": _failure,
     "attempt_ended": _ended,
     "requeued": _requeued,
-    "requeue_failed": lambda data: f"could not be requeued{_because(data)}",
-    "excluded": lambda data: f"goes on without {_names(data.get('nodes'))}",
-    "exclude_failed": lambda data: f"nodes could not be excluded{_because(data)}",
-    "fenced": lambda _data: "gave way: a newer attempt has the run",
-    "orphan_left": lambda data: f"a job that is not the run's own left{_because(data)}",
-    "cancel_requested": _cancel,
+    "requeue_failed": lambda fact: f"could not be requeued{_because(fact.why)}",
+    "excluded": lambda fact: f"goes on without {_names(fact.nodes)}",
+    "exclude_failed": lambda fact: f"nodes could not be excluded{_because(fact.why)}",
+    "fenced": lambda _fact: "gave way: a newer attempt has the run",
+    "orphan_left": lambda fact: f"a job that is not the run's own left{_because(fact.why)}",
+    "cancel_requested": lambda fact: (
+        f"cancel asked for, {'to save first' if fact.save else 'at once'}"
+    ),
     "run_stopped": _run_stopped,
     "preflight": _preflight,
-    "profile_requested": _profiled("asked to profile"),
-    "profiled": _profiled("profiled"),
+    "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),
+    "profiled": lambda fact: _profiled("profiled", fact, fact.folder),
     "notified": _notified,
 }

@@ -15,6 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.fence import look_anew
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import check
@@ -146,7 +147,8 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         NewerFormat: a newer hpctrain has written it.
         UsageError: the run is done, or some number of nodes has no mesh.
     """
-    ends = [event.data.get("step") for event in ledger.read(run) if event.kind == "done"]
+    facts = (event.fact for event in ledger.read(run))
+    ends = [fact.step for fact in facts if isinstance(fact, TrainingDone)]
     is_script = spec.entry.kind == "script"
     if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
         if ends[-1] is None:  # a program that counts no steps with us
