@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.site.sheet import DERIVED, check_locked
+from hpctrain.site.sheet import DERIVED, locked_changes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -199,12 +199,9 @@ def locked_names(site: Site, unlocked: Collection[str] = ()) -> set[str]:
     """
     names = {*DERIVED, *site.env.common, *site.env.single_node, *site.env.multi_node}
     names |= {name for when in site.env.when.values() for name in when.set}
+    changes = {f"env.{name}": name for name in names}
     alone = replace(site, overridden={})
-    return {
-        name
-        for name in names
-        if f"env.{name}" not in unlocked and check_locked(alone, {f"env.{name}": name}, allow=True)
-    }
+    return {n for path, n in locked_changes(alone, changes).items() if path not in unlocked}
 
 
 def is_shown(name: str) -> bool:

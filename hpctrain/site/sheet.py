@@ -296,16 +296,25 @@ def check_locked(site: Site, overridden: Mapping[str, str], *, allow: bool) -> l
     Raises:
         UsageError: there is one and `allow` is False.
     """
-    changes = {dotted(path): place for path, place in site.overridden.items()} | dict(overridden)
     notes = [
         f"{path} is locked by {site.where('lock', 'keys')} and changed by {place}"
-        for path, place in changes.items()
-        if any(_covers(site, lock, path) for lock in site.lock.keys)
+        for path, place in locked_changes(site, overridden).items()
     ]
     if notes and not allow:
         contact = f", or ask {site.about.contact}" if site.about.contact else ""
         raise UsageError(f"{'; '.join(notes)}; leave it out{contact}, or say --allow-locked")
     return [f"{line} (--allow-locked)" for line in notes]
+
+
+def locked_changes(site: Site, overridden: Mapping[str, str]) -> dict[str, str]:
+    """Those of the changes that a lock covers, with their places; arguments as `check_locked`'s."""
+    changes = {dotted(path): place for path, place in site.overridden.items()} | dict(overridden)
+    locks = site.lock.keys
+    return {
+        path: place
+        for path, place in changes.items()
+        if any(_covers(site, lock, path) for lock in locks)
+    }
 
 
 def _covers(site: Site, lock: str, path: str) -> bool:

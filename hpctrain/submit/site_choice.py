@@ -8,7 +8,7 @@ tests/unit/submit/test_site_submit.py and test_site_lock.py hold the promises.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_SITE
@@ -20,8 +20,8 @@ from hpctrain.site.detect import choose as choose_here
 from hpctrain.site.detect import look_around
 from hpctrain.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.site.load import site_files
-from hpctrain.site.preset import SYSTEM, dotted
-from hpctrain.site.sheet import check_locked
+from hpctrain.site.preset import SYSTEM
+from hpctrain.site.sheet import check_locked, locked_changes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,12 +168,7 @@ def take_locks(
     Raises:
         UsageError: one is changed and `allow` is False.
     """
-    notes = check_locked(site, changes, allow=allow)
-    alone = replace(site, overridden={})
-    of_files = {dotted(path): place for path, place in site.overridden.items()}
-    every = of_files | dict(changes)
-    paths = [path for path in every if check_locked(alone, {path: every[path]}, allow=True)]
-    return notes, paths
+    return check_locked(site, changes, allow=allow), list(locked_changes(site, changes))
 
 
 def _differs(site: Site, name: str, value: str) -> bool:
