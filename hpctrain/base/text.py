@@ -155,31 +155,31 @@ class Meter:
         total: Bytes to come, or about so many; a reader of whole blocks may read some more.
         started: When the work began.
         done: Bytes so far.
-        told: When a line was last due; work counts as told when it begins.
+        last_line: When a line was last due; work counts as told when it begins.
     """
 
     label: str
     total: int
     started: float
     done: int = 0
-    told: float | None = None
+    last_line: float | None = None
 
     def due(self, now: float, every_s: float = SPARSE_S) -> bool:
         """Whether the next line is due; it counts as told from then on."""
-        if now - (self.started if self.told is None else self.told) < every_s:
+        if now - (self.started if self.last_line is None else self.last_line) < every_s:
             return False
-        self.told = now
+        self.last_line = now
         return True
 
     def text(self, now: float) -> str:
         """E.g. "reading 1.5 GiB of 6.0 GiB (25 %), 310.0 MiB/s, 15 s left"."""
         done = min(self.done, self.total)
         share = f" ({100 * done // self.total} %)" if self.total else ""
-        far = f"{self.label} {size(done)} of {size(self.total)}{share}"
+        progress = f"{self.label} {size(done)} of {size(self.total)}{share}"
         rate = done / (now - self.started) if now > self.started else 0.0
         if not rate:
-            return far
-        return f"{far}, {size(round(rate))}/s, {duration((self.total - done) / rate)} left"
+            return progress
+        return f"{progress}, {size(round(rate))}/s, {duration((self.total - done) / rate)} left"
 
 
 def rank_rows(

@@ -58,13 +58,13 @@ class EngineInputs:
         settings: The run's.
         world: The ranks.
         mesh: Ranks along each axis.
-        known: Names of all of the program's parameters and buffers, on whatever rank.
+        state_names: Names of all of the program's parameters and buffers, on whatever rank.
     """
 
     settings: EngineSettings
     world: World
     mesh: Mesh
-    known: frozenset[str]
+    state_names: frozenset[str]
 
 
 class Engine(abc.ABC):
@@ -211,19 +211,19 @@ class Engine(abc.ABC):
 
     # ---- for engines
 
-    def total(self, mine: torch.Tensor) -> float:
+    def total(self, local: torch.Tensor) -> float:
         """The sum of a number over data ranks. Collective.
 
         Args:
-            mine: One fp64 number; of ranks along `tp` the first one's counts, along `pp` the
+            local: One fp64 number; of ranks along `tp` the first one's counts, along `pp` the
                 last one's.
         """
         last = self.mesh.pp_rank(self.world.rank) == self.mesh.pp - 1
         counts = last and self.mesh.tp_rank(self.world.rank) == 0
         value = (
-            mine.detach().to(torch.float64)
+            local.detach().to(torch.float64)
             if counts
-            else torch.zeros_like(mine, dtype=torch.float64)
+            else torch.zeros_like(local, dtype=torch.float64)
         )
         return float(global_sum(self.world, value))
 

@@ -168,10 +168,10 @@ def _check_whole(model: nn.Module, layout: Layout, listed: str) -> None:
             )
     matrices = [layout.embedding, layout.head]
     matrices += [getattr(block, role) for block in layout.blocks for role in CUT]
-    for one in matrices:
-        if one is not None and not isinstance(model.get_submodule(one), _MATRICES):
-            kind = type(model.get_submodule(one)).__name__
-            raise UsageError(f"engine.tp: {one} is a {kind}, not an nn.Linear; {ASK}")
+    for matrix in matrices:
+        if matrix is not None and not isinstance(model.get_submodule(matrix), _MATRICES):
+            kind = type(model.get_submodule(matrix)).__name__
+            raise UsageError(f"engine.tp: {matrix} is a {kind}, not an nn.Linear; {ASK}")
 
 
 def _need(model: nn.Module, parent: str, role: str) -> str:
@@ -188,8 +188,8 @@ def _need(model: nn.Module, parent: str, role: str) -> str:
 def _find(model: nn.Module, parents: Sequence[str], role: str) -> str | None:
     for parent in parents:
         for name in NAMES[role]:
-            if _has(model, one := _join(parent, name)):
-                return one
+            if _has(model, full_name := _join(parent, name)):
+                return full_name
     return None
 
 
@@ -199,8 +199,8 @@ def _join(parent: str, name: str) -> str:
 
 def _has(model: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
-    found = getattr(model.get_submodule(parent), child, None)
-    return isinstance(found, nn.Module) and not isinstance(found, PassThrough)
+    attribute = getattr(model.get_submodule(parent), child, None)
+    return isinstance(attribute, nn.Module) and not isinstance(attribute, PassThrough)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Native(Engine):
         """Take a model that is wrapped already; `parallelize.py` does that."""
         super().__init__(kind, model, optimizer, inputs)
         self.loss_scale = LossScale() if self.precision is torch.float16 else None
-        self._known = frozenset(names.MODEL + name for name in inputs.known)
+        self._names = frozenset(names.MODEL + name for name in inputs.state_names)
         self._sharded = kind == "fsdp2"
 
     # ---- a step
@@ -110,7 +110,7 @@ class Native(Engine):
         copies = {}
         if self.mesh.pp > 1 or self._sharded:
             copies = {name: self._copies(tensor) for name, tensor in tensors.items()}
-        return State(dict(tensors), copies=copies, known=self._known - tensors.keys())
+        return State(dict(tensors), copies=copies, elsewhere=self._names - tensors.keys())
 
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """See `Engine`."""

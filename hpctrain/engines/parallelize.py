@@ -85,11 +85,11 @@ def parallelize(
     _refuse_without_effect(model, settings)
     widen(model)
     plan = plan or ModelPlan()
-    known = frozenset(model.state_dict())
+    state_names = frozenset(model.state_dict())
     if not world.is_distributed:
-        return _copied(model, optimizer, EngineInputs(settings, world, Mesh(), known))
+        return _copied(model, optimizer, EngineInputs(settings, world, Mesh(), state_names))
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
-    inputs = EngineInputs(settings, world, mesh, known)
+    inputs = EngineInputs(settings, world, mesh, state_names)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero.engine import Zero
 

@@ -94,10 +94,10 @@ def unwrapped(name: str) -> str:
     return _plain_name(stem + "." if stem else "") + own
 
 
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def _same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether both have the same names, each for the same memory or the same single value."""
-    return one.keys() == other.keys() and all(
-        _memory(one[name]) == _memory(other[name]) for name in one
+    return first.keys() == other.keys() and all(
+        _memory(first[name]) == _memory(other[name]) for name in first
     )
 
 

@@ -107,13 +107,13 @@ def checkpoint_wrapped(
 
 def operators(names: Iterable[str]) -> frozenset[Any]:
     """Torch's operators by `namespace.name`, as far as this release has them."""
-    found = set()
+    ops = set()
     for full in names:
         namespace, _, name = full.partition(".")
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is not None:
-            found.add(packet.default)
-    return frozenset(found)
+            ops.add(packet.default)
+    return frozenset(ops)
 
 
 # ---- collectives that autograd knows
@@ -143,8 +143,8 @@ def without_outputs(schedule: Any) -> dict[str, bool]:
 
     Older releases know no such word and hand it on to the model: there the last stage holds them.
     """
-    known = "return_outputs" in inspect.signature(schedule.step).parameters  # eval hands it on
-    return {"return_outputs": False} if known else {}
+    takes_it = "return_outputs" in inspect.signature(schedule.step).parameters  # eval hands it on
+    return {"return_outputs": False} if takes_it else {}
 
 
 # ---- nested values

@@ -242,13 +242,13 @@ class LogLine:
 
     Attributes:
         about: When it was written, as far as that can be told.
-        known: Whether that is more than a guess.
+        is_certain: Whether that is more than a guess.
         source: Its log.
         text: The line without its newline.
     """
 
     about: float
-    known: bool
+    is_certain: bool
     source: LogSource
     text: bytes
 
@@ -267,11 +267,11 @@ class _Stream:
 
     def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[LogLine]:
         """The lines since the last call that are to be shown; with `last` also half a line."""
-        known, guess = self._guess(section, now)
+        is_certain, guess = self._guess(section, now)
         for text in self._log.lines(at_once):
-            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
+            yield from self._chosen(LogLine(guess.at(self._log.at), is_certain, self._source, text))
         for text in self._log.rest() if last else ():
-            yield from self._chosen(LogLine(guess.at(self._log.at), known, self._source, text))
+            yield from self._chosen(LogLine(guess.at(self._log.at), is_certain, self._source, text))
 
     def _chosen(self, line: LogLine) -> Iterable[LogLine]:
         return (line,) if self._filter is None else self._filter.feed(line.text, line)
@@ -317,7 +317,7 @@ def _as_json(section: Section, line: LogLine) -> dict[str, object]:
         "rank": line.source.rank,
         "node": line.source.node or None,
         "source": line.source.label,
-        "t": round(line.about, 1) if line.known else None,
+        "t": round(line.about, 1) if line.is_certain else None,
         "text": line.text.decode(errors="backslashreplace"),
     }
 

@@ -274,8 +274,8 @@ def _rank_logs(run: RunDir, view: AttemptView, wanted: frozenset[int] | str) -> 
         return [_source(view, rank, run.rank_log(view.number, rank)) for rank in ranks]
     with contextlib.suppress(FileNotFoundError):
         paths = sorted(run.attempt(view.number).iterdir())
-        found = [(int(m[1]), path) for path in paths if (m := _RANK_LOG.fullmatch(path.name))]
-        return [_source(view, rank, path) for rank, path in found]
+        numbered = [(int(m[1]), path) for path in paths if (m := _RANK_LOG.fullmatch(path.name))]
+        return [_source(view, rank, path) for rank, path in numbered]
     return []
 
 

@@ -157,14 +157,14 @@ def _loopback(name: str, value: str, entries: Sequence[str], context: Context) -
 
 
 def _missing(
-    name: str, value: str, found: InterfaceFilter, there: frozenset[str] | None, kind: str
+    name: str, value: str, interfaces: InterfaceFilter, there: frozenset[str] | None, kind: str
 ) -> Iterator[Problem]:
     """Entries that fit nothing on the node, where it is known what the node has."""
     if there is None:
         return
-    for entry in found.entries:
-        if not any(found.takes(one, entry) for one in there):
-            how = "is" if found.exact else "begins with"
+    for entry in interfaces.entries:
+        if not any(interfaces.takes(one, entry) for one in there):
+            how = "is" if interfaces.exact else "begins with"
             yield error(
                 name,
                 value,
@@ -256,10 +256,10 @@ def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 def _adapter(
-    name: str, value: str, entry: str, found: InterfaceFilter, context: Context
+    name: str, value: str, entry: str, interfaces: InterfaceFilter, context: Context
 ) -> Iterator[Problem]:
     hca, *places = entry.split(":")
-    fits = context.hcas and any(found.takes(one, hca) for one in context.hcas)
+    fits = context.hcas and any(interfaces.takes(one, hca) for one in context.hcas)
     netdev = hca in (context.netdevs or ()) or _NETDEV.fullmatch(hca.lstrip("^="))
     if netdev and not fits:
         yield error(
@@ -269,9 +269,9 @@ def _adapter(
             "falls back to sockets; write names of /sys/class/infiniband, e.g. "
             '"=mlx5_0", and interfaces into network.socket_ifnames',
         )
-    elif context.hcas is not None and not fits and not found.excludes:
+    elif context.hcas is not None and not fits and not interfaces.excludes:
         yield from _missing(
-            name, value, InterfaceFilter(excludes=False, exact=found.exact, entries=(hca,)),
+            name, value, InterfaceFilter(excludes=False, exact=interfaces.exact, entries=(hca,)),
             context.hcas, "adapter",
         )  # fmt: skip
     if len(places) > 3 or any(place and not place.lstrip("-").isdigit() for place in places):  # noqa: PLR2004
@@ -317,10 +317,10 @@ def proto(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 def _choices(
-    name: str, value: str, known: Sequence[str], renamed: dict[str, str], context: Context
+    name: str, value: str, choices: Sequence[str], renamed: dict[str, str], context: Context
 ) -> Iterator[Problem]:
     """The grammar that NCCL_ALGO and NCCL_PROTO share: `a,b;function:^c`."""
-    known_words = {word.lower() for word in known}
+    known_words = {word.lower() for word in choices}
     functions = {word.lower() for word in FUNCTIONS}
     parts = value.split(";")
     if context.older_than(_STRICT_LISTS) and (":" in value or len(parts) > 1):
@@ -349,7 +349,7 @@ def _choices(
             )
         for word in words.removeprefix("^").split(","):
             if word.lower() not in known_words:
-                what = _instead(word, value, known, renamed)
+                what = _instead(word, value, choices, renamed)
                 yield error(
                     name,
                     value,
@@ -357,9 +357,9 @@ def _choices(
                 )
 
 
-def _instead(word: str, value: str, known: Sequence[str], renamed: dict[str, str]) -> str:
+def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, str]) -> str:
     """What to write instead of a word that NCCL does not know."""
-    folded = {one.lower(): one for one in known}
+    folded = {one.lower(): one for one in choices}
     if not word:
         return "that is an empty word: take the comma away"
     if word.startswith("^"):
@@ -368,7 +368,7 @@ def _instead(word: str, value: str, known: Sequence[str], renamed: dict[str, str
         return f'the blank is part of the word: write "{"".join(value.split())}"'
     near = nearest(word.lower(), folded)
     meant = renamed.get(word.lower()) or (folded[near[0]] if near else "")
-    return f"write {meant}" if meant else f"there are {listed(list(known))}"
+    return f"write {meant}" if meant else f"there are {listed(list(choices))}"
 
 
 def ib_gid(name: str, value: str, context: Context) -> Iterator[Problem]:

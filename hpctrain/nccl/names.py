@@ -403,10 +403,10 @@ def _dead(name: str, value: str) -> Iterator[Problem]:
 
 
 def _unknown(name: str, value: str) -> Iterator[Problem]:
-    for prefix, (reader, known) in _READERS.items():
+    for prefix, (reader, variables) in _READERS.items():
         if not name.startswith(prefix):
             continue
-        if name not in known and not name.startswith(NCCL_FAMILIES):
+        if name not in variables and not name.startswith(NCCL_FAMILIES):
             yield warning(name, value, f"{reader} has no variable of this name; {_hint(name)}")
         return
     yield from _nearly_known(name, value)

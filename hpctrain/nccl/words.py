@@ -294,9 +294,9 @@ def cta_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_CTA_POLICY: an old number, or words that may be joined by |."""
     if value in {"0", "1", "2"}:
         return
-    known = Words(("DEFAULT", "EFFICIENCY", "ZERO"), otherwise="leaves out words that it lacks")
+    words = Words(("DEFAULT", "EFFICIENCY", "ZERO"), otherwise="leaves out words that it lacks")
     for word in value.split("|"):
-        yield from known(name, word, context)
+        yield from words(name, word, context)
 
 
 def merge_level(name: str, value: str, context: Context) -> Iterator[Problem]:

@@ -256,15 +256,15 @@ class Planner:
             return self.why_not(world_size, count(world_size, "rank"))
         near = self.nearest(nodes)
         instead = f"use {in_nodes(near)}" if near else "set other bounds"
-        told = f"{in_nodes([nodes])} x {count(self.ranks_per_node, 'rank')}"
-        return f"{self.why_not(world_size, told)}: {instead}"
+        asked = f"{in_nodes([nodes])} x {count(self.ranks_per_node, 'rank')}"
+        return f"{self.why_not(world_size, asked)}: {instead}"
 
-    def why_not(self, world_size: int, told: str) -> str:
+    def why_not(self, world_size: int, asked: str) -> str:
         """Why there is no mesh of so many ranks.
 
         Args:
             world_size: All ranks.
-            told: The same as a user knows them, e.g. "3 nodes x 4 ranks".
+            asked: The same as a user knows them, e.g. "3 nodes x 4 ranks".
         """
         names = self.names()
         multiple = prod(limit.start for limit in self.limits.values())
@@ -272,8 +272,8 @@ class Planner:
         if is_fixed and world_size % multiple:
             verb = "is" if world_size == 1 else "are"
             needed = count(multiple, "rank")
-            return f"{names} needs a multiple of {needed}; {told} {verb} {world_size}"
-        why = f"{names} leaves no mesh of {count(world_size, 'rank')} ({told})"
+            return f"{names} needs a multiple of {needed}; {asked} {verb} {world_size}"
+        why = f"{names} leaves no mesh of {count(world_size, 'rank')} ({asked})"
         if self.shape is not None and self.limits["ep"].start > 1 and not world_size % multiple:
             why += f", since the ranks with the same experts must divide train.dim {self.shape.dim}"
         return why
@@ -380,13 +380,13 @@ def _require_all(planner: Planner, low: int, high: int) -> None:
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
     """Numbers as ranges of adjoining ones."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
         else:
-            found.append((number, number))
-    return found
+            runs.append((number, number))
+    return runs
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -73,8 +73,8 @@ class ResumePlan:
     def as_json(self) -> dict[str, Any]:
         """For ``--json``; every rank of a mesh has its node and its place on each axis."""
         value = asdict(self)
-        for row, one in zip(value["meshes"], self.meshes, strict=True):
-            row["ranks"] = placed(one.mesh, one.names, one.ranks_per_node)
+        for row, mesh in zip(value["meshes"], self.meshes, strict=True):
+            row["ranks"] = placed(mesh.mesh, mesh.names, mesh.ranks_per_node)
         return value
 
 
@@ -155,11 +155,11 @@ def _batch_text(cut: Batching) -> str:
     )
 
 
-def _map_of(one: NodeMesh, width: int) -> list[str]:
+def _map_of(mesh: NodeMesh, width: int) -> list[str]:
     """Who stands where, unless ranks simply follow each other along one axis."""
-    if not one.mesh.has_axes:
+    if not mesh.mesh.has_axes:
         return []
     from hpctrain.drawing import drawn, rank_map
 
-    table = rank_map(one.mesh, one.names, one.ranks_per_node, width=width)
+    table = rank_map(mesh.mesh, mesh.names, mesh.ranks_per_node, width=width)
     return drawn(table, width).splitlines()

@@ -62,10 +62,10 @@ def read_bad(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
     now = time.time() if now is None else now
     try:
         raw = json.loads(read_plain(path))
-        found = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
+        bad = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {name: entry for name, entry in found.items() if entry.until > now}
+    return {name: entry for name, entry in bad.items() if entry.until > now}
 
 
 def record_bad(
@@ -118,8 +118,8 @@ def are_known_good(
 ) -> bool:
     """Whether all of these nodes were proven in the last so many hours."""
     now = time.time() if now is None else now
-    known = read_known_good(path)
-    return all(now - known.get(node, 0.0) < hours * HOUR_S for node in nodes)
+    good = read_known_good(path)
+    return all(now - good.get(node, 0.0) < hours * HOUR_S for node in nodes)
 
 
 def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = None) -> None:

@@ -236,14 +236,14 @@ def read_interfaces(at: FactSources) -> list[Interface]:
 
 
 def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
         for line in table.read_text().splitlines():
             packed, _, _, scope, _, name = line.split()
             if scope == "00":  # global: link-local ones are on every interface that is up
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))
-                found.setdefault(name, []).append(address)
-    return found
+                addresses.setdefault(name, []).append(address)
+    return addresses
 
 
 def read_ports(folder: Path) -> list[Port]:

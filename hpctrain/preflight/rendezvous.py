@@ -112,9 +112,9 @@ class Coordinator:
         skews = {}
         for rank in list(self._peers):
             samples = [self._ping(rank, clock) for _ in range(PINGS)]
-            known = [sample for sample in samples if sample is not None]
-            if known:
-                skews[rank] = min(known, key=lambda skew: skew.bound_s)
+            answered = [sample for sample in samples if sample is not None]
+            if answered:
+                skews[rank] = min(answered, key=lambda skew: skew.bound_s)
         return skews
 
     def _ping(self, rank: int, clock: Callable[[], float]) -> Skew | None:

@@ -58,20 +58,20 @@ class PreflightReport:
     @property
     def status(self) -> str:
         """The worst of all results."""
-        found = {result.status for result in self.results}
-        return next((status for status in WORST_FIRST if status in found), OK)
+        statuses = {result.status for result in self.results}
+        return next((status for status in WORST_FIRST if status in statuses), OK)
 
     @property
     def bad(self) -> dict[str, str]:
         """Each node to blame for a failed check, to why."""
-        found: dict[str, str] = {}
+        bad: dict[str, str] = {}
         for result in self.results:
             if result.status != FAIL:
                 continue
             for node in result.nodes:
-                also = f"{found[node]}; " if node in found else ""
-                found[node] = f"{also}{result.check}: {result.message}"
-        return found
+                also = f"{bad[node]}; " if node in bad else ""
+                bad[node] = f"{also}{result.check}: {result.message}"
+        return bad
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""

@@ -156,12 +156,12 @@ def _try_lock(path: Path) -> str:
     return LOCAL
 
 
-def _hold(path: Path, told: int, reading: int) -> None:
+def _hold(path: Path, report: int, reading: int) -> None:
     """The child's whole life."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(told, b"1")
+        os.write(report, b"1")
         os.read(reading, 1)
     finally:
         os._exit(0)

@@ -64,10 +64,10 @@ def read_memory(path: Path) -> RankMemory | None:
     """What a rank wrote; None where it is torn."""
     try:
         raw = json.loads(read_plain(path))
-        known = {key: raw.get(key) for key in RankMemory.__dataclass_fields__}
+        values = {key: raw.get(key) for key in RankMemory.__dataclass_fields__}
     except (OSError, ValueError, AttributeError):
         return None
-    return RankMemory(**known) if isinstance(known["device"], str) else None
+    return RankMemory(**values) if isinstance(values["device"], str) else None
 
 
 def advice(memory: RankMemory) -> str | None:

@@ -33,11 +33,11 @@ _HEADS = {
 
 def as_text(profile: Profile) -> str:
     """The verdict, where each rank's time went, memory, what may help, where the files are."""
-    window = profile.found.window
+    window = profile.files.window
     what = f"steps {window.first} to {window.last}"
     if window.first == window.last:
         what = f"step {window.first}"
-    lines = [f"attempt {profile.found.attempt}, {what}"]
+    lines = [f"attempt {profile.files.attempt}, {what}"]
     if profile.verdict is not None:
         lines += _wrapped(verdict_line(profile.verdict), "  ")
         lines += ["", *_rows(profile.ranks, profile.verdict)]
@@ -51,7 +51,7 @@ def as_text(profile: Profile) -> str:
     lines += _memory_lines(profile.memories)
     for text in profile.advice():
         lines += _wrapped(f"advice: {text}", "  ", "          ")
-    lines.append(f"  traces in {profile.found.folder}")
+    lines.append(f"  traces in {profile.files.folder}")
     return "\n".join(lines)
 
 

@@ -118,14 +118,14 @@ class Profile:
     """A profile that was read.
 
     Attributes:
-        found: Its files.
+        files: Its files.
         ranks: Those whose traces could be read.
         verdict: None where none could.
         memories: By rank.
         problems: Rank to why there is no trace of it.
     """
 
-    found: FoundProfile
+    files: FoundProfile
     ranks: list[RankShares]
     verdict: ProfileVerdict | None
     memories: dict[int, RankMemory]
@@ -134,16 +134,16 @@ class Profile:
     @property
     def unwritten(self) -> list[int]:
         """Ranks whose traces are still on their way, or never came."""
-        known = {r.rank for r in self.ranks} | set(self.problems)
-        return [rank for rank in self.found.files if rank not in known]
+        written = {r.rank for r in self.ranks} | set(self.problems)
+        return [rank for rank in self.files.files if rank not in written]
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "attempt": self.found.attempt,
-            "first": self.found.window.first,
-            "last": self.found.window.last,
-            "folder": str(self.found.folder),
+            "attempt": self.files.attempt,
+            "first": self.files.window.first,
+            "last": self.files.window.last,
+            "folder": str(self.files.folder),
             "verdict": None if self.verdict is None else _verdict_as_json(self.verdict),
             "ranks": {
                 str(r.rank): {
@@ -164,7 +164,7 @@ class Profile:
                 for rank, memory_of_rank in self.memories.items()
             },
             "snapshots": [
-                str(files[SNAPSHOT]) for files in self.found.files.values() if SNAPSHOT in files
+                str(files[SNAPSHOT]) for files in self.files.files.values() if SNAPSHOT in files
             ],
             "unwritten": self.unwritten,
             "problems": {str(rank): why for rank, why in self.problems.items()},
@@ -174,16 +174,16 @@ class Profile:
         """What may help, a line each."""
         on_time = advice_on(self.verdict) if self.verdict is not None else None
         lines = [on_time] if on_time else []
-        told = {rank: memory.advice(one) for rank, one in self.memories.items()}
-        return lines + [f"rank {rank}: {text}" for rank, text in told.items() if text]
+        by_rank = {rank: memory.advice(one) for rank, one in self.memories.items()}
+        return lines + [f"rank {rank}: {text}" for rank, text in by_rank.items() if text]
 
 
-def examine(found: FoundProfile) -> Profile:
+def examine(profile_files: FoundProfile) -> Profile:
     """Read a profile. A trace of a GPU run takes seconds."""
     ranks: list[RankShares] = []
     problems: dict[int, str] = {}
     memories: dict[int, RankMemory] = {}
-    for rank, files in found.files.items():
+    for rank, files in profile_files.files.items():
         if PROBLEM in files:
             problems[rank] = _told(files[PROBLEM])
         elif TRACE in files:
@@ -194,7 +194,7 @@ def examine(found: FoundProfile) -> Profile:
         memory_of_rank = read_memory(files[MEMORY]) if MEMORY in files else None
         if memory_of_rank is not None:
             memories[rank] = memory_of_rank
-    return Profile(found, ranks, judge(ranks) if ranks else None, memories, problems)
+    return Profile(profile_files, ranks, judge(ranks) if ranks else None, memories, problems)
 
 
 def _told(path: Path) -> str:

@@ -85,8 +85,8 @@ class Advice:
 
 def advice(data: ReportData) -> list[Advice]:
     """Everything that the numbers call for, what costs most first; often nothing."""
-    found = [one for rule in RULES for one in rule(data)]
-    return sorted(found, key=lambda one: -one.weight)
+    advices = [one for rule in RULES for one in rule(data)]
+    return sorted(advices, key=lambda one: -one.weight)
 
 
 def _share(data: ReportData, *kinds: TimeClass) -> float:
@@ -145,13 +145,13 @@ def bad_node(data: ReportData) -> Iterator[Advice]:
     ends: dict[str, list[AttemptView]] = defaultdict(list)
     by_number = {one.number: one for one in data.status.attempts}
     excluded = {(number, node) for number, node in data.history.excluded}
-    for number, node in sorted(excluded, key=lambda one: (one[0] or 0, one[1])):
+    for number, node in sorted(excluded, key=lambda attempt: (attempt[0] or 0, attempt[1])):
         if number in by_number:
             ends[node].append(by_number[number])
-    for one in data.status.attempts:
-        node = one.failure.node if one.failure is not None else ""
-        if node and one.cause in _OF_NODES and (one.number, node) not in excluded:
-            ends[node].append(one)
+    for attempt in data.status.attempts:
+        node = attempt.failure.node if attempt.failure is not None else ""
+        if node and attempt.cause in _OF_NODES and (attempt.number, node) not in excluded:
+            ends[node].append(attempt)
     elsewhere = {node for one in data.status.attempts for node in one.nodes}
     for node, attempts in ends.items():
         if len(attempts) < NODE_ENDS or len(elsewhere) < NODE_ENDS or _one_error(data, attempts):
@@ -175,9 +175,9 @@ def _some(texts: list[str]) -> str:
 def _one_error(data: ReportData, attempts: list[AttemptView]) -> bool:
     """Whether the same error also came on other nodes: then it is the program's."""
     nodes: dict[str, set[str]] = defaultdict(set)
-    for one in data.status.attempts:
-        if one.failure is not None:
-            nodes[one.failure.summary].add(one.failure.node)
+    for attempt in data.status.attempts:
+        if attempt.failure is not None:
+            nodes[attempt.failure.summary].add(attempt.failure.node)
     said = {one.failure.summary for one in attempts if one.failure is not None}
     return bool(said) and all(len(nodes[summary]) > 1 for summary in said)
 

@@ -167,17 +167,17 @@ def _share(values: Sequence[float], wall_s: Sequence[float], group: range) -> fl
     return round(100 * sum(values[at] for at in group) / whole, 2) if whole else 0.0
 
 
-def _waits_words(found: curves.Waits) -> str:
-    share = [d / w if w else 0.0 for d, w in zip(found.data_s, found.wall_s, strict=True)]
+def _waits_words(waits: curves.Waits) -> str:
+    share = [d / w if w else 0.0 for d, w in zip(waits.data_s, waits.wall_s, strict=True)]
     most = max(range(len(share)), key=share.__getitem__)
     words = f"Rank {most} waited longest for data: {percent(share[most])} of its time."
-    if found.own_s is None or len(share) == 1:
+    if waits.own_s is None or len(share) == 1:
         return words
-    rank, times = found.slowest.most_common(1)[0]
+    rank, times = waits.slowest.most_common(1)[0]
     return (
         f"{words} The others waited most often for rank {rank}: slowest in "
-        f"{percent(times / found.samples)} of {count(found.samples, 'sample')}, "
-        f"in the middle {percent(found.behind[rank])} above the median."
+        f"{percent(times / waits.samples)} of {count(waits.samples, 'sample')}, "
+        f"in the middle {percent(waits.behind[rank])} above the median."
     )
 
 
@@ -306,8 +306,8 @@ def _owners(slices: Sequence[TimeSlice], numbers: Sequence[int]) -> Iterable[int
     """The attempt of each slice; time without one leads to the next attempt."""
     following = numbers[-1] if numbers else 0
     owners: list[int] = []
-    for one in reversed(slices):
-        following = one.attempt if one.attempt is not None else following
+    for time_slice in reversed(slices):
+        following = time_slice.attempt if time_slice.attempt is not None else following
         owners.append(following)
     return reversed(owners)
 
@@ -347,6 +347,6 @@ def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
     return bars_drawn
 
 
-def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    known = [pair for pair in (one, other) if pair is not None]
-    return (min(p[0] for p in known), max(p[1] for p in known)) if known else None
+def _both(first: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    pairs = [pair for pair in (first, other) if pair is not None]
+    return (min(p[0] for p in pairs), max(p[1] for p in pairs)) if pairs else None

@@ -81,8 +81,8 @@ STEPS = Unit("steps", lambda mark: float(mark.steps))
 
 def unit_of(marks: Sequence[StepRow]) -> Unit:
     """Tokens where the program tells them, else samples, else steps."""
-    told = (one for one in (TOKENS, SAMPLES) if any(one.of(mark) is not None for mark in marks))
-    return next(told, STEPS)
+    units = (one for one in (TOKENS, SAMPLES) if any(one.of(mark) is not None for mark in marks))
+    return next(units, STEPS)
 
 
 def step_p50(mark: StepRow) -> float | None:
@@ -94,8 +94,8 @@ def step_p50(mark: StepRow) -> float | None:
 
 def median(values: Sequence[float | None]) -> float | None:
     """Of the values that are known; None for none."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 # ---- ranks

@@ -96,12 +96,12 @@ def steps_of(run: RunHistory) -> History:
     marks: list[StepRow] = []
     kept: list[StepRow] = []
     resumes: list[Restore] = []
-    for told in run.training:
-        if isinstance(told, Restore):
-            while kept and kept[-1].last > told.step:
+    for point in run.training:
+        if isinstance(point, Restore):
+            while kept and kept[-1].last > point.step:
                 kept.pop()
-            resumes.append(told)
-        elif (mark := _mark(told)) is not None:
+            resumes.append(point)
+        elif (mark := _mark(point)) is not None:
             marks.append(mark)
             kept.append(mark)
     return History(
@@ -121,8 +121,8 @@ def _mark(mark: StepMark) -> StepRow | None:
         return None
     begin, end = fact.sample_first, fact.sample_last
     samples = end - begin if begin is not None and end is not None and end > begin else None
-    told = ("seconds", "loss", "p50_s", "p95_s", "tokens", "grad_norm")
-    values = {name: finite(getattr(fact, name)) for name in told}
+    names = ("seconds", "loss", "p50_s", "p95_s", "tokens", "grad_norm")
+    values = {name: finite(getattr(fact, name)) for name in names}
     return StepRow(mark.t, mark.attempt, fact.first, fact.last, samples=samples, **values)
 
 

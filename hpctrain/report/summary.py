@@ -61,11 +61,11 @@ class FailureGroup:
 def facts(data: ReportData) -> list[Fact]:
     """The first look at a run."""
     status, spent = data.status, data.status.goodput
-    far = status.progress
-    total = "" if far.total is None else f"of {far.total:,}"
+    progress = status.progress
+    total = "" if progress.total is None else f"of {progress.total:,}"
     rows = [
         Fact("state", status.state.value, _since(data)),
-        Fact("step", NOTHING if far.step is None else f"{far.step:,}", total),
+        Fact("step", NOTHING if progress.step is None else f"{progress.step:,}", total),
         Fact("useful of allocated", percent(spent.useful_of_allocated), _why_no_rate(spent)),
         Fact("useful since submit", percent(spent.useful_since_submit), _waited(spent)),
         Fact("last 24 hours", percent(status.day.useful_of_allocated), "useful of allocated"),
@@ -98,10 +98,10 @@ def _since(data: ReportData) -> str:
 
 def _ends(data: ReportData) -> str:
     seen: dict[str, int] = {}
-    for one in data.status.attempts:
-        if one.ended is not None:
-            seen[ended(one)] = seen.get(ended(one), 0) + 1
-    most = sorted(seen.items(), key=lambda one: -one[1])
+    for attempt in data.status.attempts:
+        if attempt.ended is not None:
+            seen[ended(attempt)] = seen.get(ended(attempt), 0) + 1
+    most = sorted(seen.items(), key=lambda attempt: -attempt[1])
     return ", ".join(f"{times} {why}" for why, times in most[:4])
 
 

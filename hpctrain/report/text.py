@@ -133,7 +133,7 @@ def _advice(data: ReportData, width: int) -> str:
     if not all_advice:
         return "advice: nothing to advise"
     lines = ["advice"]
-    for number, one in enumerate(all_advice, start=1):
-        lines.append(wrap(f"{number}. {one.title}: {one.evidence}", width))
-        lines.append(wrap(f"-> {one.do}", width, "   "))
+    for number, entry in enumerate(all_advice, start=1):
+        lines.append(wrap(f"{number}. {entry.title}: {entry.evidence}", width))
+        lines.append(wrap(f"-> {entry.do}", width, "   "))
     return "\n".join(lines)

@@ -195,11 +195,11 @@ def _nothing_in(folder: Folder) -> str:
 
 
 def _nearest(text: str, folder: Folder) -> str:
-    known, root = folder.runs, folder.root
-    if not known:
+    runs, root = folder.runs, folder.root
+    if not runs:
         return f"no run {text!r}: {_nothing_in(folder)}"
-    near = difflib.get_close_matches(text, [run.name for run in known], n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"the newest are {_names(known)}"
+    near = difflib.get_close_matches(text, [run.name for run in runs], n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"the newest are {_names(runs)}"
     return f"no run or job {text!r} in {root}; {hint}"
 
 

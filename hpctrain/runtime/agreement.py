@@ -114,12 +114,12 @@ class Agreement:
         self._last_tick = now
 
 
-def _both(one: StopRequest, other: StopRequest) -> StopRequest:
+def _both(first: StopRequest, other: StopRequest) -> StopRequest:
     return StopRequest(
-        max(one.stop, other.stop),
-        one.save or other.save,
-        one.tell or other.tell,
-        max(one.profile, other.profile),
+        max(first.stop, other.stop),
+        first.save or other.save,
+        first.tell or other.tell,
+        max(first.profile, other.profile),
     )
 
 

@@ -32,17 +32,17 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
     follow_folder(run.root)
     taken = None
     if world.rank == 0:
-        mine = take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0)
-        run.attempt(mine.number).mkdir(parents=True, exist_ok=True)
+        attempt = take_attempt(run, job_id=f"pid-{os.getpid()}", restarts=0)
+        run.attempt(attempt.number).mkdir(parents=True, exist_ok=True)
         begun = AttemptStarted(
-            **identity(run, mine),
+            **identity(run, attempt),
             by="start",
             nodes=(os.uname().nodename,),
             world_size=world.world_size,
             ranks_per_node=world.world_size,
         )
-        ledger.append(run, begun, attempt=mine.number)
-        taken = asdict(mine)
+        ledger.append(run, begun, attempt=attempt.number)
+        taken = asdict(attempt)
     return Attempt(**broadcast(world, taken))
 
 

@@ -324,17 +324,17 @@ def measure(world: World) -> RankMemory:
         return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
     stats = torch.cuda.memory_stats(world.device)
 
-    def told(key: str) -> int:
+    def stat(key: str) -> int:
         return int(stats.get(key, 0))
 
     return RankMemory(
         device="cuda",
-        allocated_bytes=told("allocated_bytes.all.current"),
-        allocated_peak_bytes=told("allocated_bytes.all.peak"),
-        reserved_bytes=told("reserved_bytes.all.current"),
-        inactive_split_bytes=told("inactive_split_bytes.all.current"),
-        alloc_retries=told("num_alloc_retries"),
-        ooms=told("num_ooms"),
+        allocated_bytes=stat("allocated_bytes.all.current"),
+        allocated_peak_bytes=stat("allocated_bytes.all.peak"),
+        reserved_bytes=stat("reserved_bytes.all.current"),
+        inactive_split_bytes=stat("inactive_split_bytes.all.current"),
+        alloc_retries=stat("num_alloc_retries"),
+        ooms=stat("num_ooms"),
     )
 
 

@@ -69,7 +69,7 @@ class Saves:
         self._told: int | None = None
         self._digest = ""
         self._has_memory = False
-        self._known: dict[int, retention.CheckpointRow] = {}
+        self._rows_by_step: dict[int, retention.CheckpointRow] = {}
 
     @property
     def _is_async(self) -> bool:
@@ -338,7 +338,7 @@ class Saves:
                 best_metric=keep.best_metric,
                 best_is=keep.best_is,
                 attempt=self._place.attempt,
-                known=self._known,
+                rows_by_step=self._rows_by_step,
             )
         except CheckpointError as error:
             self._event(PruneFailed(step=saved.step, why=str(error)))

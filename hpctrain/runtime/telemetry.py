@@ -478,9 +478,9 @@ def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) 
     sample: dict[str, Any] = {"t": round(t, 3), "step": step, "steps": steps}
     for position, name in enumerate((*SECONDS, *WHOLE)):
         values = [row[position] for row in rows]
-        known = not any(math.isnan(value) for value in values)
-        one = int if name in WHOLE else _short
-        sample[name] = [one(value) for value in values] if known else None
+        is_whole = not any(math.isnan(value) for value in values)
+        convert = int if name in WHOLE else _short
+        sample[name] = [convert(value) for value in values] if is_whole else None
     return sample
 
 

@@ -310,9 +310,11 @@ def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, S
     choice = find.choose(run, to_show=True)
     writing = _being_written(run, history)
     newest = None
-    if choice.found is not None and choice.found.manifest is not None:
-        manifest = choice.found.manifest
-        newest = Checkpoint(choice.found.name, choice.found.step, manifest.created, manifest.size)
+    if choice.checkpoint is not None and choice.checkpoint.manifest is not None:
+        manifest = choice.checkpoint.manifest
+        newest = Checkpoint(
+            choice.checkpoint.name, choice.checkpoint.step, manifest.created, manifest.size
+        )
     return newest, [one for one in choice.skipped if one.name not in writing]
 
 

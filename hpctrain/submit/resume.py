@@ -159,7 +159,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         )
     look_anew(run.root, run.checkpoints)
     choice = find.choose(run, at_step=from_step)
-    checkpoint = choice.found
+    checkpoint = choice.checkpoint
     if checkpoint is None and from_step is None:
         refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
     manifest = checkpoint.manifest if checkpoint is not None else None

@@ -286,9 +286,9 @@ def _read(item: str, place: str) -> Fault:
     return Fault(item, name, point, **values)
 
 
-def _known(kind: str, name: str, known: Iterable[str], place: str) -> str:
+def _known(kind: str, name: str, choices: Iterable[str], place: str) -> str:
     """The name, if there is one such; else an error with the nearest."""
-    names = list(known)
+    names = list(choices)
     if name in names:
         return name
     from difflib import get_close_matches

@@ -65,7 +65,7 @@ def problem_of(tree, told, folder):
             return f"{one.name} is torn: {why}"
         if loaded(one) != right(one.step):
             return f"{one.name} is a mix"
-    chosen = find.choose(run).found
+    chosen = find.choose(run).checkpoint
     newest = -1 if chosen is None else chosen.step
     return f"step {told} was committed and is lost, {newest} is taken" if newest < told else ""
 

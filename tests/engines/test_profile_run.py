@@ -72,7 +72,7 @@ def profiled(tmp_path_factory):
 def test_the_steps_of_the_settings_show_the_rank_that_waits_for_its_data(profiled):
     profile = examine(find(profiled.profile)[0])
 
-    assert (profile.found.attempt, profile.found.window) == (1, StepWindow(3, 4))
+    assert (profile.files.attempt, profile.files.window) == (1, StepWindow(3, 4))
     assert [list(r.steps) for r in profile.ranks] == [[3, 4], [3, 4]]
     assert profile.verdict.waited_for == 1
     assert profile.verdict.bound is Bound.DATA

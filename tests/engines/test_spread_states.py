@@ -37,7 +37,7 @@ def _state(world, how, step):
             shared[name] = filled.clone()
             if how == "stages":
                 copies[name] = (world.rank // 2, world.world_size // 2)
-    return State(shared, copies=copies, known=frozenset(known))
+    return State(shared, copies=copies, elsewhere=frozenset(known))
 
 
 def _wrong(state):
@@ -132,5 +132,5 @@ def _load_half(root):
     from hpctrain.world import join_world
 
     world = join_world()
-    state = replace(_state(world, "stages", None), known=frozenset())
+    state = replace(_state(world, "stages", None), elsewhere=frozenset())
     restore(place(world, root), world, lambda _: Wanted(state))

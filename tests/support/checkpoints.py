@@ -192,7 +192,7 @@ def bare(
 
 def chosen(run: RunDir) -> int | None:
     """The step that would be loaded."""
-    found = find.choose(run).found
+    found = find.choose(run).checkpoint
     return None if found is None else found.step
 
 

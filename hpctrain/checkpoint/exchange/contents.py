@@ -172,12 +172,12 @@ def widened(content: Bytes, dtype: str) -> NDArray[Any]:
     return _E4M3[content]
 
 
-def same(one: Bytes, other: Bytes) -> bool:
+def same(first: Bytes, other: Bytes) -> bool:
     """Whether two tensors' bytes are equal; compared in parts, so that it takes no memory."""
-    if len(one) != len(other):
+    if len(first) != len(other):
         return False
-    parts = range(0, len(one), COMPARED)
-    return all(np.array_equal(one[at : at + COMPARED], other[at : at + COMPARED]) for at in parts)
+    parts = range(0, len(first), COMPARED)
+    return all(np.array_equal(first[at : at + COMPARED], other[at : at + COMPARED]) for at in parts)
 
 
 def is_floating(dtype: str) -> bool:

@@ -96,7 +96,7 @@ class _Side:
 
 
 def compare(
-    one: tuple[Path, Manifest],
+    first: tuple[Path, Manifest],
     other: tuple[Path, Manifest],
     *,
     values: bool = True,
@@ -105,7 +105,7 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        one: Where it lies, and its manifest.
+        first: Where it lies, and its manifest.
         other: The same of the second.
         values: Read what has changed, to say by how much.
         on_bytes: Told of the bytes that were compared of both, read or not.
@@ -113,7 +113,7 @@ def compare(
     Raises:
         TornCheckpoint: bytes that had to be read are damaged.
     """
-    before, after = _side(*one), _side(*other)
+    before, after = _side(*first), _side(*other)
     difference = Difference()
     difference.removed = [name for name in before.tensors if name not in after.tensors]
     difference.added = [name for name in after.tensors if name not in before.tensors]
@@ -205,24 +205,24 @@ def _distance(
     return elements, largest if is_floating(dtype) else None
 
 
-def _largest(one: NDArray[Any], other: NDArray[Any], so_far: float) -> float:
+def _largest(first: NDArray[Any], other: NDArray[Any], so_far: float) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(one.astype(np.float64) - other.astype(np.float64))
-    alike = (one == other) | (np.isnan(one) & np.isnan(other))  # inf - inf is no number
+        apart = np.abs(first.astype(np.float64) - other.astype(np.float64))
+    alike = (first == other) | (np.isnan(first) & np.isnan(other))  # inf - inf is no number
     apart[alike] = 0.0
     return float(np.maximum(so_far, apart.max()))
 
 
-def _differing(key: str, one: Any, other: Any) -> list[dict[str, Any]]:
+def _differing(key: str, first: Any, other: Any) -> list[dict[str, Any]]:
     """The innermost values that differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(first, dict) and isinstance(other, dict):
         return [
             row
-            for name in dict.fromkeys([*one, *other])
-            for row in _differing(f"{key}.{name}", one.get(name), other.get(name))
+            for name in dict.fromkeys([*first, *other])
+            for row in _differing(f"{key}.{name}", first.get(name), other.get(name))
         ]
-    alike = one == other or (one != one and other != other)  # noqa: PLR0124 - NaN
-    return [] if alike else [{"key": key, "before": _plain(one), "after": _plain(other)}]
+    alike = first == other or (first != first and other != other)  # noqa: PLR0124 - NaN
+    return [] if alike else [{"key": key, "before": _plain(first), "after": _plain(other)}]
 
 
 def _plain(value: Any) -> Any:

@@ -40,9 +40,9 @@ class Stage(Inert):
 
     def __new__(cls, number: object = None, *_: object, **__: object) -> Self:
         """Keep the number."""
-        one = object.__new__(cls)
-        one.number = number if isinstance(number, int) else -1
-        return one
+        stage = object.__new__(cls)
+        stage.number = number if isinstance(number, int) else -1
+        return stage
 
 
 ALLOWED: list[tuple[type, str]] = [

@@ -299,10 +299,10 @@ def _files(source: Path) -> list[Path]:
 def _index(source: Path) -> Path | None:
     if source.is_file():
         return source if source.name.endswith(INDEX_SUFFIX) else None
-    found = sorted(source.glob(f"*{INDEX_SUFFIX}"))
-    if len(found) > 1:
-        raise CheckpointError(f"{source} has {len(found)} indices; name the one that is meant")
-    return found[0] if found else None
+    indexes = sorted(source.glob(f"*{INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise CheckpointError(f"{source} has {len(indexes)} indices; name the one that is meant")
+    return indexes[0] if indexes else None
 
 
 def _listed(index: Path) -> list[Path]:
@@ -316,15 +316,15 @@ def _listed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _require_indexed(source: Path, found: set[str]) -> None:
+def _require_indexed(source: Path, names: set[str]) -> None:
     """What the index names and what the files hold is the same."""
     index = _index(source)
     if index is None:
         return
     named = set(_weight_map(index))
-    for name in sorted(named - found)[:1]:
+    for name in sorted(named - names)[:1]:
         raise CheckpointError(f"{index} names {name}, which none of its files holds")
-    for name in sorted(found - named)[:1]:
+    for name in sorted(names - named)[:1]:
         raise CheckpointError(f"{index} does not name {name}, which one of its files holds")
 
 

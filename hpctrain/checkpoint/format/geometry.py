@@ -437,11 +437,11 @@ def _ranges(
     return first, count, is_range
 
 
-def _joined(one: Overlap, other: Overlap) -> Overlap:
+def _joined(first: Overlap, other: Overlap) -> Overlap:
     return Overlap(
-        np.concatenate([one.runs, other.runs], axis=1),
-        one.grids + other.grids,
-        one.problems | other.problems,
+        np.concatenate([first.runs, other.runs], axis=1),
+        first.grids + other.grids,
+        first.problems | other.problems,
     )
 
 

@@ -448,8 +448,8 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _built(raw: dict[str, Any]) -> Manifest:
-    known = {f.name for f in fields(Manifest)}
-    values = {key: value for key, value in raw.items() if key in known}
+    field_names = {f.name for f in fields(Manifest)}
+    values = {key: value for key, value in raw.items() if key in field_names}
     try:
         require(values)
         values["files"] = [FileEntry(*file_of(file)) for file in raw["files"]]

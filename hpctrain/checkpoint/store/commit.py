@@ -207,17 +207,17 @@ def _clear_way(run: RunDir, step: int) -> None:
     target = find.step_path(run, step)
     if not os.path.lexists(target):
         return
-    found = find.look(run, step)
-    if found.problem is None:
+    published = find.look(run, step)
+    if published.problem is None:
         raise _committed(step, target)
-    set_aside_locked(target, step, found.problem)
+    set_aside_locked(target, step, published.problem)
 
 
 def _require_complete(staged: Path, manifest: Manifest) -> None:
     problem = manifests.files_problem(manifest.files)
     problems = [problem] if problem else find.size_problems(staged, manifest.files)
-    known = {entry.name for entry in manifest.files}
-    extra = sorted(name for name in find.file_sizes(staged) if name not in known)
+    listed = {entry.name for entry in manifest.files}
+    extra = sorted(name for name in find.file_sizes(staged) if name not in listed)
     problems += [f"{name} is not in the manifest" for name in extra]
     if problems:
         raise CheckpointError(

@@ -72,7 +72,7 @@ class FoundCheckpoint:
 class CheckpointChoice:
     """What to load, and what was passed over for it: damaged or unfinished ones that are newer."""
 
-    found: FoundCheckpoint | None
+    checkpoint: FoundCheckpoint | None
     skipped: list[Skipped] = field(default_factory=list)
 
 
@@ -111,28 +111,28 @@ def candidates(run: RunDir) -> list[FoundCheckpoint]:
 
 def steps(run: RunDir) -> list[int]:
     """The steps that have a committed checkpoint's name, whole or torn, newest first."""
-    found = [step for name in _listing(run) if (step := manifests.parse_step(name)) is not None]
-    return sorted(found, reverse=True)
+    numbers = [step for name in _listing(run) if (step := manifests.parse_step(name)) is not None]
+    return sorted(numbers, reverse=True)
 
 
 def staged(run: RunDir) -> list[Staged]:
     """What is being written, or was when its writer died, newest first by step."""
-    found = [
+    folders = [
         Staged(*parsed, run.checkpoints / name)
         for name in _listing(run)
         if (parsed := manifests.parse_staged(name)) is not None
     ]
-    return sorted(found, key=lambda one: (one.step, one.attempt), reverse=True)
+    return sorted(folders, key=lambda one: (one.step, one.attempt), reverse=True)
 
 
 def set_aside(run: RunDir) -> list[SetAside]:
     """What was moved away as damaged, each with its reason, newest first by step."""
-    found = [
+    folders = [
         SetAside(parsed[0], run.checkpoints / name, _reason(run.checkpoints / name))
         for name in _listing(run)
         if (parsed := manifests.parse_set_aside(name)) is not None
     ]
-    return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
+    return sorted(folders, key=lambda one: (one.step, one.path.name), reverse=True)
 
 
 def look(run: RunDir, step: int) -> FoundCheckpoint:
@@ -187,11 +187,11 @@ def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) ->
     taken: FoundCheckpoint | None = None
     skipped: list[Skipped] = []
     for step in steps(run):
-        found = see(run, step)
-        if found.problem is None:
-            taken = found
+        candidate = see(run, step)
+        if candidate.problem is None:
+            taken = candidate
             break
-        skipped.append(Skipped(found.step, found.name, found.problem))
+        skipped.append(Skipped(candidate.step, candidate.name, candidate.problem))
     newer_than = -1 if taken is None else taken.step
     skipped += [
         Skipped(one.step, one.path.name, one.reason) for one in staged(run) if one.step > newer_than
@@ -243,12 +243,12 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _exactly(run: RunDir, step: int) -> FoundCheckpoint:
-    found = look(run, step) if step in steps(run) else None
-    if found is not None and found.problem is None:
-        return found
+    candidate = look(run, step) if step in steps(run) else None
+    if candidate is not None and candidate.problem is None:
+        return candidate
     whole = [str(one.step) for one in candidates(run) if one.problem is None]
     there = f"whole ones: {', '.join(whole)}" if whole else "there is no whole one"
-    why = f"is torn: {found.problem}" if found is not None else "is not there"
+    why = f"is torn: {candidate.problem}" if candidate is not None else "is not there"
     raise NoCheckpoint(f"checkpoint of step {step} of {run.name} {why}; {there}")
 
 

@@ -351,7 +351,7 @@ def prune(
     protect: Collection[int] = (),
     attempt: Attempt | None = None,
     idle: LedgerState | None = None,
-    known: dict[int, CheckpointRow] | None = None,
+    rows_by_step: dict[int, CheckpointRow] | None = None,
 ) -> list[int]:
     """Delete what need not be kept, and return its steps.
 
@@ -368,21 +368,21 @@ def prune(
         protect: See `why_kept`.
         attempt: Who does it; None for a person at the login node.
         idle: See `in_use`.
-        known: What this process has found valid before, and need not look at again; what it finds
-            now is put into it. Looking costs as many calls as there are ranks.
+        rows_by_step: What this process has found valid before, and need not look at again; what it
+            finds now is put into it. Looking costs as many calls as there are ranks.
 
     Raises:
         Fenced: a newer attempt has taken the run over; nothing was deleted.
         CheckpointError: the disk refused.
     """
     rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
-    known = {} if known is None else known
+    rows_by_step = {} if rows_by_step is None else rows_by_step
     enough = None if keep_best else keep_last
     try:
-        _looked_at(run, enough, known)  # before the lock: saves wait for that
+        _looked_at(run, enough, rows_by_step)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else used_steps(run, idle)
-            rows = _looked_at(run, enough, known)
+            rows = _looked_at(run, enough, rows_by_step)
             kept = why_kept(rows, rules, used | set(protect))
             going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
             renamed = dict(zip(going, _renamed(run, going), strict=True))
@@ -391,7 +391,7 @@ def prune(
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
     for step in going:
-        known.pop(step, None)
+        rows_by_step.pop(step, None)
     return going
 
 
@@ -527,15 +527,15 @@ def _barred(run: RunDir, attempt: Attempt) -> list[str]:
     left = [
         one for one in find.staged(run) if one.attempt < attempt.number and not carries(one.path)
     ]
-    for one in left:
+    for step in left:
         # None may be gone meanwhile: its writer has committed it, or taken it back.
         with contextlib.suppress(FileNotFoundError):
-            rename_away(one.path, one.step, manifest.deleting_name)
+            rename_away(step.path, step.step, manifest.deleting_name)
     return [one.path.name for one in left]
 
 
 def _looked_at(
-    run: RunDir, enough: int | None, known: dict[int, CheckpointRow]
+    run: RunDir, enough: int | None, rows_by_step: dict[int, CheckpointRow]
 ) -> list[CheckpointRow]:
     """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
 
@@ -545,11 +545,13 @@ def _looked_at(
     valid = 0
     for step in find.steps(run):
         pinned = carries(find.step_path(run, step))
-        if step not in known and (enough is None or valid < enough):
+        if step not in rows_by_step and (enough is None or valid < enough):
             checkpoint = find.look(run, step)
             if checkpoint.problem is None and checkpoint.manifest is not None:
-                known[step] = CheckpointRow(step, valid=True, metrics=checkpoint.manifest.metrics)
-        row = replace(known.get(step, CheckpointRow(step, valid=False)), pinned=pinned)
+                rows_by_step[step] = CheckpointRow(
+                    step, valid=True, metrics=checkpoint.manifest.metrics
+                )
+        row = replace(rows_by_step.get(step, CheckpointRow(step, valid=False)), pinned=pinned)
         rows.append(row)
         valid += row.valid
     return rows

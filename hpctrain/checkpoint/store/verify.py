@@ -39,7 +39,7 @@ SHOWN = 3
 
 
 def verify(
-    found: FoundCheckpoint,
+    checkpoint: FoundCheckpoint,
     files: Sequence[str] | None = None,
     *,
     threads: int = 1,
@@ -50,7 +50,7 @@ def verify(
     """What is wrong with a checkpoint: one line for each damage, with file, tensor and place.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         files: Names of the files to look at; None for all. The chunk table is always read.
         threads: How many read at a time; a large file is read by all of them.
         on_bytes: Told how many bytes of `files` were read, from those threads, for a progress bar.
@@ -63,52 +63,52 @@ def verify(
     """
     refused: list[str] = []
     try:
-        problems, table = _small(found, files, deep=deep)
+        problems, table = _small(checkpoint, files, deep=deep)
     except FileSystemFault as error:
         problems, table = [], None
         refused.append(str(error))
-    if deep and table is not None and found.manifest is not None:
-        names = [entry.name for entry in found.manifest.files]
+    if deep and table is not None and checkpoint.manifest is not None:
+        names = [entry.name for entry in checkpoint.manifest.files]
         numbers = [
             number
             for number, name in enumerate(names)
             if (files is None or name in files) and not _names(problems, name)
         ]
-        scrub = _Scrub(found.path, found.manifest, table, on_bytes, {}, {})
+        scrub = _Scrub(checkpoint.path, checkpoint.manifest, table, on_bytes, {}, {})
         in_threads(scrub.tasks(numbers), threads, scrub.work)
         problems += scrub.lines()
         refused += [line for _, line in sorted(scrub.refused.items())]
     if unreadable is not None:
         unreadable += refused
     elif refused:
-        raise FileSystemFault(f"{found.name}: {refused[0]}")
+        raise FileSystemFault(f"{checkpoint.name}: {refused[0]}")
     return problems
 
 
 def _small(
-    found: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
+    checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
 ) -> tuple[list[str], ChunkTable | None]:
     """What is wrong with all that is small; and the chunk table, if it is right.
 
     Raises:
         FileSystemFault: something of it cannot be read.
     """
-    if found.doubt is not None:
-        raise FileSystemFault(found.problem)
-    manifest = found.manifest
+    if checkpoint.doubt is not None:
+        raise FileSystemFault(checkpoint.problem)
+    manifest = checkpoint.manifest
     if manifest is None:
-        return [found.problem or "manifest is missing"], None
+        return [checkpoint.problem or "manifest is missing"], None
     names = [entry.name for entry in manifest.files]
     wanted = set(names) if files is None else set(files)
     problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(names))]
     sizes = find.size_problems(
-        found.path, [entry for entry in manifest.files if entry.name in wanted]
+        checkpoint.path, [entry for entry in manifest.files if entry.name in wanted]
     )
     problems += sizes
-    if files is None and found.problem is not None and not sizes:
-        problems.append(found.problem)  # e.g. it lies under another step's name
+    if files is None and checkpoint.problem is not None and not sizes:
+        problems.append(checkpoint.problem)  # e.g. it lies under another step's name
     try:
-        table = tables.load(found.path, manifest)
+        table = tables.load(checkpoint.path, manifest)
         require_cover(manifest.tensors, table)
     except FileSystemFault:
         raise
@@ -118,12 +118,14 @@ def _small(
     return problems, table
 
 
-def set_aside(run: RunDir, found: FoundCheckpoint, reason: str, attempt: Attempt | None) -> Path:
+def set_aside(
+    run: RunDir, checkpoint: FoundCheckpoint, reason: str, attempt: Attempt | None
+) -> Path:
     """Move a damaged checkpoint away, with the reason inside; returns where it lies then.
 
     Args:
         run: Whose checkpoint.
-        found: Which one.
+        checkpoint: Which one.
         reason: One line, kept in its `SET-ASIDE.txt`.
         attempt: Who does it; None for a person at the login node.
 
@@ -133,9 +135,9 @@ def set_aside(run: RunDir, found: FoundCheckpoint, reason: str, attempt: Attempt
     """
     try:
         with run_lock(run) if attempt is None else publishing(run, attempt):
-            return set_aside_locked(found.path, found.step, reason)
+            return set_aside_locked(checkpoint.path, checkpoint.step, reason)
     except OSError as error:
-        raise CheckpointError(f"{found.path} cannot be set aside: {error}") from error
+        raise CheckpointError(f"{checkpoint.path} cannot be set aside: {error}") from error
 
 
 class _Task(NamedTuple):
@@ -158,7 +160,7 @@ class _Scrub:
     manifest: Manifest
     table: ChunkTable
     on_bytes: Callable[[int], object] | None
-    found: dict[tuple[int, int], str]
+    damaged: dict[tuple[int, int], str]
     """File and place in it: what is wrong there."""
     refused: dict[int, str]
     """File: why the file system does not give it."""
@@ -184,7 +186,7 @@ class _Scrub:
                     continue
                 except TornCheckpoint as error:
                     place = int(task.edges[0]) if len(task.edges) else 0
-                    self.found[task.file, place] = str(error)
+                    self.damaged[task.file, place] = str(error)
                     continue
                 total += count
                 if self.on_bytes is not None:
@@ -200,13 +202,13 @@ class _Scrub:
 
     def lines(self) -> list[str]:
         """What was found, in the order of the files; a file with much damage is cut short."""
-        counts = Counter(file for file, _ in self.found)
+        counts = Counter(file for file, _ in self.damaged)
         shown: Counter[int] = Counter()
         lines = []
-        for file, place in sorted(self.found):
+        for file, place in sorted(self.damaged):
             shown[file] += 1
             if shown[file] <= SHOWN:
-                lines.append(self.found[file, place])
+                lines.append(self.damaged[file, place])
             elif shown[file] == counts[file]:
                 name = self.manifest.files[file].name
                 lines.append(f"{name}: and {counts[file] - SHOWN:,} more damaged places")
@@ -270,7 +272,7 @@ class _Scrub:
             digest = block_digest(content[low:high])
             if digest != self.table.digests[self.table.first_block[row] + block]:
                 place = (task.file, begin + low)
-                self.found[place] = damage(self.manifest, self.table, row, block, digest)
+                self.damaged[place] = damage(self.manifest, self.table, row, block, digest)
         return count
 
 

@@ -60,13 +60,13 @@ class State:
         copies: Where not every rank holds a shared tensor, or more do than its own mesh knows of:
             which of the copies this rank has, and how many there are. Without an entry a plain
             tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
-        known: Names of the program's that other ranks hold and this one does not.
+        elsewhere: Names of the program's that other ranks hold and this one does not.
     """
 
     shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    known: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def restore(
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
         newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
-        candidate = choice.found
+        candidate = choice.checkpoint
         if candidate is None or candidate.manifest is None:
             skipped = _unique(skipped + newer)
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
@@ -173,7 +173,7 @@ def restore(
 
 
 def _try(
-    found: FoundCheckpoint,
+    candidate: FoundCheckpoint,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     reading: _Reading,
@@ -189,7 +189,7 @@ def _try(
     """
     filling, torn, misfit, fault, count = None, "", "", "", 0
     try:
-        filling, count = _read(found, world, wanted, reading)
+        filling, count = _read(candidate, world, wanted, reading)
     except FileSystemFault as error:
         fault = f"rank {world.rank}: {error}"
     except IncompleteCheckpoint as error:
@@ -204,25 +204,25 @@ def _try(
     answers = gather(world, (torn, misfit, fault))
     torn, misfit, fault = (next(filter(None, texts), "") for texts in zip(*answers, strict=True))
     if fault:
-        raise FileSystemFault(f"{found.path} cannot be read now, and stays: {fault}")
+        raise FileSystemFault(f"{candidate.path} cannot be read now, and stays: {fault}")
     if misfit and not torn:
-        raise CheckpointError(f"{found.path} is whole but does not fit this program: {misfit}")
+        raise CheckpointError(f"{candidate.path} is whole but does not fit this program: {misfit}")
     if filling is not None and not torn:
         filling.finish()
     return count, torn
 
 
 def _read(
-    found: FoundCheckpoint,
+    candidate: FoundCheckpoint,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     reading: _Reading,
 ) -> tuple[_Filling, int]:
-    if found.manifest is None:
+    if candidate.manifest is None:
         raise TornCheckpoint("manifest is missing")
     # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
-    want = wanted(found.manifest)
-    source = CheckpointSource.open(found.path, found.manifest, reading.patience)
+    want = wanted(candidate.manifest)
+    source = CheckpointSource.open(candidate.path, candidate.manifest, reading.patience)
     _require_all_weights(source, want.state)
     filling = _Filling(world, want, once=reading.once, arena=reading.arena)
     return filling, filling.read(source)
@@ -233,7 +233,7 @@ def _require_all_weights(source: CheckpointSource, state: State) -> None:
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
     """
-    asked_for = state.shared.keys() | state.known
+    asked_for = state.shared.keys() | state.elsewhere
     left = [name for name in source.names if name.startswith(WEIGHTS) and name not in asked_for]
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
@@ -431,9 +431,9 @@ def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _give_up(
-    run: RunDir, attempt: Attempt, found: FoundCheckpoint, damaged: dict[str, Any]
+    run: RunDir, attempt: Attempt, candidate: FoundCheckpoint, damaged: dict[str, Any]
 ) -> None:
-    verify.set_aside(run, found, damaged["reason"], attempt)
+    verify.set_aside(run, candidate, damaged["reason"], attempt)
     ledger.append(run, CheckpointSetAside(**damaged), attempt=attempt.number)
 
 

@@ -94,7 +94,7 @@ class Zero(Engine):
         settings, world = inputs.settings, inputs.world
         super().__init__(settings.kind, model, optimizer, inputs)
         self._stage = stage_of(settings.kind)
-        self._known = inputs.known
+        self._state_names = inputs.state_names
         config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
         if settings.offload == "nvme":
@@ -174,7 +174,9 @@ class Zero(Engine):
 
     def state(self, *, with_optimizer: bool = True) -> State:
         """See `Engine`."""
-        return self._zero_state.collect(with_optimizer=with_optimizer, known=self._known)
+        return self._zero_state.collect(
+            with_optimizer=with_optimizer, state_names=self._state_names
+        )
 
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """See `Engine`.

@@ -250,12 +250,12 @@ class Disk:
 
 def gaps(ranges: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     """What of [0, size) lies in no range; ranges and answer are (first, count). Pure."""
-    found, at = [], 0
+    holes, at = [], 0
     for first, count in [*sorted(ranges), (size, 0)]:
         if first > at:
-            found.append((at, first - at))
+            holes.append((at, first - at))
         at = max(at, first + count)
-    return found
+    return holes
 
 
 def _each_file(paths: Iterable[str], do: Any) -> None:

@@ -222,15 +222,15 @@ class ZeroState:
 
     # ---- state
 
-    def collect(self, *, with_optimizer: bool, known: Iterable[str]) -> State:
+    def collect(self, *, with_optimizer: bool, state_names: Iterable[str]) -> State:
         """Every tensor that this rank holds; memory is shared, but for the optimizer's counts.
 
         Args:
             with_optimizer: With the moments; state of step 0 is made where there is none yet.
-            known: Names of the model's parameters and buffers.
+            state_names: Names of the model's parameters and buffers.
         """
         shared: dict[str, torch.Tensor | Flat] = {}
-        names = {MODEL + name for name in known}
+        names = {MODEL + name for name in state_names}
         if with_optimizer:
             self.make_state()
         rows = {
@@ -254,7 +254,7 @@ class ZeroState:
                     shared[full_name] = fragment.view(value)
         for name, (module, key) in self._buffers.items():
             shared[MODEL + name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
-        return State(shared, known=frozenset(names - shared.keys()))
+        return State(shared, elsewhere=frozenset(names - shared.keys()))
 
     def _untrained(self, name: str, parameter: Any) -> dict[str, torch.Tensor | Flat]:
         frozen = self._frozen.get(id(parameter))

@@ -101,7 +101,7 @@ def test_what_is_published_is_whole_and_carries_its_attempt(run, attempt):
 
     path = commit.publish(run, staged, listed, attempt)
 
-    found = find.choose(run).found
+    found = find.choose(run).checkpoint
     assert path == found.path == find.step_path(run, 1000)
     assert not staged.exists()
     assert (found.manifest.attempt, found.manifest.attempt_token) == (1, attempt.token)
@@ -117,7 +117,7 @@ def test_a_process_killed_at_any_line_of_publish_leaves_all_or_nothing(run):
         return (run, *support.stage(run, attempts[-1], step), attempts[-1])
 
     def check(step):
-        found = find.choose(run).found
+        found = find.choose(run).checkpoint
         committed = found is not None and found.step == step
         assert committed or (found is None and step == 1) or found.step == step - 1
         assert found is None or verify.verify(found) == []
@@ -181,7 +181,7 @@ def test_a_failing_disk_leaves_all_or_nothing_whichever_call_it_is(
         if code == 0:
             break
         failures += 1
-        found = find.choose(run).found
+        found = find.choose(run).checkpoint
         assert verify.verify(found) == []
         if found.step != step:
             assert found.step == step - 1

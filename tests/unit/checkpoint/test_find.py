@@ -65,8 +65,8 @@ def test_a_torn_checkpoint_is_never_chosen_and_the_reason_is_told(run, attempt, 
 
     choice = find.choose(run)
 
-    assert choice.found.step == 1000
-    assert choice.found.problem is None
+    assert choice.checkpoint.step == 1000
+    assert choice.checkpoint.problem is None
     (skipped,) = choice.skipped
     assert (skipped.step, skipped.name) == (2000, "step-0000002000")
     assert skipped.reason.startswith(said)
@@ -77,7 +77,7 @@ def test_one_flipped_bit_is_found_by_reading_and_then_the_older_one_is_taken(run
     _, newest = support.save(run, attempt, 1000, 2000)
     support.flip_bit(newest / "shard-00001.safetensors", 8 * 2000)
 
-    found = find.choose(run).found
+    found = find.choose(run).checkpoint
     (problem,) = verify.verify(found)
     verify.set_aside(run, found, problem, attempt)
 
@@ -94,7 +94,7 @@ def test_what_was_staged_and_never_committed_is_reported_and_left_alone(run, att
 
     choice = find.choose(run)
 
-    assert choice.found.step == 1000
+    assert choice.checkpoint.step == 1000
     assert [(s.step, s.name, s.reason) for s in choice.skipped] == [
         (2000, "step-0000002000.staged-0001", "staged by attempt 1, never committed")
     ]
@@ -105,7 +105,7 @@ def test_a_staged_directory_with_a_whole_manifest_is_still_not_a_checkpoint(run,
     (path,) = support.save(run, attempt, 1000)
     path.rename(path.with_name("step-0000001000.staged-0001"))
 
-    assert find.choose(run).found is None
+    assert find.choose(run).checkpoint is None
 
 
 def test_what_is_older_than_the_one_taken_was_not_skipped(run, attempt):
@@ -115,7 +115,7 @@ def test_what_is_older_than_the_one_taken_was_not_skipped(run, attempt):
 
     choice = find.choose(run)
 
-    assert choice.found.step == 3000
+    assert choice.checkpoint.step == 3000
     assert choice.skipped == []
 
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_under_another_steps_name_is_not_loaded_as_that_step(run, a
 
     choice = find.choose(run)
 
-    assert choice.found.step == 1000
+    assert choice.checkpoint.step == 1000
     assert choice.skipped[0].reason == "manifest is of step 1000, not 2000"
 
 
@@ -153,7 +153,7 @@ def test_neither_age_nor_a_latest_file_nor_a_foreign_name_decides(run, attempt):
 
     choice = find.choose(run)
 
-    assert choice.found.step == 2000
+    assert choice.checkpoint.step == 2000
     assert [(s.step, s.reason) for s in choice.skipped] == [(9999, "manifest is missing")]
     assert older.is_dir()
 
@@ -169,7 +169,7 @@ def test_when_all_are_torn_none_is_taken_and_all_are_told(run, attempt):
 
     choice = find.choose(run)
 
-    assert choice.found is None
+    assert choice.checkpoint is None
     assert [s.step for s in choice.skipped] == [2000, 1000]
 
 
@@ -182,7 +182,7 @@ def test_candidates_are_newest_first_by_step_not_by_order_of_saving(run, attempt
 def test_an_asked_for_step_is_taken_although_newer_ones_are_there(run, attempt):
     support.save(run, attempt, 1000, 2000)
 
-    assert find.choose(run, at_step=1000).found.step == 1000
+    assert find.choose(run, at_step=1000).checkpoint.step == 1000
 
 
 def test_an_asked_for_step_that_is_not_there_names_what_is(run, attempt):
@@ -290,7 +290,7 @@ def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
     with pytest.raises(NewerFormat, match="checkpoints rm gpt-a 2000 --force"):
         find.choose(run, at_step=1000)
     assert retention.remove(run, [2000], force=True) == [2000]
-    assert find.choose(run, at_step=1000).found.step == 1000
+    assert find.choose(run, at_step=1000).checkpoint.step == 1000
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "PINNED", "SET-ASIDE.txt"])

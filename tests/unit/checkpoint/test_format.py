@@ -91,8 +91,8 @@ def test_the_sample_is_chosen_and_found_whole():
     choice = find.choose(SAMPLE)
 
     assert choice.skipped == []
-    assert choice.found.step == 1000
-    assert verify.verify(choice.found) == []
+    assert choice.checkpoint.step == 1000
+    assert verify.verify(choice.checkpoint) == []
 
 
 def test_any_flipped_bit_of_the_sample_is_found(tmp_path):

@@ -566,7 +566,7 @@ def test_each_save_looks_at_the_files_of_one_checkpoint_and_before_it_takes_the_
     for step in range(1000, 8000, 1000):
         (path,) = support.save(run, attempt, step)
         looked.clear()
-        retention.prune(run, keep_last=2, attempt=attempt, known=known)
+        retention.prune(run, keep_last=2, attempt=attempt, rows_by_step=known)
 
         assert looked == [(path.name, False)]
     assert find.steps(run) == [7000, 6000]

@@ -81,7 +81,7 @@ def test_a_save_is_there_whole_or_was_told_to_have_failed(run, faults):
 
     for fault, saved, raised in faults(lambda: support.save(run, attempt, next(steps))):
         tried += 1
-        there = find.choose(run).found
+        there = find.choose(run).checkpoint
         assert verify.verify(there) == [], fault
         assert there.step >= newest, (fault, "an older one came back")
         if raised is None:

@@ -35,13 +35,13 @@ def nodes(tmp_path):
 def test_a_start_on_a_node_that_was_here_before_finds_what_was_saved_elsewhere(nodes):
     here, there = nodes
     support.save(here, take_attempt(here, job_id="7", restarts=0), 1000)
-    assert find.choose(here).found.step == 1000
+    assert find.choose(here).checkpoint.step == 1000
     support.save(there, take_attempt(there, job_id="7", restarts=1), 2000)
-    assert find.choose(here).found.step == 1000, "nothing is cached here: this shows nothing"
+    assert find.choose(here).checkpoint.step == 1000, "nothing is cached here: this shows nothing"
 
     take_attempt(here, job_id="7", restarts=2)
 
-    assert find.choose(here).found.step == 2000
+    assert find.choose(here).checkpoint.step == 2000
 
 
 def test_a_node_whose_ranks_only_read_looks_anew(nodes):

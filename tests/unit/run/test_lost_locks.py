@@ -75,7 +75,7 @@ def test_a_save_that_was_held_up_before_its_rename_is_there_for_nobody(nodes, at
     def begin():
         begun["attempt"] = take_attempt(there, job_id="7", restarts=1)
         retention.bar(there, begun["attempt"])
-        begun["step"] = find.choose(there).found.step
+        begun["step"] = find.choose(there).checkpoint.step
 
     at("publish.rename", begin)
     with pytest.raises(CheckpointError):
@@ -83,7 +83,7 @@ def test_a_save_that_was_held_up_before_its_rename_is_there_for_nobody(nodes, at
 
     assert begun["step"] == 1
     (path,) = support.save(there, begun["attempt"], 2)
-    newest = find.choose(there).found
+    newest = find.choose(there).checkpoint
     assert (newest.path, newest.manifest.attempt) == (path, 2)
     assert verify.verify(newest) == []
 
@@ -103,7 +103,7 @@ def test_what_is_staged_after_the_newer_attempt_looked_is_never_published(nodes,
     with pytest.raises(Fenced):
         commit.publish(here, staged, listed, old)
     assert retention.bar(there, new["attempt"]) == [staged.name]
-    assert find.choose(there).found.step == 1
+    assert find.choose(there).checkpoint.step == 1
 
 
 def test_a_save_that_came_just_before_is_chosen(nodes):
