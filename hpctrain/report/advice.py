@@ -85,8 +85,8 @@ class Advice:
 
 def advice(data: ReportData) -> list[Advice]:
     """Everything that the numbers call for, what costs most first; often nothing."""
-    advices = [one for rule in RULES for one in rule(data)]
-    return sorted(advices, key=lambda one: -one.weight)
+    entries = [one for rule in RULES for one in rule(data)]
+    return sorted(entries, key=lambda one: -one.weight)
 
 
 def _share(data: ReportData, *kinds: TimeClass) -> float:
