@@ -14,6 +14,7 @@ from hpctrain.history.goodput import goodput
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import event_types
 from hpctrain.run.events import read
+from hpctrain.submit.launch import newest_submission
 from tests.support.ledger_runs import Story, event_of
 
 KINDS = [*event_types.KINDS, "meteor"]
@@ -70,3 +71,16 @@ def test_it_tells_how_many_events_it_has_and_when_the_last_was_written(tmp_path,
     history = RunHistory.read(story.run, marks=marks)
     assert (history.count, history.last_t) == (len(read(story.run)), story.t)
     assert RunHistory().last_t is None
+
+
+def test_an_attempt_that_restores_again_goes_on_from_there_and_has_still_been_further(tmp_path):
+    story = Story(tmp_path / "lm").submitted().started(1).restored(1).steps(1, 1, 20)
+    record = RunHistory.read(story.restored(1, 10).run).attempt(1)
+    assert (record.restored_step, record.last_step, record.highest_step) == (10, 10, 20)
+
+
+def test_a_job_is_known_by_its_answer_where_its_intent_is_torn(tmp_path):
+    story = Story(tmp_path / "lm").add("submitted", token="tok-1", job_id="17")
+    history = RunHistory.read(story.run)
+    assert newest_submission(history) == ("tok-1", "17")
+    assert history.jobs == {"17": set()}
