@@ -2,9 +2,8 @@
 
 `check_hooks_here`: what [track] and [notify] name. `take_ds_config`: a user's ds_config.json, read
 and checked when a run is prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
-`check_versions`: torch and
-DeepSpeed as the ranks will import them, by their names among the interpreter's packages, without an
-import.
+`check_versions`: torch and DeepSpeed as the ranks will import them, by their names among the
+interpreter's packages, without an import.
 
 tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
 tests/unit/plan/test_ds_config.py and test_versions.py hold the promises.

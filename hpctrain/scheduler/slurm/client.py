@@ -76,7 +76,7 @@ class SlurmCluster(Cluster):
 
     def here(self, environ: Mapping[str, str] | None = None) -> str:
         """ClusterName; of this process's own environment it is asked once."""
-        from hpctrain.scheduler.slurm.facts import cluster_name, name_here
+        from hpctrain.scheduler.slurm.command import cluster_name, name_here
 
         if environ is None:
             return name_here()
@@ -169,7 +169,7 @@ class SlurmCluster(Cluster):
 
     def setup_lines(self, site: Site | None) -> list[str]:
         """The modules that the preset loads."""
-        from hpctrain.scheduler.slurm.site_options import module_lines
+        from hpctrain.scheduler.slurm.script import module_lines
 
         return module_lines(site)
 

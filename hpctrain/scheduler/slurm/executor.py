@@ -15,10 +15,9 @@ import submitit
 from submitit.helpers import Checkpointable
 
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run
+from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, submitted_here
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import job_context
-from hpctrain.scheduler.slurm.facts import submitted_here
 from hpctrain.scheduler.slurm.script import export_arguments
 
 if TYPE_CHECKING:

@@ -1,15 +1,12 @@
-"""Facts of a live SLURM: what a site's preset can be drafted from, and the cluster's name.
+"""Facts of a live SLURM: what a site's preset can be drafted from.
 
 `read_facts` is pure: it takes what scontrol and sacctmgr printed. tests/unit/site/test_draft.py
-holds its promises, tests/slurm/test_sites.py those against the real thing. A site is known by its
-cluster's name, and a job of another cluster is told by it: tests/unit/cli/test_other_cluster.py.
+holds its promises, tests/slurm/test_sites.py those against the real thing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import os
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 FACTS_TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0
 PARTITION_TIMEOUT_S = 5.0
-CLUSTER_NAME_TIMEOUT_S = 3.0
 CRED_EXPIRE_S = 120
 """SLURM's default of AuthInfo=cred_expire; a requeued job waits one second longer."""
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
@@ -63,56 +59,6 @@ def accounts() -> frozenset[str] | None:
 def qos() -> frozenset[str] | None:
     """Qualities of service that the user has; None as for `accounts`."""
     return _asked("QOS")
-
-
-def cluster_name() -> str | None:
-    """ClusterName of the slurmctld that answers here; None without SLURM or without an answer.
-
-    A site can be known by other means, so a silent slurmctld is no error here, and is not waited
-    for longer than `CLUSTER_NAME_TIMEOUT_S`.
-    """
-    try:
-        text = run(["scontrol", "show", "config"], timeout_s=CLUSTER_NAME_TIMEOUT_S)
-    except ClusterError:
-        return None
-    match = re.search(r"^ClusterName\s*=\s*(\S+)\s*$", text, re.MULTILINE)
-    return match[1] if match else None
-
-
-_KNOWN: dict[tuple[str | None, ...], str] = {}
-
-
-def name_here() -> str:
-    """The same, asked once in a process; "" where it is not known."""
-    whose = tuple(os.environ.get(name) for name in ("PATH", "SLURM_CONF", "SLURM_CLUSTERS"))
-    if whose not in _KNOWN:
-        found = cluster_name()
-        if found is None:
-            return ""
-        _KNOWN[whose] = found
-    return _KNOWN[whose]
-
-
-def submitted_here(answer: str) -> str:
-    """The job's id in what `sbatch --parsable` printed, `id` or `id;cluster`, after any greeting.
-
-    Raises:
-        ClusterError: there is none, or the job went to another cluster (a wrapper around sbatch can
-            do that). There it would look forgotten to us, so it is cancelled.
-    """
-    words = answer.split()
-    job_id, _, cluster = words[-1].partition(";") if words else ("", "", "")
-    if not job_id.isdigit():
-        raise ClusterError(f"sbatch printed no job id: {answer.strip()[:80]!r}")
-    here = cluster_name() if cluster else None
-    if here is not None and here != cluster:
-        with contextlib.suppress(ClusterError):  # a start that comes all the same ends itself
-            run(["scancel", f"--clusters={cluster}", job_id])
-        raise ClusterError(
-            f"sbatch sent job {job_id} to the cluster {cluster}, and this is {here}: it was "
-            "cancelled; submit on a login node of that cluster"
-        )
-    return job_id
 
 
 def cpus_per_gpu(partition: str) -> int | None:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, duration
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.environment import kept_settings
-from hpctrain.scheduler.slurm.script import check_options, is_exclusive
-from hpctrain.scheduler.slurm.site_options import is_forbidden
+from hpctrain.scheduler.slurm.script import check_options, is_exclusive, is_forbidden
 from hpctrain.settings.check import fit_lead, node_range, time_s
 from hpctrain.settings.layers import DEFAULT, Chosen, Layer, did_you_mean, nearest
 from hpctrain.settings.sbatch_options import name_of

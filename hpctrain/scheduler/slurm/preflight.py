@@ -14,7 +14,7 @@ from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
 from hpctrain.scheduler.slurm.command import run as run_command
-from hpctrain.scheduler.slurm.facts import submitted_here
+from hpctrain.scheduler.slurm.command import submitted_here
 from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
 
 if TYPE_CHECKING:

@@ -58,7 +58,6 @@ def test_every_program_is_started_by_the_one_helper():
     ]
 
     allowed = (
-        "scheduler/slurm/site_options.py",
         "submit/prepare.py",
         "scheduler/local/client.py: what =",
     )  # text, not starts

@@ -10,7 +10,7 @@ from hpctrain.cli.main import main
 from hpctrain.cli.options import complete_site
 from hpctrain.cli.sites import command as sites
 from hpctrain.cli.sites import detect_command, show_command
-from hpctrain.scheduler.slurm import facts
+from hpctrain.scheduler.slurm import command as slurm_command
 from hpctrain.site import load
 
 JUNIPER = """\
@@ -190,7 +190,7 @@ def test_detect_asks_slurm_for_its_name(folder, capsys, tmp_path, monkeypatch):
     scontrol.write_text(
         "#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n"
     )
-    assert facts.cluster_name() is None
+    assert slurm_command.cluster_name() is None
 
 
 def test_names_of_sites_complete(folder):

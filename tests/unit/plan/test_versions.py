@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.versions import DEEPSPEED, TORCH, refusal, untried
-from hpctrain.scheduler.slurm.site_options import module_lines
+from hpctrain.scheduler.slurm.script import module_lines
 from hpctrain.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.site.schema import Modules
 from hpctrain.submit import checks

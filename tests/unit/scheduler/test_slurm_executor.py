@@ -9,8 +9,8 @@ import pytest
 
 from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
+from hpctrain.scheduler.slurm.command import submitted_here as read_id
 from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
-from hpctrain.scheduler.slurm.facts import submitted_here as read_id
 
 
 @pytest.fixture(autouse=True)
