@@ -7,7 +7,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import check, node_range, time_s
 from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import flag_layer, from_flag, from_table, resolve
+from hpctrain.settings.layers import Layer, flag_layer, from_flag, from_table, resolve
 from hpctrain.settings.schema import sections
 
 
@@ -78,6 +78,17 @@ def test_every_number_has_a_least_value():
 
     assert len(numbers) > 40
     assert [key.name for key in numbers if key.least is None] == []
+
+
+def test_a_range_holds_for_what_the_layers_give_together():
+    below = Layer("site x", {"checkpoint": {"keep_last": 1}}, lambda *_: "x.toml:2")
+    above = flag_layer({}, ["checkpoint.keep_last=2"])
+
+    assert check(*resolve([below, above])).notes == []
+    with pytest.raises(
+        UsageError, match=r"^x.toml:2: checkpoint.keep_last is 1; it takes at least"
+    ):
+        check(*resolve([below]))
 
 
 def test_the_defaults_pass_without_a_word():

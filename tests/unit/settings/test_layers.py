@@ -186,6 +186,7 @@ def test_set_is_read_by_the_type_of_its_setting(text, expected):
         ("trian.steps=4", r"trian is not a section; did you mean train\?"),
         ("train.steps=4.5", r"train.steps is 4.5; it takes a whole number"),
         ("train.steps=many", r'train.steps is "many"; it takes a whole number'),
+        (f"train.steps={2**63}", rf"train.steps is {2**63}; it takes a whole number"),
         ("train.audit=1", r'train.audit is "1"; it takes true or false'),
         ("engine.kind=zero", r"it takes one of ddp, fsdp2, zero0, zero1, zero2, zero3"),
     ],

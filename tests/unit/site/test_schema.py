@@ -107,6 +107,7 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(sheet, tex
         ("[lock]\nkeys = ['slurm.acount_env']", "lock.keys has slurm.acount_env, which no preset "),
         ("[lock]\nkeys = ['env.common.X', 'slurm.x_extra']", "did you mean slurm.extra?"),
         ("[lock]\nkeys = ['settings.slurm.partiton']", "did you mean settings.slurm.partition?"),
+        ("[lock]\nkeys = ['description']", "lock.keys has description, which no preset can have"),
         ("[lock]\nkeys_add = ['env..X']", "lock.keys has env..X"),
         ("[lock]\nkeys = ['partitions..qos']", "lock.keys has partitions..qos"),
     ],
