@@ -475,8 +475,8 @@ class Requeued(LedgerFact):
     """The scheduler runs the job again."""
 
     by: str = told(check.words, "who asked: `agent`, `batch`, or `scheduler` by itself")
-    job_id: str = told(check.identifier, "the job, by the batch side")
-    restarts: int | None = told(check.count, "of the start that ends, by the batch side")
+    job_id: str = told(check.identifier, "the job")
+    restarts: int | None = told(check.count, "of the start that ends")
 
 
 @event("requeue_failed", by="the agent of node 0 or the batch side")
