@@ -99,16 +99,6 @@ class LedgerFact:
             name: value for name, *_ in self._FIELDS if (value := getattr(self, name)) is not None
         }
 
-    def as_json(self) -> dict[str, Any]:
-        """All fields, as JSON holds them."""
-        return {name: _plain(getattr(self, name)) for name, *_ in self._FIELDS}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Skipped):
-        return dataclasses.asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
 
 KINDS: dict[str, type[LedgerFact]] = {}
 """Every kind of event, in the order in which docs/ledger.md shows them."""
@@ -154,10 +144,6 @@ class UnknownFact(LedgerFact):
 
     kind: str
     fields: Mapping[str, Any]
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields, as JSON holds them."""
-        return dict(self.fields)
 
     def told(self) -> dict[str, Any]:
         """The fields by name, without those that are None."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpctrain.base import locks
 from hpctrain.base.files import open_plain, plain_descriptor, skip_hole
 from hpctrain.run.event_fields import attempt_number, moment, whole_text
-from hpctrain.run.event_types import KINDS, LedgerFact, UnknownFact, typed
+from hpctrain.run.event_types import KINDS, LedgerFact, typed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,19 +81,9 @@ class Event:
         """What happened, as the ledger names it."""
         return self.fact.kind
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields by name, for readers that do not know `fact` yet."""
-        return {**self.fact.as_json(), **self.extra}
-
 
 def append(
-    run: RunDir,
-    fact: LedgerFact | str,
-    *,
-    attempt: int | None = None,
-    t: float | None = None,
-    **fields: Any,
+    run: RunDir, fact: LedgerFact, *, attempt: int | None = None, t: float | None = None
 ) -> None:
     """Add one event, whole or not at all for every reader, also beside other writers.
 
@@ -102,12 +92,10 @@ def append(
         fact: What happened.
         attempt: The attempt it belongs to.
         t: Seconds since the epoch; None is now.
-        fields: Of a fact that is named by its kind alone.
 
     Raises:
         OSError: the event could not be written, e.g. the disk is full; names the file.
     """
-    fact = UnknownFact(fact, fields) if isinstance(fact, str) else fact
     when = round(time.time(), 3) if t is None else t
     plain = {"t": when, "kind": fact.kind, "attempt": attempt} | fact.told()
     line = _dumps(plain).encode() + b"\n"
@@ -124,19 +112,16 @@ def append(
         raise OSError(errno.ENOSPC, "event written in part; is the disk full?", str(run.events))
 
 
-def record(
-    run: RunDir, fact: LedgerFact | str, *, attempt: int | None = None, **fields: Any
-) -> bool:
+def record(run: RunDir, fact: LedgerFact, *, attempt: int | None = None) -> bool:
     """Add one event, or say on stderr that it is missing, where what follows must be done anyway.
 
     A disk that is full, or a file system that fails, must not keep a job from being requeued nor a
     user from cancelling one. Returns whether it was written. Arguments as for `append`.
     """
     try:
-        append(run, fact, attempt=attempt, **fields)
+        append(run, fact, attempt=attempt)
     except OSError as error:
-        kind = fact if isinstance(fact, str) else fact.kind
-        log.warning("the ledger misses %s: %s: %s", kind, run.events, error.strerror or error)
+        log.warning("the ledger misses %s: %s: %s", fact.kind, run.events, error.strerror or error)
         return False
     return True
 

@@ -11,6 +11,7 @@ from hpctrain.checkpoint.store import find
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from tests.support.checkpoints import flip_bit
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import cli
 
@@ -110,7 +111,7 @@ def test_a_torn_checkpoint_is_passed_over_and_the_reason_is_shown(
         assert name in line
         assert reason in line
         assert "takes step-0000000008" in plan.stdout
-    restored = [e.data for e in ledger.read(run) if e.kind == "restored"][-1]
+    restored = [all_fields(e) for e in ledger.read(run) if e.kind == "restored"][-1]
     assert (restored["step"], restored["checkpoint"]) == (8, "step-0000000008")
     (skipped,) = restored["skipped"]
     assert skipped["name"].startswith(name)

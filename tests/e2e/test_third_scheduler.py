@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import all_fields
 
 TOP = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -66,11 +67,11 @@ def test_it_takes_submit_status_cancel_and_resume(third, tmp_path):
     assert "lm has job 1 (in the third way), which may still write" in refused
 
     assert "cancelled job 1 of lm" in third("cancel", "lm")
-    assert await_event(run, "attempt_ended", 1).data["reason"] == "cancelled"
+    assert all_fields(await_event(run, "attempt_ended", 1))["reason"] == "cancelled"
     assert "cancelled" in third("status", "lm")
 
     (tmp_path / "go").touch()
     assert "job 2" in third("resume", "lm")
     ended = await_event(run, "attempt_ended", 2)
-    assert (ended.data["reason"], ended.data["next"]) == ("completed", "stop")
+    assert (all_fields(ended)["reason"], all_fields(ended)["next"]) == ("completed", "stop")
     assert "done" in third("status", "lm")

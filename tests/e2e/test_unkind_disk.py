@@ -6,6 +6,7 @@ import time
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 from tests.support.scenario import cli
 
@@ -32,19 +33,19 @@ def test_the_attempt_is_requeued_and_goes_on_from_the_same_checkpoint(tmp_path):
     run = RunDir(tmp_path / "runs" / "lm")
     deadline = time.monotonic() + LIMIT_S
     while (ends := _ends(run))[-1:] not in (["completed"], ["user_error"]):
-        assert time.monotonic() < deadline, [(e.kind, e.data) for e in ledger.read(run)]
+        assert time.monotonic() < deadline, [(e.kind, all_fields(e)) for e in ledger.read(run)]
         time.sleep(0.1)
 
     events = ledger.read(run)
     assert ends == ["crashed", "storage_failed", "completed"]
-    assert [e.data["step"] for e in events if e.kind == "restored"] == [0, 4]
+    assert [all_fields(e)["step"] for e in events if e.kind == "restored"] == [0, 4]
     assert not [e for e in events if e.kind == "checkpoint_set_aside"]
     status = cli(None, tmp_path, "status", "lm", env=env).stdout
     assert "storage_error" in status
 
 
 def _ends(run):
-    return [e.data["reason"] for e in ledger.read(run) if e.kind == "attempt_ended"]
+    return [all_fields(e)["reason"] for e in ledger.read(run) if e.kind == "attempt_ended"]
 
 
 def _toml(value):

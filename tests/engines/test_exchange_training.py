@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpctrain.run import events as ledger
 from tests.support.exchange import Commands
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
 
 STEPS, STOP = 12, 5
@@ -13,7 +14,7 @@ def test_an_export_of_everything_trains_on_bit_equal(tmp_path, capsys):
     call = Commands(tmp_path, capsys)
     first = make_run(tmp_path / "first")
     train(first, 2, stop_at=STOP, victim=0)
-    step = max(event.data["step"] for event in ledger.read(first) if event.kind == "saved")
+    step = max(all_fields(event)["step"] for event in ledger.read(first) if event.kind == "saved")
     exports = {"torch": "all.pt", "safetensors": "all"}
     for kind, dest in exports.items():
         call("export", first.root, step, tmp_path / dest, "--to", kind, "--what", "all")
@@ -25,7 +26,9 @@ def test_an_export_of_everything_trains_on_bit_equal(tmp_path, capsys):
         assert (code, err) == (0, "")
         train(other, 2)
 
-        restored = [event.data["step"] for event in ledger.read(other) if event.kind == "restored"]
+        restored = [
+            all_fields(event)["step"] for event in ledger.read(other) if event.kind == "restored"
+        ]
         assert restored == [step]
         assert_same_bits(full_state(first, STEPS), full_state(other, STEPS))
 
@@ -41,7 +44,7 @@ def test_weights_alone_begin_with_a_new_optimizer(tmp_path, capsys):
     assert code == 0
     train(second, 2)
 
-    restored = [e.data for e in ledger.read(second) if e.kind == "restored"]
+    restored = [all_fields(e) for e in ledger.read(second) if e.kind == "restored"]
     assert [(one["step"], one["checkpoint"]) for one in restored] == [(0, "step-0000000000")]
     assert losses(second)[1] < losses(first)[1]
     assert full_state(second, STEPS).keys() == weights.keys()

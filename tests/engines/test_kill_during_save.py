@@ -13,6 +13,7 @@ import pytest
 from hpctrain.checkpoint.store import find
 from hpctrain.run import events as ledger
 from tests.support.campaign import KINDS, Lane, run_lanes, summary
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 
 STEPS = 5
@@ -61,7 +62,7 @@ def _kill_and_resume(root, undisturbed, mode, victim, call):
     finished = any(e.kind == "done" for e in ledger.read(run))
     train(run, 2)
 
-    restored = [e.data["step"] for e in ledger.read(run) if e.kind == "restored"]
+    restored = [all_fields(e)["step"] for e in ledger.read(run) if e.kind == "restored"]
     assert restored[-1] == max(committed, default=0)
     assert all(found.problem is None for found in find.candidates(run))
     assert not find.staged(run)  # what the dead attempt left has been swept

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from tests.support.gloo import preload
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -54,6 +55,6 @@ def test_the_example_stopped_on_its_way_ends_bit_equal_to_one_left_in_peace(tmp_
     start(stopped, stop_at=STOP_AT)
     start(stopped)
 
-    steps = [e.data["step"] for e in ledger.read(stopped) if e.kind in {"stopped", "done"}]
+    steps = [all_fields(e)["step"] for e in ledger.read(stopped) if e.kind in {"stopped", "done"}]
     assert STOP_AT <= steps[0] < STEPS == steps[1]
     assert_same_bits(full_state(peace, STEPS), full_state(stopped, STEPS))

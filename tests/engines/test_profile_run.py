@@ -17,6 +17,7 @@ from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
 
 SLOW_S = 0.3
@@ -95,7 +96,7 @@ def test_a_request_to_the_live_run_shows_the_rank_that_computes_too_long(profile
 
 
 def test_the_ledger_has_the_request_and_both_profiles(profiled):
-    facts = [(e.kind, e.data) for e in ledger.read(profiled) if e.kind.startswith("profile")]
+    facts = [(e.kind, all_fields(e)) for e in ledger.read(profiled) if e.kind.startswith("profile")]
     _, second = find(profiled.profile)
 
     assert [kind for kind, _ in facts] == ["profiled", "profile_requested", "profiled"]
@@ -124,7 +125,7 @@ def test_a_stop_in_the_middle_cuts_the_profile_and_the_next_attempt_goes_on(tmp_
     train(run, 1, stop_at=5)
     train(run, 1)
 
-    [stopped] = [e.data["step"] for e in ledger.read(run) if e.kind == "stopped"]
+    [stopped] = [all_fields(e)["step"] for e in ledger.read(run) if e.kind == "stopped"]
     cut, rest = find(run.profile)
     assert 5 <= stopped < 12
     assert (cut.attempt, cut.window) == (1, StepWindow(3, stopped))

@@ -16,6 +16,7 @@ from hpctrain.data.order import SampleOrder
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
 
 STEPS = 12
@@ -31,7 +32,7 @@ def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, engine, world_size):
     train(disturbed, world_size, stop_at=7, victim=0)
     train(disturbed, world_size)
 
-    restored = [e.data["step"] for e in ledger.read(disturbed) if e.kind == "restored"]
+    restored = [all_fields(e)["step"] for e in ledger.read(disturbed) if e.kind == "restored"]
     assert restored[0] == 0
     assert 3 < restored[1] < restored[2] < STEPS  # it did stop, twice, and lost nothing
     assert_same_bits(full_state(quiet, STEPS), full_state(disturbed, STEPS))
@@ -115,7 +116,7 @@ def test_a_signal_to_one_rank_between_two_exchanges_is_not_lost(tmp_path, signum
 
     train(run, 3, stop_at=40, victim=2, signum=signum)
 
-    stopped = [e.data["step"] for e in ledger.read(run) if e.kind == "stopped"]
+    stopped = [all_fields(e)["step"] for e in ledger.read(run) if e.kind == "stopped"]
     assert len(stopped) == 1
     assert 40 < stopped[0] < 400
 

@@ -13,6 +13,7 @@ from hpctrain.run import events as ledger
 from hpctrain.testing import faults
 from tests.support import small_disk as disks
 from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 
 small_disk = disks.small_disk
@@ -28,7 +29,7 @@ def fault():
 
 
 def _events(run, kind):
-    return [event.data for event in ledger.read(run) if event.kind == kind]
+    return [all_fields(event) for event in ledger.read(run) if event.kind == kind]
 
 
 def _committed(run):

@@ -16,6 +16,7 @@ from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
 
 STEPS = 5
@@ -84,7 +85,7 @@ def test_the_rank_that_is_slow_in_its_own_work_is_named(slow_run):
     assert own[1] == pytest.approx(STEPS * LATE_S, rel=0.1)
     assert own[1] > 100 * own[0] > 0
     assert max(total(samples, "data_s")) < LATE_S  # nobody takes it for waiting for data
-    named = [e.data["slow_rank"] for e in ledger.read(run) if e.data.get("slow_by", 0) > 10]
+    named = [e.fact.slow_rank for e in ledger.read(run) if all_fields(e).get("slow_by", 0) > 10]
     assert named
     assert set(named) == {1}
 
@@ -96,7 +97,7 @@ def test_the_rank_that_waits_for_data_is_not_slow_in_its_own_work(slow_run):
     assert data[0] == pytest.approx(STEPS * LATE_S, rel=0.1)
     assert data[0] > 100 * data[1] > 0
     assert max(total(samples, "own_s")) < LATE_S
-    marks = [event.data for event in ledger.read(run) if event.kind == "steps"]
+    marks = [all_fields(event) for event in ledger.read(run) if event.kind == "steps"]
     assert marks[-1]["data_s"] == pytest.approx(STEPS * LATE_S, rel=0.1)
     assert marks[-1]["seconds"] >= LATE_S
 
@@ -109,15 +110,15 @@ def test_a_stopped_run_tells_how_far_it_came_and_what_its_steps_were(tmp_path):
     events = ledger.read(run)
     marks = [event for event in events if event.kind == "steps"]
     tokens = 24 * 16
-    assert [mark.data["last"] for mark in marks] == list(range(1, 13))
-    assert {mark.data["tokens"] for mark in marks} == {tokens}
-    assert all(mark.data["flops"] > 6 * tokens for mark in marks)
-    assert all(mark.data["grad_norm"] > 0 and mark.data["p50_s"] > 0 for mark in marks)
+    assert [all_fields(mark)["last"] for mark in marks] == list(range(1, 13))
+    assert {all_fields(mark)["tokens"] for mark in marks} == {tokens}
+    assert all(all_fields(mark)["flops"] > 6 * tokens for mark in marks)
+    assert all(mark.fact.grad_norm > 0 and mark.fact.p50_s > 0 for mark in marks)
     # The ledger's account of a checkpoint's step is the last of a mark, and says so.
-    saved = [event.data["step"] for event in events if event.kind == "saved"]
-    assert saved == [mark.data["last"] for mark in marks if mark.data.get("at_save")]
+    saved = [all_fields(event)["step"] for event in events if event.kind == "saved"]
+    assert saved == [all_fields(mark)["last"] for mark in marks if all_fields(mark).get("at_save")]
     assert [read_heartbeat(run, attempt).step for attempt in (1, 2)] == [saved[0], 12]
-    phases = [event.data for event in events if event.kind == "phase"]
+    phases = [all_fields(event) for event in events if event.kind == "phase"]
     assert [p.get("device") for p in phases if p["name"] == "initialised"] == ["cpu", "cpu"]
     samples = [rank_sample(line, 2) for line in run.rank_times(2).read_bytes().splitlines()]
     assert samples[-1].step == 12

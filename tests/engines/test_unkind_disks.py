@@ -19,6 +19,7 @@ from hpctrain.run.layout import RunDir
 from hpctrain.testing import faults
 from tests.support import sharded
 from tests.support.gloo import launch
+from tests.support.ledger_runs import write_event
 
 OLD, NEW = 10, 20
 PLACES = [
@@ -47,7 +48,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved") / "run"
     launch(save_rank, 2, root=root)
     for step in (OLD, NEW):
-        ledger.append(RunDir(root), "saved", attempt=1, step=step)
+        write_event(RunDir(root), "saved", attempt=1, step=step)
     return root
 
 
@@ -182,10 +183,10 @@ def test_a_run_that_has_saved_never_begins_anew_unasked(root, lose, why):
         assert why in answer["why"]
         assert "`hpctrain resume run --from 0`" in answer["why"]
 
-    ledger.append(run, "submitted", token="t", job_id="7", from_step=0)
+    write_event(run, "submitted", token="t", job_id="7", from_step=0)
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
         assert answer["step"] == 0
     assert find.steps(run) == []
-    ledger.append(run, "restored", attempt=3, step=0, checkpoint=None)  # as the run tells it
+    write_event(run, "restored", attempt=3, step=0, checkpoint=None)  # as the run tells it
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
         assert answer["step"] == 0  # the requeue of a run that has begun anew

@@ -26,6 +26,7 @@ from hpctrain.scheduler.slurm.executor import HpctrainExecutor
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.schema import Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
+from tests.support.ledger_runs import all_fields, write_event
 from tests.support.slurm_boot import tail
 
 pytestmark = pytest.mark.slurm
@@ -363,7 +364,7 @@ class StandIn:
         if told == "die" or context.node_rank != 0:
             return 9 if context.node_rank == 0 else 0
         attempt = take_attempt(self.run, job_id=context.job_id, restarts=context.restarts).number
-        ledger.append(
+        write_event(
             self.run,
             "attempt_started",
             attempt=attempt,
@@ -375,7 +376,7 @@ class StandIn:
                 time.sleep(0.05)
             return 9
         reason, following = told
-        ledger.append(self.run, "attempt_ended", attempt=attempt, reason=reason, next=following)
+        write_event(self.run, "attempt_ended", attempt=attempt, reason=reason, next=following)
         return 0
 
 
@@ -440,9 +441,7 @@ def test_agents_that_die_are_requeued_by_the_batch_side(slurm, submit):
 
     record = slurm.wait_job(job_id, ("COMPLETED", "FAILED"))
 
-    ended = [
-        (e.data["reason"], e.data["next"]) for e in ledger.read(run) if e.kind == "attempt_ended"
-    ]
+    ended = [(e.fact.reason, e.fact.next) for e in ledger.read(run) if e.kind == "attempt_ended"]
     assert record["JobState"] == "COMPLETED", output(run)
     assert ended == [("crashed", "requeue"), ("completed", "stop")]
 
@@ -456,7 +455,7 @@ def test_requeue_that_no_agent_could_do_is_done_by_the_batch_side(slurm, submit)
     )
 
     (requeued,) = [e for e in ledger.read(run) if e.kind == "requeued"]
-    assert requeued.data["by"] == "batch"
+    assert all_fields(requeued)["by"] == "batch"
 
 
 def test_cancelled_job_whose_agents_die_stays_cancelled(slurm, submit):
@@ -469,7 +468,7 @@ def test_cancelled_job_whose_agents_die_stays_cancelled(slurm, submit):
         lambda: [e for e in ledger.read(run) if e.kind == "attempt_ended"], 20, "the batch side"
     )
 
-    (ended,) = [e.data for e in ledger.read(run) if e.kind == "attempt_ended"]
+    (ended,) = [all_fields(e) for e in ledger.read(run) if e.kind == "attempt_ended"]
     assert record["Restarts"] == "0"
     assert (ended["reason"], ended["next"]) == ("cancelled", "stop"), output(run)
 

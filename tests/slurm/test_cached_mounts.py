@@ -14,6 +14,7 @@ import pytest
 from hpctrain.preflight.node import REPORT
 from hpctrain.preflight.report import PreflightReport
 from tests.support import client_disk
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fuse]
@@ -46,7 +47,7 @@ def rules(slurm, tmp_path):
 
 def more_steps(run, attempt):
     """Wait until an attempt has done some."""
-    begun = run.wait_event("restored", attempt, timeout_s=120).data["step"]
+    begun = all_fields(run.wait_event("restored", attempt, timeout_s=120))["step"]
     return run.wait_step(begun + 5, attempt, timeout_s=120)
 
 
@@ -74,7 +75,7 @@ def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, r
     run.job_id = words.split("job ")[1].split()[0]
     run.wait_done()
 
-    nodes = [event.data["nodes"] for event in run.events("attempt_started")]
+    nodes = [all_fields(event)["nodes"] for event in run.events("attempt_started")]
     assert nodes[:3] == [["n1", "n2"], ["n3", "n4"], ["n1", "n2"]]
     assert [why for why, _ in run.ends()] == ["preempted", "preempted", "stopped", "completed"]
     assert run.steps_lost() == [0, 0, 0], run.story()
@@ -91,7 +92,7 @@ def test_nodes_that_do_not_see_each_others_renames_end_the_run_in_one_line(slurm
 
     slurm.wait_job(run.job_id, "FAILED", timeout=120)
 
-    stopped = run.wait_event("run_stopped").data
+    stopped = all_fields(run.wait_event("run_stopped"))
     assert stopped["exit_code"] == 93
     assert "is not one directory for all nodes (n2 does not see n1): have it" in stopped["detail"]
     assert run.ends() == [("storage_failed", "stop")]

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from hpctrain.checkpoint.store import find
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import KILL_WAIT_S
@@ -86,8 +87,8 @@ def test_scancel_in_the_middle_of_a_save_ends_it_for_good_and_the_leftover_is_no
     (left,) = find.staged(run.dir)
     newest = find.steps(run.dir)[0]
     run.cli("resume", "run")
-    assert run.wait_event("restored", attempt=2).data["step"] == newest
-    assert run.wait_event("saved", attempt=2).data["step"] == left.step
+    assert all_fields(run.wait_event("restored", attempt=2))["step"] == newest
+    assert all_fields(run.wait_event("saved", attempt=2))["step"] == left.step
     assert not [one for one in find.staged(run.dir) if one.attempt == 1]
     run.cli("cancel", "run")
 
@@ -147,7 +148,7 @@ def test_cancel_ends_a_training_run_for_good_and_resume_takes_its_newest_checkpo
     assert_cancelled_for_good(run)
     assert told[0] in {"completing", "cancelled"}
     for kind in ("submit_intent", "attempt_started"):
-        assert run.events(kind)[0].data["slurm_cluster"] == "hpct"
+        assert all_fields(run.events(kind)[0])["slurm_cluster"] == "hpct"
     newest = find.steps(run.dir)[0]
     plan = run.cli("resume", "run", "--dry-run")
     assert f"takes step-{newest:010d}" in plan

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 from tests.support.slurm_config import KILL_WAIT_S
 
@@ -36,7 +37,7 @@ def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_long
     assert not run.events("failure")
     assert json.loads((tmp_path / "end-1.json").read_text()) == children
     (stopped,) = run.events("stopped")
-    assert [e.data["step"] for e in run.events("saved")] == [stopped.data["step"]]
+    assert [all_fields(e)["step"] for e in run.events("saved")] == [all_fields(stopped)["step"]]
     assert len(run.events("requeued")) == 1
     assert (back["JobState"], back["Restarts"]) == ("PENDING", "1")
     run.wait("the end of its processes", lambda: not slurm.pids_of_job(run.job_id), KILL_WAIT_S)

@@ -18,6 +18,7 @@ import pytest
 
 from hpctrain.run.events import Tail
 from tests.support import client_disk, processes
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import RunHandle, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fuse]
@@ -78,7 +79,7 @@ class Followed(RunHandle):
         return [e for e in self._known if kind in (None, e.kind) and attempt in (None, e.attempt)]
 
     def newest_step(self):
-        return max((int(e.data["last"]) for e in self.events("steps")), default=0)
+        return max((int(all_fields(e)["last"]) for e in self.events("steps")), default=0)
 
     def attempt(self):
         return self.events("attempt_started")[-1].attempt
@@ -94,7 +95,7 @@ class Disturber:
 
     def preempt(self):
         self._graceful()
-        nodes = self.run.events("attempt_started")[-1].data["nodes"]
+        nodes = all_fields(self.run.events("attempt_started")[-1])["nodes"]
         urgent = self.slurm.submit_urgent(nodes)
         self.slurm.start_now(self.run.job_id, timeout=LONG_S)
         self.slurm.cancel(urgent)
@@ -108,7 +109,7 @@ class Disturber:
         self.slurm.start_now(self.run.job_id, timeout=LONG_S)
 
     def kill_a_node(self):
-        node = random.choice(self.run.events("attempt_started")[-1].data["nodes"])
+        node = random.choice(all_fields(self.run.events("attempt_started")[-1])["nodes"])
         self.slurm.kill_node(node)
         self.slurm.start_now(self.run.job_id, timeout=LONG_S)
         self.slurm.revive_node(node)
@@ -176,10 +177,10 @@ def wrong(run, disturber):
     for event in run.events():
         if event.kind == "restored":
             # Never an older one, never a bad one. A node may die between a commit and its fact.
-            if event.data["step"] < saved:
+            if all_fields(event)["step"] < saved:
                 found.append(f"attempt {event.attempt} began below the save of step {saved}")
         elif event.kind == "saved":
-            saved = int(event.data["step"])
+            saved = int(all_fields(event)["step"])
     begun = [e.attempt for e in run.events("restored")]
     found += [
         f"attempt {attempt} left in peace and {lost} steps were lost"
@@ -187,7 +188,7 @@ def wrong(run, disturber):
         if lost and attempt in disturber.graceful
     ]
     for event in run.events("attempt_started"):
-        job_id = event.data["job_id"]
+        job_id = all_fields(event)["job_id"]
         if event.attempt > disturber.cancelled.get(job_id, event.attempt):
             found.append(f"attempt {event.attempt} is of job {job_id}, which was cancelled before")
     return found

@@ -8,6 +8,7 @@ from hpctrain.checkpoint.store import find
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit
 
@@ -48,7 +49,7 @@ def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_
     assert [view.world_size for view in views] == [2, 1, 2, 3]
     engines = [found.manifest.engine for found in find.candidates(run.dir)]
     assert engines[:2] == ["fsdp2", "ddp"]
-    assert [e.data["from_world_size"] for e in run.events("restored")] == [None, 2, 1, 2]
+    assert [all_fields(e)["from_world_size"] for e in run.events("restored")] == [None, 2, 1, 2]
     assert "saved by     2 ranks, ddp" in plan
     assert "3 nodes x 1 rank: fsdp2, dp_shard=3" in plan
     assert [view.next for view in views] == ["leave", "leave", "stop", "stop"]

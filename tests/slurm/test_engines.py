@@ -74,7 +74,7 @@ def test_a_run_changes_engine_and_nodes_three_times_and_keeps_its_curve(
     views = attempts(RunHistory.of(run.events()))
     assert [view.world_size for view in views] == [4, 3, 4, 2]
     meshes = [
-        (e.data["engine"], {k: v for k, v in e.data.items() if k in {"pp", "tp"} and v > 1})
+        (e.fact.engine, {k: v for k in ("pp", "tp") if (v := getattr(e.fact, k)) > 1})
         for e in run.events("mesh")
     ]
     assert meshes == [("fsdp2", {"tp": 2}), ("zero2", {}), ("fsdp2", {"pp": 2}), ("zero3", {})]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -53,8 +54,8 @@ def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp
     os.kill(run.wait("rank 3", lambda: _rank_pid(slurm, run.job_id, 3)), signal.SIGKILL)
     run.wait_event("restored", attempt=2)
     failure = run.wait_event("failure")
-    assert (failure.data["rank"], failure.data["node"]) == (3, "n2")
-    assert "SIGKILL" in failure.data["summary"]
+    assert (all_fields(failure)["rank"], all_fields(failure)["node"]) == (3, "n2")
+    assert "SIGKILL" in all_fields(failure)["summary"]
     assert slurm.job(run.job_id)["Restarts"] == "0", run.story()
 
     # The agent of node 1: its ranks die with it, the step ends, the batch side requeues.

@@ -12,6 +12,7 @@ from hpctrain.history.goodput import TimeClass, goodput
 from hpctrain.history.run_history import RunHistory
 from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
 from tests.support import processes
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -56,7 +57,7 @@ def night(slurm, tmp_path):
     slurm.run(*limit, check=True)  # the nearer end was a shorter limit, which stays
     slurm.start_now(run.job_id)
     _wait_steps(run, 4)
-    victim = run.events("attempt_started", attempt=4)[0].data["nodes"][-1]
+    victim = all_fields(run.events("attempt_started", attempt=4)[0])["nodes"][-1]
     slurm.kill_node(victim)
     slurm.start_now(run.job_id)
     _wait_steps(run, 5)
@@ -68,7 +69,7 @@ def night(slurm, tmp_path):
 def _wait_steps(run, attempt):
     """Until the attempt has saved, and has done more steps since."""
     run.wait_event("restored", attempt=attempt)
-    first = run.events("restored", attempt=attempt)[0].data["step"]
+    first = all_fields(run.events("restored", attempt=attempt)[0])["step"]
     run.wait_step(first + EVERY + 2, attempt=attempt)
 
 
@@ -145,7 +146,7 @@ def _assert_right_story(run, told):
     ]
     lost = [one["steps_lost"] for one in attempts]
     assert lost[:3] == [0, 0, 0]
-    restored = {e.attempt: e.data["step"] for e in run.events("restored")}
+    restored = {e.attempt: all_fields(e)["step"] for e in run.events("restored")}
     for attempt in (4, 5):
         in_vain = _last_step(run, attempt) - restored[attempt + 1]
         assert in_vain <= 2 * EVERY  # one save may have been under way
@@ -197,4 +198,4 @@ def _assert_each_end_was_told_once(run):
         ("attempt", 5, "crashed"),
         ("done", 6, "completed"),
     ]
-    assert all(event.data["ok"] for event in run.events("notified"))
+    assert all(all_fields(event)["ok"] for event in run.events("notified"))

@@ -7,6 +7,7 @@ import pytest
 from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.preflight import node_lists
 from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER
 
@@ -19,15 +20,15 @@ def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     run = submit(slurm, tmp_path, "--nodes=2-3", "--ranks-per-node=1", env=env)
 
     end = run.wait_event("attempt_ended")
-    assert (end.data["reason"], end.data["next"]) == ("node_failed", "requeue")
-    assert "n2: version of torch" in end.data["detail"]
-    assert run.wait_event("excluded").data["nodes"] == ["n2"]
+    assert (all_fields(end)["reason"], all_fields(end)["next"]) == ("node_failed", "requeue")
+    assert "n2: version of torch" in all_fields(end)["detail"]
+    assert all_fields(run.wait_event("excluded"))["nodes"] == ["n2"]
     slurm.start_now(run.job_id)
     run.wait_done()
 
     started = run.events("attempt_started")[-1]
-    assert started.data["nodes"] == ["n1", "n3"]
-    assert [e.data["leave"] for e in run.events("preflight")] == [True, False]
+    assert all_fields(started)["nodes"] == ["n1", "n3"]
+    assert [all_fields(e)["leave"] for e in run.events("preflight")] == [True, False]
 
 
 def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_baseline(
@@ -39,13 +40,13 @@ def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_
                  env={HPCTRAIN_NODE_FAULTS: "slow:n3,seconds=0.3"})  # fmt: skip
 
     end = run.wait_event("attempt_ended")
-    assert (end.data["reason"], end.data["next"]) == ("node_failed", "requeue")
-    assert "n3: bandwidth" in end.data["detail"]
+    assert (all_fields(end)["reason"], all_fields(end)["next"]) == ("node_failed", "requeue")
+    assert "n3: bandwidth" in all_fields(end)["detail"]
     slurm.start_now(run.job_id)
     run.wait_done()
 
-    assert run.events("attempt_started")[-1].data["nodes"] == ["n1", "n2", "n4"]
-    assert [e.data["collective"] for e in run.events("preflight")] == ["fail", "ok"]
+    assert all_fields(run.events("attempt_started")[-1])["nodes"] == ["n1", "n2", "n4"]
+    assert [all_fields(e)["collective"] for e in run.events("preflight")] == ["fail", "ok"]
     assert node_lists.are_known_good(node_lists.known_good_path(run.dir), ["n1", "n2", "n4"], 1)
 
 

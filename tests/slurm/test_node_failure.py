@@ -8,6 +8,7 @@ from hpctrain.checkpoint.store import find, verify
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit
 
@@ -79,7 +80,7 @@ def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(s
     assert slurm.job(run.job_id)["Restarts"] == "1"
     assert run.events("attempt_ended", attempt=2) == []
     # By step, not by time: the ledger hears of a commit a step later, perhaps after the takeover.
-    assert [e for e in run.events("saved", attempt=1) if e.data["step"] > last.first_step] == []
+    assert [e for e in run.events("saved", attempt=1) if e.fact.step > last.first_step] == []
     newer = [one for one in find.candidates(run.dir) if one.step > last.first_step]
     assert newer
     assert {one.manifest.attempt for one in newer} == {2}
@@ -101,9 +102,9 @@ def test_an_agent_that_a_dead_node_left_behind_does_not_start_its_ranks_again(sl
     log = run.dir.rank_log(2, 0)
     run.wait("the next attempt's ranks", lambda: log.exists() and "world" in log.read_text())
 
-    starts = [(e.data["by"], e.data["restarts"]) for e in run.events("attempt_started")]
+    starts = [(e.fact.by, e.fact.restarts) for e in run.events("attempt_started")]
     assert starts == [("start", 0), ("start", 1)]
     assert {following for _, following in run.ends()} == {"leave"}
     assert slurm.job(run.job_id)["Restarts"] == "1"
-    assert run.events("attempt_started")[1].data["nodes"] == ["n2", "n3"]
+    assert all_fields(run.events("attempt_started")[1])["nodes"] == ["n2", "n3"]
     run.cli("cancel", "run")

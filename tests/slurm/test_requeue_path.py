@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit
 
 pytestmark = pytest.mark.slurm
@@ -65,7 +66,7 @@ def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(sl
     slurm.wait_job(run.job_id, ("FAILED", "COMPLETED"), timeout=60)
 
     failed = run.wait_event("requeue_failed")
-    assert "disabled" in failed.data["why"].lower()
+    assert "disabled" in all_fields(failed)["why"].lower()
     assert slurm.job(run.job_id)["ExitCode"] == "75:0"
     assert run.status()["state"] not in {"running", "pending", "done"}
     told = run.cli("resume", run.dir.name)
@@ -98,7 +99,7 @@ def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_pat
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=1", "--time=10", sets=settings)
     run.wait_step(3)
     mark = run.events("steps")[0]
-    told = json.dumps(mark.data | {"grad_norm": 0.123456789, "slow_by": 0.0123456789})[1:]
+    told = json.dumps(all_fields(mark) | {"grad_norm": 0.123456789, "slow_by": 0.0123456789})[1:]
     line = f'{{"t": {mark.t}, "kind": "steps", "attempt": 1, {told}\n'
     with run.dir.events.open("a") as file:
         file.write(line * (50_000_000 // len(line)))
@@ -108,7 +109,7 @@ def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_pat
     slurm.cancel(run.job_id)
     slurm.cancel(urgent)
 
-    told = [(e.data["by"], e.data["next"]) for e in run.events("attempt_ended")]
+    told = [(all_fields(e)["by"], all_fields(e)["next"]) for e in run.events("attempt_ended")]
     assert told == [("agent", "ask_batch"), ("batch", "leave")]
     assert back["Restarts"] == "1"
 
@@ -150,8 +151,8 @@ def test_a_start_after_the_end_leaves_at_once_and_does_nothing(slurm, tmp_path):
     once_more = slurm.by_version({(22, 5): 0, (24, 5): 1, (26, 5): 0})
     assert int(slurm.job(run.job_id)["Restarts"]) == 1 + once_more
     assert run.ends() == [("preempted", "requeue"), ("completed", "stop")]
-    assert [e.data["by"] for e in run.events("requeued")] == ["agent"]
-    left = [e.data["why"] for e in run.events("orphan_left")]
+    assert [all_fields(e)["by"] for e in run.events("requeued")] == ["agent"]
+    left = [all_fields(e)["why"] for e in run.events("orphan_left")]
     why = f"job {run.job_id} has ended the run (completed); it does not start again"
     assert left == [why] * once_more
     assert run.status()["state"] == "done"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def test_a_script_that_raises_shows_its_own_traceback_once_and_is_not_started_ag
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
     (failure,) = run.events("failure")
     summary = "ValueError: learning rate -0.5 is negative"
-    assert (failure.data["summary"], failure.data["rank"]) == (summary, 0)
-    traceback = failure.data["traceback"]
+    assert (all_fields(failure)["summary"], all_fields(failure)["rank"]) == (summary, 0)
+    traceback = all_fields(failure)["traceback"]
     assert re.findall(r'File ".*/(.*)", line \d+, in (\S+)', traceback) == [
         ("raises.py", "<module>"),
         ("raises.py", "main"),
@@ -74,7 +75,7 @@ def test_a_script_that_raises_shows_its_own_traceback_once_and_is_not_started_ag
     assert shown.count("raises.py") == 3
     assert shown.count("Traceback") == 1
     (stopped,) = run.events("run_stopped")
-    assert (stopped.data["reason"], stopped.data["exit_code"]) == ("user_error", 1)
+    assert (all_fields(stopped)["reason"], all_fields(stopped)["exit_code"]) == ("user_error", 1)
     assert run.ends() == [("user_error", "stop")]
     assert not run.events("requeued")
 
@@ -91,11 +92,11 @@ def test_a_program_that_always_dies_before_a_new_save_stops_with_exit_code_93(sl
     ended = slurm.wait_job(run.job_id, is_over_or_again, timeout=120)
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "93:0", "0")
-    assert [e.data["by"] for e in run.events("attempt_started")] == ["start", "restart"]
+    assert [all_fields(e)["by"] for e in run.events("attempt_started")] == ["start", "restart"]
     assert run.ends() == [("crashed", "restart"), ("crashed", "stop")]
-    assert [e.data["last"] for e in run.events("steps")] == [1, 2, 1, 2]
-    assert all("SIGKILL" in e.data["summary"] for e in run.events("failure"))
+    assert [all_fields(e)["last"] for e in run.events("steps")] == [1, 2, 1, 2]
+    assert all("SIGKILL" in all_fields(e)["summary"] for e in run.events("failure"))
     (stopped,) = run.events("run_stopped")
-    assert stopped.data["exit_code"] == 93
-    assert "2 attempts in a row without one new committed step" in stopped.data["detail"]
+    assert all_fields(stopped)["exit_code"] == 93
+    assert "2 attempts in a row without one new committed step" in all_fields(stopped)["detail"]
     assert run.status()["state"] == "stopped"

@@ -26,7 +26,7 @@ from hpctrain.agent.node_check import PORT as MEETING
 from hpctrain.base.process import PORTS, first_port, own_program
 from hpctrain.run.layout import RunDir
 from tests.support import processes
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, all_fields
 from tests.support.recipe import TINY, assert_same_bits, consumed, full_state, make_run, train
 from tests.support.scenario import RunHandle
 from tests.support.stranger import listening, ports_of
@@ -417,7 +417,7 @@ def _disturb_ranks(siege, watcher, hear):
 def _ask_everything(siege, env):
     """All commands on the other's run, while nothing else changes it."""
     run = siege.run
-    token = run.events("submitted")[0].data["token"]
+    token = all_fields(run.events("submitted")[0])["token"]
     forged = forge(siege.work, siege.marks, run.job_id, token)
     before = tree(run.dir.root)
 
@@ -455,7 +455,7 @@ def test_the_run_loses_no_step_and_no_bit(siege, tmp_path):
     assert siege.run.slurm.job(siege.run.job_id)["Restarts"] == "1"
     assert_same_bits(full_state(quiet, STEPS), full_state(siege.run.dir, STEPS))
     assert consumed(siege.run.dir) == consumed(quiet)
-    assert [e.data["bad"] for e in siege.run.events("preflight")] == [{}, {}]
+    assert [all_fields(e)["bad"] for e in siege.run.events("preflight")] == [{}, {}]
 
 
 def test_the_stranger_was_there(siege):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -40,9 +41,9 @@ def test_a_stuck_rank_is_killed_in_time_and_the_run_resumes_from_the_last_save(
     back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"), timeout=60)
     slurm.cancel(urgent)
 
-    assert ended.data["by"] == "agent"  # which SLURM's SIGKILL would have hit too
+    assert all_fields(ended)["by"] == "agent"  # which SLURM's SIGKILL would have hit too
     expected = slurm.end_in_grace if partition == "grace" else ("preempted", "leave")
-    assert (ended.data["reason"], ended.data["next"]) == expected
+    assert (all_fields(ended)["reason"], all_fields(ended)["next"]) == expected
     assert (back["JobState"], back["Restarts"]) == ("PENDING", "1")
     run.wait_done()
     assert run.restored() == [0, SAVE_EVERY]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import submit
 
@@ -38,7 +39,7 @@ def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, quiet):
     assert "--signal" not in next(run.dir.jobs.glob("*.sh")).read_text()
     assert run.ends()[0] == ("timed_out", "requeue")
     assert run.ends()[-1][0] == "completed"
-    assert {e.data["cause"] for e in run.events("stop_requested")} == {"clock"}
+    assert {all_fields(e)["cause"] for e in run.events("stop_requested")} == {"clock"}
     assert set(run.steps_lost()) == {0}
     assert run.restored()[1] > 5  # it used its time: it did not leave at the first opportunity
     assert_same_bits(full_state(quiet, STEPS), full_state(run.dir, STEPS))
@@ -53,7 +54,7 @@ def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_pa
 
     *stopped, last = [reason for reason, _ in run.ends()]
     assert (set(stopped), last) == ({"timed_out"}, "completed")
-    assert {e.data["cause"] for e in run.events("stop_requested")} == {"clock"}
+    assert {all_fields(e)["cause"] for e in run.events("stop_requested")} == {"clock"}
     assert set(run.steps_lost()) == {0}
     assert_same_bits(full_state(quiet, STEPS), full_state(run.dir, STEPS))
 
@@ -77,7 +78,7 @@ def test_where_slurm_cannot_be_asked_a_warning_stops_and_the_batch_side_requeues
     slurm.run("scancel", "-s", "USR2", run.job_id, check=True)
     run.wait_done()
 
-    assert run.events("stop_requested")[0].data["cause"] == "sigusr2"
+    assert all_fields(run.events("stop_requested")[0])["cause"] == "sigusr2"
     assert ("timed_out", "ask_batch") in run.ends()
-    assert [e.data["by"] for e in run.events("requeued")] == ["batch"]
+    assert [all_fields(e)["by"] for e in run.events("requeued")] == ["batch"]
     assert run.steps_lost() == [0]

@@ -15,6 +15,7 @@ import pytest
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli, submit
 
@@ -164,7 +165,7 @@ def test_a_submission_that_was_accepted_without_an_answer_is_adopted(
     run = submit(slurm, tmp_path, env=sbatch(body))
 
     assert jobs_of_run(slurm) == [run.job_id]
-    assert run.events("submitted")[0].data["job_id"] == run.job_id
+    assert all_fields(run.events("submitted")[0])["job_id"] == run.job_id
     again = cli(slurm, tmp_path, "resume", "run")
     assert again.returncode == ALIVE
     assert f"job {run.job_id} (pending)" in again.stderr
@@ -177,7 +178,7 @@ def test_a_submit_that_died_before_it_knew_its_job_is_found_by_the_next_command(
     died = cli(slurm, tmp_path, *args, env=sbatch(KILLS_ITS_CALLER))
     (job_id,) = slurm.wait_for(lambda: jobs_of_run(slurm), 10, "the job")
     run = RunHandle(slurm, tmp_path, RunDir(tmp_path / "runs" / "run"), job_id)
-    known = [e for e in ledger.read(run.dir) if e.data.get("job_id")]
+    known = [e for e in ledger.read(run.dir) if all_fields(e).get("job_id")]
 
     before = run.status()
     resumed = cli(slurm, tmp_path, "resume", "run")
@@ -189,7 +190,7 @@ def test_a_submit_that_died_before_it_knew_its_job_is_found_by_the_next_command(
     assert resumed.returncode == submitted.returncode == ALIVE
     assert f"job {job_id} (pending)" in resumed.stderr
     assert jobs_of_run(slurm) == [job_id]
-    assert run.events("submit_adopted")[0].data["job_id"] == job_id
+    assert all_fields(run.events("submit_adopted")[0])["job_id"] == job_id
     run.cli("cancel", "run")
     assert slurm.wait_job(job_id, "CANCELLED")
     assert run.status()["state"] == "cancelled"
@@ -211,8 +212,8 @@ def test_the_job_of_an_older_submission_that_starts_late_leaves_without_writing(
     slurm.wait_job(late, "COMPLETED", timeout=60)
     step = run.wait_step(3)
 
-    assert [e.data["job_id"] for e in run.events("orphan_left")] == [late]
-    assert [e.data["job_id"] for e in run.events("attempt_started")] == [job_id]
+    assert [all_fields(e)["job_id"] for e in run.events("orphan_left")] == [late]
+    assert [all_fields(e)["job_id"] for e in run.events("attempt_started")] == [job_id]
     assert slurm.job(late)["Restarts"] == "0"
     run.wait_step(step + 3)
     assert run.status()["state"] == "running"

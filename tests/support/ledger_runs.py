@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.run.event_types import KINDS, UnknownFact, typed
@@ -110,8 +112,28 @@ def local_job(folder: Path, job_id: str, **fields: Any) -> None:
 
 def fields_of(event: Event) -> dict[str, Any]:
     """The fields of an event that say something, as JSON holds them."""
-    fields = {**event.fact.as_json(), **event.extra}
-    return {name: value for name, value in fields.items() if says_something(value)}
+    return {name: value for name, value in all_fields(event).items() if says_something(value)}
+
+
+def all_fields(event: Event) -> dict[str, Any]:
+    """The fields of an event, also those that say nothing, as JSON holds them."""
+    fact = event.fact
+    names = [field.name for field in dataclasses.fields(fact)] if is_dataclass(fact) else []
+    own = {name: _plain(getattr(fact, name)) for name in names}
+    return {**(own or fact.told()), **event.extra}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def write_event(
+    run: RunDir, kind: str, *, attempt: int | None = None, t: float | None = None, **fields: Any
+) -> None:
+    """Add an event by its kind, also one that no version writes."""
+    append(run, UnknownFact(kind, fields), attempt=attempt, t=t)
 
 
 def says_something(value: object) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields, write_event
 
 TINY = {
     "train.steps": 12,
@@ -70,7 +70,7 @@ def train(
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
     os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(asdict(attempt))
     os.environ["HPCTRAIN_ATTEMPT_DIR"] = str(run.attempt(attempt.number))
-    ledger.append(
+    write_event(
         run,
         "attempt_started",
         attempt=attempt.number,
@@ -201,6 +201,6 @@ def losses(run: RunDir) -> dict[int, float]:
     found: dict[int, float] = {}
     for event in RunHistory.read(run).training:
         if event.kind == "steps":
-            assert event.data["first"] == event.data["last"]
-            found[int(event.data["last"])] = float(event.data["loss"])
+            assert all_fields(event)["first"] == all_fields(event)["last"]
+            found[int(all_fields(event)["last"])] = float(all_fields(event)["loss"])
     return found

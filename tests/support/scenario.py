@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class RunHandle:
         """Wait until a step is done (in an attempt); the newest step."""
 
         def done() -> int | None:
-            steps = [int(e.data["last"]) for e in self.events("steps", attempt)]
+            steps = [int(all_fields(e)["last"]) for e in self.events("steps", attempt)]
             return max(steps) if steps and max(steps) >= step else None
 
         newest: int = self.wait(f"step {step}", done, timeout_s)
@@ -109,19 +110,19 @@ class RunHandle:
 
     def ends(self) -> list[tuple[str, str]]:
         """(reason, next) of each attempt that ended, in order."""
-        return [(e.data["reason"], e.data["next"]) for e in self.events("attempt_ended")]
+        return [(e.fact.reason, e.fact.next) for e in self.events("attempt_ended")]
 
     def restored(self) -> list[int]:
         """The step that each attempt began at."""
-        return [int(e.data["step"]) for e in self.events("restored")]
+        return [int(all_fields(e)["step"]) for e in self.events("restored")]
 
     def steps_lost(self) -> list[int]:
         """Of each attempt but the last: steps done in it that the next one had to do again."""
-        starts = {e.attempt: int(e.data["step"]) for e in self.events("restored")}
+        starts = {e.attempt: int(all_fields(e)["step"]) for e in self.events("restored")}
         last: dict[int, int] = {}
         for e in self.events("steps"):
             assert e.attempt is not None
-            last[e.attempt] = max(last.get(e.attempt, 0), int(e.data["last"]))
+            last[e.attempt] = max(last.get(e.attempt, 0), int(all_fields(e)["last"]))
         numbers = sorted(n for n in starts if n is not None)
         return [
             max(0, last.get(one, starts[one]) - starts[following])
@@ -137,7 +138,8 @@ class RunHandle:
         """What happened so far, for a failing test."""
         lines = [json.dumps(self.slurm.job(self.job_id))]
         lines += [
-            f"{e.t:.1f} {e.attempt} {e.kind} {json.dumps(e.data)[:300]}" for e in self.events()
+            f"{e.t:.1f} {e.attempt} {e.kind} {json.dumps(all_fields(e))[:299]}"
+            for e in self.events()
         ]
         outputs = sorted(self.dir.jobs.glob("*.out"))
         newest = sorted((self.dir.root / "attempts").glob("*/rank-00000.log"))[-1:]

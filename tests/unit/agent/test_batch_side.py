@@ -14,6 +14,7 @@ from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import Entry, Spec, load_spec
+from tests.support.ledger_runs import all_fields, write_event
 
 SUBMISSION = "run-12ab"
 RUNNING = JobFacts("RUNNING", restarts=0)
@@ -51,18 +52,18 @@ def run(tmp_path):
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     Spec("run", "0", 0.0, "slurm", "local", Entry("recipe")).dump(run.spec)
-    ledger.append(run, "submit_intent", token=SUBMISSION)
+    write_event(run, "submit_intent", token=SUBMISSION)
     return run
 
 
 def started(run, *, job_id="7", restarts=0):
     number = take_attempt(run, job_id=job_id, restarts=restarts).number
-    ledger.append(run, "attempt_started", attempt=number, job_id=job_id, restarts=restarts)
+    write_event(run, "attempt_started", attempt=number, job_id=job_id, restarts=restarts)
     return number
 
 
 def ended(run, attempt, reason, following):
-    ledger.append(run, "attempt_ended", attempt=attempt, reason=reason, next=following, by="agent")
+    write_event(run, "attempt_ended", attempt=attempt, reason=reason, next=following, by="agent")
 
 
 def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION):
@@ -72,7 +73,7 @@ def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION):
 
 def last(run, kind):
     found = [event for event in ledger.read(run) if event.kind == kind]
-    return found[-1].data if found else None
+    return all_fields(found[-1]) if found else None
 
 
 def test_requeue_that_the_agent_could_not_do_is_done(run):
@@ -88,7 +89,7 @@ def test_requeue_that_the_agent_could_not_do_is_done(run):
 def test_requeue_that_was_done_is_not_done_again(run):
     attempt = started(run)
     ended(run, attempt, "timed_out", "requeue")
-    ledger.append(run, "requeued", attempt=attempt, by="agent")
+    write_event(run, "requeued", attempt=attempt, by="agent")
     scheduler = Scheduler(RUNNING)
 
     assert finish(run, scheduler, rc=0) == 0
@@ -99,7 +100,7 @@ def test_requeue_that_was_done_is_not_done_again(run):
 def test_requeue_of_an_older_attempt_is_not_taken_for_this_ones(run):
     old = started(run, job_id="6")
     ended(run, old, "timed_out", "requeue")
-    ledger.append(run, "requeued", attempt=old, by="agent")
+    write_event(run, "requeued", attempt=old, by="agent")
     ended(run, started(run), "timed_out", "requeue")
     scheduler = Scheduler(RUNNING)
 
@@ -129,7 +130,7 @@ def test_requeue_that_fails_is_written_down_and_fails_the_job(run):
 )
 def test_decision_that_the_agent_could_not_take_is_taken(run, facts, reason, requeues):
     attempt = started(run)
-    ledger.append(run, "stop_requested", attempt=attempt, cause="sigterm", rank=0)
+    write_event(run, "stop_requested", attempt=attempt, cause="sigterm", rank=0)
     ended(run, attempt, "preempted", "ask_batch")
     scheduler = Scheduler(facts)
 
@@ -208,7 +209,7 @@ def test_end_that_is_decided_here_counts_once(run):
 
 def test_what_was_cancelled_stays_cancelled(run):
     started(run)
-    ledger.append(run, "cancel_requested", save=False, job_id="7")
+    write_event(run, "cancel_requested", save=False, job_id="7")
     scheduler = Scheduler(RUNNING)
 
     assert finish(run, scheduler, term=True) == 1
@@ -225,7 +226,7 @@ def test_exit_code_is_the_runs(run, reason, stopped, code):
     attempt = started(run)
     ended(run, attempt, reason, "stop")
     if stopped:
-        ledger.append(run, "run_stopped", attempt=attempt, reason=reason, exit_code=stopped)
+        write_event(run, "run_stopped", attempt=attempt, reason=reason, exit_code=stopped)
 
     assert finish(run, Scheduler(None), rc=0) == code
 
@@ -239,7 +240,7 @@ def test_silent_scheduler_leaves_the_decision_open(run):
 
 
 def test_job_of_an_older_submission_only_leaves(run):
-    ledger.append(run, "submit_intent", token=f"{SUBMISSION}c")
+    write_event(run, "submit_intent", token=f"{SUBMISSION}c")
     scheduler = Scheduler(RUNNING)
 
     assert finish(run, scheduler, rc=1) == 0
@@ -259,7 +260,7 @@ def test_job_that_has_been_taken_over_only_leaves(run):
 
 
 def test_orphan_only_leaves(run):
-    ledger.append(run, "orphan_left", job_id="7", why="older submission")
+    write_event(run, "orphan_left", job_id="7", why="older submission")
     scheduler = Scheduler(RUNNING)
 
     assert finish(run, scheduler, rc=0) == 0
@@ -286,7 +287,7 @@ def test_a_run_that_is_over_is_not_run_again_by_slurm_either(run, reason, follow
 
 
 def test_a_job_that_left_the_run_alone_is_not_run_again(run):
-    ledger.append(run, "orphan_left", job_id="7", why="it belongs to an older submission")
+    write_event(run, "orphan_left", job_id="7", why="it belongs to an older submission")
     scheduler = Scheduler(GRACE)
 
     assert finish(run, scheduler) == 0

@@ -13,7 +13,7 @@ from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, all_fields, write_event
 
 MARKS = 4_000
 CRASH = FailureReport(0, "n1", "signal", "killed by SIGKILL")
@@ -72,7 +72,7 @@ def crashed(run):
     limits = {"run.restarts_in_job": 20, "budget.crashes": 1}
     spec.settings = replaced(spec.settings, limits)
     spec.dump(run.spec)
-    ledger.append(run, "attempt_ended", attempt=0, reason="crashed", next="requeue")
+    write_event(run, "attempt_ended", attempt=0, reason="crashed", next="requeue")
     mine, deadline = (
         ending(run, preempt_time=None),
         SimpleNamespace(cause=None, is_told_to_stop=lambda: False),
@@ -106,4 +106,4 @@ def test_the_ledger_is_read_once_and_hardly_parsed(long_run, monkeypatch, end):
     assert sum(sizes) < 1.1 * long_run.events.stat().st_size
     assert len(lines) < MARKS / 3
     end_event = [event for event in ledger.read(long_run) if event.kind == "attempt_ended"][-1]
-    assert end_event.data["step"] == MARKS * 10
+    assert all_fields(end_event)["step"] == MARKS * 10

@@ -16,7 +16,7 @@ from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, all_fields
 
 ENDED_AT = 1_763_700_500.0
 
@@ -100,7 +100,7 @@ def test_a_job_of_a_submission_that_no_longer_counts_does_not_start(
             main.run_agent(story.run, context_of("tok-1"), Scheduler())
         return
     assert main.run_agent(story.run, context_of("tok-1"), Scheduler()) == 5
-    assert why in last(story, "orphan_left").data["why"]
+    assert why in all_fields(last(story, "orphan_left"))["why"]
 
 
 class Started(Exception):
@@ -121,7 +121,7 @@ def test_the_successor_tells_how_far_the_dead_came_by_its_heartbeat(story):
 
     ending(story, Scheduler()).record_lost_attempt()
 
-    end = last(story, "attempt_ended").data
+    end = all_fields(last(story, "attempt_ended"))
     assert (end["reason"], end["step"], end["heard"]) == ("node_failed", 9, story.t + 40)
     assert end["ended_at"] == ENDED_AT
 
@@ -132,7 +132,7 @@ def test_an_older_heartbeat_takes_nothing_back(story):
 
     ending(story, Scheduler()).record_lost_attempt()
 
-    end = last(story, "attempt_ended").data
+    end = all_fields(last(story, "attempt_ended"))
     assert (end["step"], end["heard"]) == (4, story.t)
 
 
@@ -141,7 +141,7 @@ def test_an_attempt_of_another_job_is_buried_without_the_schedulers_help(story):
 
     ending(story, scheduler, job_id="8", restarts=0).record_lost_attempt()
 
-    end = last(story, "attempt_ended").data
+    end = all_fields(last(story, "attempt_ended"))
     assert (end["reason"], end["ended_at"], scheduler.asked) == ("unknown", None, [])
 
 
@@ -151,7 +151,7 @@ def test_a_scheduler_without_memory_is_asked_once(story):
     ending(story, scheduler).record_lost_attempt()
 
     assert scheduler.asked == ["end"]
-    assert last(story, "attempt_ended").data["ended_at"] is None
+    assert all_fields(last(story, "attempt_ended"))["ended_at"] is None
 
 
 @pytest.mark.parametrize("stepped", [True, False])
@@ -224,11 +224,11 @@ def test_a_file_system_that_refuses_costs_an_attempt_of_its_own_budget(tmp_path,
     deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
     code = mine.conclude(number, end, deadline)
 
-    told = last(story, "attempt_ended").data
+    told = all_fields(last(story, "attempt_ended"))
     assert (told["reason"], told["next"]) == ("storage_failed", following)
     assert scheduler.asked.count("requeue") == (following == "requeue")
     assert code == (0 if following == "requeue" else 93)
-    assert "Stale file handle" in last(story, "failure").data["summary"]
+    assert "Stale file handle" in all_fields(last(story, "failure"))["summary"]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
 
     ending(story, scheduler).conclude(1, RoundEnd("left"), deadline)
 
-    end = last(story, "attempt_ended").data
+    end = all_fields(last(story, "attempt_ended"))
     assert (end["reason"], end["next"]) == ends
     assert calls == (["requeue"] if ends[1] == "requeue" else [])
     done = [event for event in ledger.read(story.run) if event.kind == "done"]
@@ -273,7 +273,7 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_done_when_it_leaves(tmp_pat
 
     ending(story, Scheduler()).conclude(number, RoundEnd("left"), deadline)
 
-    assert last(story, "attempt_ended").data["reason"] == "completed"
+    assert all_fields(last(story, "attempt_ended"))["reason"] == "completed"
 
 
 def test_the_batch_side_tells_the_same(story):
@@ -284,7 +284,7 @@ def test_the_batch_side_tells_the_same(story):
         story.run, JobStartFacts("7", 0, "tok-1", ["n1"], 137, term=False), control
     ).finish()
 
-    end = last(story, "attempt_ended").data
+    end = all_fields(last(story, "attempt_ended"))
     assert (end["by"], end["step"], end["heard"]) == ("batch", 8, story.t + 3)
 
 
@@ -294,7 +294,7 @@ def test_a_start_without_an_agent_tells_when_the_scheduler_began_it(story):
 
     BatchScriptSide(story.run, start, control).finish()
 
-    assert last(story, "attempt_started").data["job_started"] == 1_763_700_400.0
+    assert all_fields(last(story, "attempt_started"))["job_started"] == 1_763_700_400.0
 
 
 @pytest.mark.parametrize(
@@ -396,10 +396,14 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
     assert ending(story, Scheduler()).end_without_shared_folder(1, why) == 93
 
     end, stop = ledger.read(story.run)[-2:]
-    assert (end.kind, end.data["reason"], end.data["next"]) == (
+    assert (end.kind, all_fields(end)["reason"], all_fields(end)["next"]) == (
         "attempt_ended", "storage_failed", "stop",
     )  # fmt: skip
-    assert (stop.kind, stop.data["exit_code"], stop.data["detail"]) == ("run_stopped", 93, why)
+    assert (stop.kind, stop.fact.exit_code, stop.fact.detail) == (
+        "run_stopped",
+        93,
+        why,
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,12 +451,12 @@ def test_an_error_of_the_users_stays_one_where_the_scheduler_was_silent(tmp_path
 
     scheduler.facts = silent
     assert ending(story, scheduler).conclude(number, end, deadline) == 0
-    assert last(story, "attempt_ended").data["next"] == "ask_batch"
+    assert all_fields(last(story, "attempt_ended"))["next"] == "ask_batch"
     scheduler.facts = answer
     start = JobStartFacts("7", 1, "tok-1", ["n1"], 1, term=False)
     assert BatchScriptSide(story.run, start, scheduler).finish() == 1
 
-    told = last(story, "attempt_ended").data
+    told = all_fields(last(story, "attempt_ended"))
     assert (told["reason"], told["next"], told["by"]) == ("user_error", "stop", "batch")
     assert scheduler.asked == ["asked"]  # to run it no more
 
@@ -469,13 +473,13 @@ def test_what_was_stopped_on_a_users_wish_has_one_name_whoever_saw_it(story):
 
     assert BatchScriptSide(story.run, start, control).finish() == 0
 
-    assert last(story, "attempt_ended").data["reason"] == "stopped"
+    assert all_fields(last(story, "attempt_ended"))["reason"] == "stopped"
 
 
 def test_the_agent_writes_its_decision_before_it_carries_it_out(story):
     """A requeue is what gets the agent killed."""
     scheduler, seen = Scheduler(), []
-    scheduler.requeue = lambda: seen.append(last(story, "attempt_ended").data["next"])
+    scheduler.requeue = lambda: seen.append(all_fields(last(story, "attempt_ended"))["next"])
     deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
     ending(story, scheduler).conclude(1, RoundEnd("failed", failure=KILLED), deadline)

@@ -16,6 +16,7 @@ from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.environment import Versions
 from hpctrain.site.load import load_site
+from tests.support.ledger_runs import all_fields
 
 PRESET = """
 [network]
@@ -108,10 +109,10 @@ def test_one_event_and_one_file_tell_what_was_overridden(run, tmp_path, job):
     made.for_attempt(1)
 
     (event,) = ledger.read(run)
-    assert (event.kind, event.attempt, event.data["nodes"]) == ("environment", 1, 2)
-    assert event.data["versions"]["nccl"] == "2.28.3"
-    assert event.data["unset"] == ["FI_PROVIDER"]
-    won = {one["name"]: one for one in event.data["overridden"]}
+    assert (event.kind, event.attempt, all_fields(event)["nodes"]) == ("environment", 1, 2)
+    assert all_fields(event)["versions"]["nccl"] == "2.28.3"
+    assert all_fields(event)["unset"] == ["FI_PROVIDER"]
+    won = {one["name"]: one for one in all_fields(event)["overridden"]}
     assert set(won) == {"NCCL_CROSS_NIC", "NCCL_DEBUG", "SITE_KEY"}
     where = f"site juniper ({tmp_path}/juniper.toml:8)"
     assert won["NCCL_CROSS_NIC"] == {

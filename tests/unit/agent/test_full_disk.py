@@ -15,7 +15,7 @@ from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.settings.spec import load_spec
 from tests.support import small_disk as disks
-from tests.support.ledger_runs import Story, local_job
+from tests.support.ledger_runs import Story, local_job, write_event
 
 small_disk = disks.small_disk
 FULL = "No space left on device"
@@ -134,7 +134,7 @@ def test_a_fact_that_cannot_be_written_names_the_file(runs):
     fill(runs)
 
     with pytest.raises(OSError, match=FULL) as error:
-        ledger.append(run, "steps", first=1, last=1)
+        write_event(run, "steps", first=1, last=1)
 
     assert error.value.filename == str(run.events)
 

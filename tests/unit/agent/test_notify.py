@@ -22,7 +22,7 @@ from hpctrain.run.events import read
 from hpctrain.settings.schema import NotifySettings, Settings
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.checks import check_hooks_here
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, all_fields
 
 LONG_S = 60.0
 SECRET = "s3cret-path"  # noqa: S105 - no password of anybody
@@ -52,7 +52,7 @@ def script(folder, text):
 def tell(story, attempt=1):
     """The child, in this process; gives what it wrote into the ledger."""
     notify_child.main([str(story.run.root), str(attempt)])
-    return [e.data for e in read(story.run) if e.kind == "notified"]
+    return [all_fields(e) for e in read(story.run) if e.kind == "notified"]
 
 
 @pytest.fixture(autouse=True)
@@ -347,7 +347,7 @@ def test_starting_it_waits_for_nothing_and_what_hangs_is_ended(story, tmp_path):
         assert child.poll() is None
     child.wait(LONG_S)
 
-    told = [e.data for e in read(story.run) if e.kind == "notified"]
+    told = [all_fields(e) for e in read(story.run) if e.kind == "notified"]
     assert told == [{"what": "done", "ok": True, "why": ""}]
     assert os.getsid(0) != child.pid
 
@@ -376,7 +376,7 @@ def test_the_batch_side_tells_of_the_end_that_agents_wrote_or_could_not(story, t
     side.finish()
     side.wait_told()
 
-    told = [e.data for e in read(story.run) if e.kind == "notified"]
+    told = [all_fields(e) for e in read(story.run) if e.kind == "notified"]
     assert [one["ok"] for one in told] == [True]
     assert [news["what"] for _, _, news in server.heard] == [told[0]["what"]]
 

@@ -11,9 +11,8 @@ import sys
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run.events import append
 from hpctrain.terminal import CleanedStream, border, clean, clean_log
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, write_event
 
 EVIL = "\x1b]52;c;SGFjaw==\x07\x1b[1A\x1b[2K\x9b2J\x1b[8mhidden\u202e\r"
 OBEYED = re.compile(
@@ -52,7 +51,7 @@ def run(tmp_path):
     (story.run.checkpoints / "step-0000000004").mkdir()
     story.run.jobs.mkdir()
     (story.run.jobs / "tok-1.out").write_text(f"{logged}\n")
-    append(story.run, "cancel_requested", save=True, job_id="7")
+    write_event(story.run, "cancel_requested", save=True, job_id="7")
     return story.run
 
 

@@ -16,9 +16,10 @@ import pytest
 from hpctrain.base import locks
 from hpctrain.errors import CheckpointError
 from hpctrain.run import fence
-from hpctrain.run.events import append, read
+from hpctrain.run.events import read
 from hpctrain.run.fence import run_lock, take_attempt
 from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import write_event
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as, start_as
 
 HOLD = """
@@ -31,12 +32,13 @@ with open({path!r}, "rb") as file:
 TAKE = """
 import sys
 from pathlib import Path
+from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.events import append
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 run = RunDir(Path(sys.argv[1]))
 print(take_attempt(run, job_id="7", restarts=0).number)
-append(run, "x")
+append(run, TrainingDone())
 """
 
 
@@ -110,7 +112,7 @@ def test_who_may_only_read_a_run_cannot_keep_it_from_going_on(shared_run, name):
 
 def test_the_files_of_locks_are_open_to_nobody_else(run):
     take_attempt(run, job_id="7", restarts=0)
-    append(run, "x")
+    write_event(run, "x")
 
     assert [permissions(run.lock), permissions(run.events_lock)] == [0o600, 0o600]
 
@@ -120,7 +122,7 @@ def test_locks_that_an_earlier_version_made_are_shut(run):
     run.events_lock.touch(0o666)
 
     take_attempt(run, job_id="7", restarts=0)
-    append(run, "x")
+    write_event(run, "x")
 
     assert [permissions(run.lock), permissions(run.events_lock)] == [0o600, 0o600]
 
@@ -257,7 +259,7 @@ def test_no_fact_is_lost_where_there_are_no_locks(run, monkeypatch, code):
     started = time.monotonic()
 
     for _ in range(20):
-        append(run, "x")
+        write_event(run, "x")
 
     assert len(read(run)) == 20
     assert time.monotonic() - started < 2, "each fact waited for a lock that does not come"
@@ -266,14 +268,14 @@ def test_no_fact_is_lost_where_there_are_no_locks(run, monkeypatch, code):
 def test_no_fact_is_lost_where_the_lock_cannot_be_opened(run):
     run.events_lock.mkdir()
 
-    append(run, "x")
+    write_event(run, "x")
 
     assert [event.kind for event in read(run)] == ["x"]
 
 
 def test_a_fact_waits_no_longer_than_a_moment_for_a_lock_that_is_kept(run):
-    append(run, "first")
+    write_event(run, "first")
     with holding(run.events_lock):
-        append(run, "second")
+        write_event(run, "second")
 
     assert [event.kind for event in read(run)] == ["first", "second"]

@@ -271,8 +271,9 @@ def test_others_who_may_look_at_a_run_still_can(common_path):
     run_as(OWNER, ["sh", "-c", hand, "sh", *SUBMIT], cwd=project, HPCTRAIN_RUNS=f"{project}/runs")
     told = (
         "from pathlib import Path; from hpctrain.run import events;"
+        "from hpctrain.run.event_types import SubmitIntent;"
         "from hpctrain.run.layout import RunDir;"
-        f"events.append(RunDir(Path({str(project / 'runs' / 'r')!r})), 'submit_intent', token='t')"
+        f"events.append(RunDir(Path({str(project / 'runs' / 'r')!r})), SubmitIntent(token='t'))"
     )
     run_as(OWNER, ["sh", "-c", hand, "sh", sys.executable, "-c", told])
 

@@ -11,10 +11,9 @@ from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemFault, TornCheckpoint
 from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
 from hpctrain.settings.spec import Entry, Spec
 from tests.support import checkpoints as support
-from tests.support.ledger_runs import event_of
+from tests.support.ledger_runs import event_of, write_event
 
 
 def told(*facts):
@@ -57,7 +56,7 @@ def run(tmp_path, monkeypatch):
     run = support.new_run(tmp_path)
     Spec("gpt-a", "id", 1e9, "local", "", Entry("recipe")).dump(run.spec)
     support.save(run, support.next_attempt(run), 1000, 2000)
-    ledger.append(run, "saved", attempt=1, step=2000)
+    write_event(run, "saved", attempt=1, step=2000)
     monkeypatch.chdir(tmp_path)
     return run
 
@@ -146,7 +145,7 @@ def test_damage_is_not_tried_again(slept):
 )
 def test_a_run_that_is_done_says_so_with_a_step_only_where_one_is_known(run, capsys, step, says):
     Spec("gpt-a", "id", 1e9, "local", "", Entry("script", "train.py")).dump(run.spec)
-    ledger.record(run, "done", attempt=1, step=step)
+    write_event(run, "done", attempt=1, step=step)
 
     assert main(["resume", "gpt-a", "--dry-run"]) == 2
 

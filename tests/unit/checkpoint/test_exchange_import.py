@@ -50,6 +50,7 @@ from tests.support.exchange import (
     some,
     steps,
 )
+from tests.support.ledger_runs import all_fields
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -523,8 +524,8 @@ def test_the_import_is_in_the_ledger_and_status_and_list_work(run, call, tmp_pat
 
     (event,) = ledger.read(run)
     runs = str(tmp_path / "runs")
-    assert (event.kind, event.data["step"]) == ("imported", 5)
-    assert event.data["source"] == str(tmp_path / "a.safetensors")
+    assert (event.kind, all_fields(event)["step"]) == ("imported", 5)
+    assert all_fields(event)["source"] == str(tmp_path / "a.safetensors")
     assert main(["status", run.name, "--runs", runs, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "created"
     assert call("list", run.name)[0] == 0

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.events import read
-from tests.support.ledger_runs import Story, local_job
+from tests.support.ledger_runs import Story, all_fields, local_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_running_run_is_cancelled_after_it_is_on_record(running, tmp_path, cap
 
     assert code == 0
     assert newest(running).kind == "cancel_requested"
-    assert newest(running).data == {"save": False, "job_id": "local-17"}
+    assert all_fields(newest(running)) == {"save": False, "job_id": "local-17"}
     [request] = requests(tmp_path)
     assert request["operation"] == "cancel"
     assert "cancelled job local-17 of lm; its newest checkpoint is of step 50" in out
@@ -65,7 +65,7 @@ def test_save_leaves_a_request_for_rank_0_and_cancels_nothing(running, tmp_path,
     assert code == 0
     request = json.loads(running.run.stop_request.read_text())
     assert (request["job_id"], request["token"]) == ("local-17", "tok-1")
-    assert newest(running).data == {"save": True, "job_id": "local-17"}
+    assert all_fields(newest(running)) == {"save": True, "job_id": "local-17"}
     assert requests(tmp_path) == []
     assert "asked lm (job local-17) to save and leave; it is not requeued" in out
     assert "hpctrain.init()" not in out
@@ -84,7 +84,7 @@ def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_pat
     story = Story(runs / "lm").submitted("local-17")
     code, out, _ = cancel("lm", "--save", capsys=capsys)
     assert code == 0
-    assert newest(story).data == {"save": False, "job_id": "local-17"}
+    assert all_fields(newest(story)) == {"save": False, "job_id": "local-17"}
     assert len(requests(tmp_path)) == 1
     assert not story.run.stop_request.exists()
     assert "nothing more to save" in out
@@ -94,7 +94,7 @@ def test_a_job_whose_submission_was_never_confirmed_is_found_by_its_token(runs, 
     local_job(tmp_path / "local", "local-17", state="PENDING")
     story = Story(runs / "lm").add("submit_intent", token="tok-1", script="tok-1.sh")
     assert cancel("lm", capsys=capsys)[0] == 0
-    assert newest(story).data["job_id"] == "local-17"
+    assert all_fields(newest(story))["job_id"] == "local-17"
     assert len(requests(tmp_path)) == 1
 
 

@@ -148,7 +148,7 @@ def test_verify_of_whole_checkpoints_ends_well_and_says_what_it_read(run, attemp
     each = "step-0000002000: ok\nstep-0000001000: ok\n2 verified "
     assert quick == (0, f"{each}(sizes and tables only, --deep reads every byte), 0 damaged\n")
     assert deep == (0, f"{each}(every byte was read), 0 damaged\n")
-    noted = [event.data["step"] for event in ledger.read(run) if event.kind == "verified"]
+    noted = [event.fact.step for event in ledger.read(run) if event.kind == "verified"]
     assert noted == [2000, 1000]
 
 

@@ -15,9 +15,9 @@ from hpctrain.cli import events as events_cli
 from hpctrain.cli.events import EventLines, Reading
 from hpctrain.cli.main import main
 from hpctrain.logs import follow as log_follow
-from hpctrain.run.events import append, read
+from hpctrain.run.events import read
 from hpctrain.status.event_lines import _WORDS, in_words, line
-from tests.support.ledger_runs import Story, event_of, local_job
+from tests.support.ledger_runs import Story, event_of, local_job, write_event
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_all_shows_each_step_mark(story, capsys):
 
 def test_marks_of_two_attempts_are_never_one_row(story, capsys):
     story.steps(2, 41, 50)
-    append(story.run, "steps", attempt=3, first=41, last=42, t=story.t)
+    write_event(story.run, "steps", attempt=3, first=41, last=42, t=story.t)
     out = words(events("--kind", "steps", capsys=capsys)[1])
     assert [text.split(",")[0] for text in out[-2:]] == ["steps 31 to 50", "steps 41 to 42"]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.cli.main import main
-from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
-from tests.support.ledger_runs import local_job
+from tests.support.ledger_runs import local_job, write_event
 
 
 def _run_with_job(tmp_path, monkeypatch, **fields):
@@ -13,8 +12,8 @@ def _run_with_job(tmp_path, monkeypatch, **fields):
     run = RunDir(tmp_path / "runs" / "lm")
     run.root.mkdir(parents=True)
     run.spec.write_text("{}")
-    ledger.append(run, "submit_intent", token="tok-1")
-    ledger.append(run, "submitted", token="tok-1", job_id="local-1", cluster="local", nodes="2-4")
+    write_event(run, "submit_intent", token="tok-1")
+    write_event(run, "submitted", token="tok-1", job_id="local-1", cluster="local", nodes="2-4")
     local_job(tmp_path / "local", "local-1", state="RUNNING", **fields)
     return ["--runs", str(tmp_path / "runs")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run import events as ledger
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, all_fields
 
 SLURM = """#!/bin/sh
 echo "$(basename $0) $*" >> {folder}/asked
@@ -95,8 +95,8 @@ def test_resume_elsewhere_is_refused_until_the_job_is_said_to_be_gone(story, on,
 
     assert main(["resume", "lm"]) == 0
     newest = [e for e in ledger.read(story.run) if e.kind.startswith("submit")]
-    assert newest[-2].data["slurm_cluster"] == "beta"
-    assert newest[-1].data["job_id"] == "4712"
+    assert all_fields(newest[-2])["slurm_cluster"] == "beta"
+    assert all_fields(newest[-1])["job_id"] == "4712"
 
 
 def test_cancel_with_a_save_is_heard_from_every_cluster(story, on, capsys):

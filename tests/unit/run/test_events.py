@@ -20,9 +20,9 @@ from hpctrain.base.records import EndReason, Skipped
 from hpctrain.history.progress import progress
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events
-from hpctrain.run.events import Tail, append, parse, read
+from hpctrain.run.events import Tail, parse, read
 from hpctrain.run.layout import RunDir
-from tests.support.ledger_runs import event_of, fields_of
+from tests.support.ledger_runs import event_of, fields_of, write_event
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_fact_is_read_back_with_its_fields(run):
-    append(run, "saved", attempt=2, step=400, checkpoint=Path("/x/step-1"), nodes=["a", "b"])
+    write_event(run, "saved", attempt=2, step=400, checkpoint=Path("/x/step-1"), nodes=["a", "b"])
 
     [event] = read(run)
 
@@ -45,8 +45,8 @@ def test_enums_sets_and_dataclasses_become_plain_json(run):
     class Facts:
         state: str
 
-    append(run, "x", reason=EndReason.PREEMPTED, facts=Facts("RUNNING"), ranks={2, 1})
-    append(run, "y", skipped=[Skipped(1, "step-1", "torn")])
+    write_event(run, "x", reason=EndReason.PREEMPTED, facts=Facts("RUNNING"), ranks={2, 1})
+    write_event(run, "y", skipped=[Skipped(1, "step-1", "torn")])
 
     first, second = read(run)
     assert fields_of(first) == {
@@ -58,7 +58,7 @@ def test_enums_sets_and_dataclasses_become_plain_json(run):
 
 
 def test_a_loss_that_is_not_a_number_stays_valid_json_and_can_be_read_as_a_float(run):
-    append(run, "steps", loss=float("nan"), more=[float("-inf"), 1.5])
+    write_event(run, "steps", loss=float("nan"), more=[float("-inf"), 1.5])
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -71,12 +71,12 @@ def test_a_loss_that_is_not_a_number_stays_valid_json_and_can_be_read_as_a_float
 
 def test_something_that_is_no_json_is_refused_before_anything_is_written(run):
     with pytest.raises(TypeError, match="an event holds JSON values"):
-        append(run, "x", thing=object())
+        write_event(run, "x", thing=object())
     assert not run.events.exists()
 
 
 def test_the_time_of_a_fact_can_be_given(run):
-    append(run, "phase", attempt=1, name="batch_started", t=12.5)
+    write_event(run, "phase", attempt=1, name="batch_started", t=12.5)
     assert read(run)[0].t == 12.5
 
 
@@ -100,19 +100,19 @@ def test_no_ledger_has_no_facts(run):
     ],
 )
 def test_a_torn_last_line_is_left_out_and_the_next_fact_begins_a_line_of_its_own(run, torn):
-    append(run, "first")
+    write_event(run, "first")
     with run.events.open("ab") as file:
         file.write(torn)
 
     assert [e.kind for e in read(run)] == ["first"]
-    append(run, "second")
+    write_event(run, "second")
 
     assert [e.kind for e in read(run)] == ["first", "second"]
     assert run.events.read_bytes().endswith(b"}\n")
 
 
 def test_garbage_between_facts_is_left_out(run):
-    append(run, "first")
+    write_event(run, "first")
     with run.events.open("ab") as file:
         file.write(b"srun: error: something\n\n\xff\xff\n" + b"\0" * 100)
         file.write(b'{"t": 2, "kind": "after a gap", "attempt": null}\n')
@@ -125,7 +125,7 @@ def test_a_last_line_that_lacks_only_its_newline_counts_once(run):
     tail = Tail(run.events)
 
     assert [e.kind for e in tail.new()] == ["whole"]
-    append(run, "next")
+    write_event(run, "next")
 
     assert [e.kind for e in tail.new()] == ["next"]
     assert [e.kind for e in read(run)] == ["whole", "next"]
@@ -134,7 +134,7 @@ def test_a_last_line_that_lacks_only_its_newline_counts_once(run):
 def test_a_tail_gives_each_fact_once_and_waits_for_the_rest_of_a_line(run):
     tail = Tail(run.events)
     assert tail.new() == []
-    append(run, "first")
+    write_event(run, "first")
     assert [e.kind for e in tail.new()] == ["first"]
     with run.events.open("ab") as file:
         file.write(b'{"t": 3, "kind": ')
@@ -148,16 +148,18 @@ def test_a_tail_gives_each_fact_once_and_waits_for_the_rest_of_a_line(run):
 def test_a_ledger_that_was_replaced_by_a_shorter_one_is_read_from_its_start(run):
     tail = Tail(run.events)
     for number in range(10):
-        append(run, f"old-{number}")
+        write_event(run, f"old-{number}")
     tail.new()
     run.events.unlink()
-    append(run, "new")
+    write_event(run, "new")
     assert [e.kind for e in tail.new()] == ["new"]
 
 
 def _append_many(root: str, writer: int, count: int) -> None:
     for number in range(count):
-        append(RunDir(Path(root)), "mark", attempt=writer, number=number, pad="x" * (number * 20))
+        write_event(
+            RunDir(Path(root)), "mark", attempt=writer, number=number, pad="x" * (number * 20)
+        )
 
 
 def test_eight_processes_writing_at_once_lose_and_tear_nothing(run):
@@ -181,11 +183,11 @@ def test_eight_processes_writing_at_once_lose_and_tear_nothing(run):
 
 
 def test_a_writer_that_hangs_with_the_lock_does_not_keep_a_fact_from_being_written(run):
-    append(run, "first")
+    write_event(run, "first")
     with run.events_lock.open("ab") as holder:
         flock(holder, LOCK_EX)
         started = time.monotonic()
-        append(run, "second")
+        write_event(run, "second")
         assert time.monotonic() - started < 5
     assert [e.kind for e in read(run)] == ["first", "second"]
 
@@ -196,6 +198,7 @@ def test_a_child_forked_during_a_write_does_not_keep_the_lock(run):
 import fcntl, os, sys, time
 from pathlib import Path
 from hpctrain.run import events
+from hpctrain.run.event_types import TrainingDone, TrainingStopped
 from hpctrain.run.layout import RunDir
 real = events._ends_whole
 ours, theirs = os.pipe()
@@ -207,17 +210,17 @@ def fork_then(descriptor):
     return real(descriptor)
 events._ends_whole = fork_then
 run = RunDir(Path({str(run.root)!r}))
-events.append(run, "first")
+events.append(run, TrainingStopped())
 events._ends_whole = real
 started = time.monotonic()
-events.append(run, "second")
+events.append(run, TrainingDone())
 print(time.monotonic() - started)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert float(done.stdout) < 0.5
-    assert [e.kind for e in read(run)] == ["first", "second"]
+    assert [e.kind for e in read(run)] == ["stopped", "done"]
 
 
 def test_a_full_disk_is_an_error_and_not_a_lost_fact(run, monkeypatch):
@@ -226,7 +229,7 @@ def test_a_full_disk_is_an_error_and_not_a_lost_fact(run, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        append(run, "x")
+        write_event(run, "x")
 
 
 def test_importing_the_ledger_imports_nothing_heavy():

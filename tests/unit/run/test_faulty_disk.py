@@ -15,12 +15,12 @@ from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
 from hpctrain.run import fence
-from hpctrain.run.events import append, read
+from hpctrain.run.events import read
 from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
-from tests.support.ledger_runs import Story, fields_of
+from tests.support.ledger_runs import Story, fields_of, write_event
 
 pytestmark = pytest.mark.fuse
 ERRORS = ("ESTALE", "EIO", "ENOSPC", "EDQUOT")
@@ -100,7 +100,7 @@ def test_no_fact_that_was_written_is_lost_or_torn(run, disk):
 
     def write():
         number = next(numbers)
-        append(run, "x", number=number)
+        write_event(run, "x", number=number)
         told.append(number)
 
     for fault, _, _ in each_fault(disk[1], write, 4):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.run.events import append
 from hpctrain.run.find_run import all_runs, find_run, runs_root
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, write_event
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_a_name_goes_before_a_job_id(runs):
 
 
 def test_an_adopted_job_and_one_submitted_by_hand_are_found(runs):
-    append(find_run("lm-1"), "submit_adopted", token="t", job_id="55")
+    write_event(find_run("lm-1"), "submit_adopted", token="t", job_id="55")
     Story(runs / "by-hand").started(1, "56")
     assert find_run("55").name == "lm-1"
     assert find_run("56").name == "by-hand"
@@ -61,7 +60,7 @@ def test_an_ambiguous_beginning_is_refused_with_the_names(runs):
 
 def test_a_dash_means_the_newest_submission_not_the_newest_file(runs):
     assert find_run("-").name == "lm-2"
-    append(find_run("vision"), "submitted", token="t", job_id="171")
+    write_event(find_run("vision"), "submitted", token="t", job_id="171")
     assert find_run("-").name == "vision"
 
 

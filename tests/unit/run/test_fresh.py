@@ -7,12 +7,12 @@ import pytest
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import Fenced
 from hpctrain.preflight import shared
-from hpctrain.run.events import append, read
+from hpctrain.run.events import read
 from hpctrain.run.fence import left_text, look_anew, publishing, read_fence, run_lock, take_attempt
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
-from tests.support.ledger_runs import fields_of
+from tests.support.ledger_runs import fields_of, write_event
 
 pytestmark = pytest.mark.fuse
 FOREVER_S = 600
@@ -102,9 +102,9 @@ def take_would_wait(run):
 def test_facts_of_two_nodes_are_all_there_for_both_in_their_order(nodes):
     here, there = nodes
     for number in range(20):
-        append(here, "one", number=number)
+        write_event(here, "one", number=number)
         assert len(read(there)) == 2 * number + 1
-        append(there, "other", number=number)
+        write_event(there, "other", number=number)
         assert len(read(here)) == 2 * number + 2
 
     told = [(event.kind, fields_of(event)["number"]) for event in read(here)]

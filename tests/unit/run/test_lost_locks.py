@@ -13,14 +13,14 @@ import pytest
 
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.run.events import append, read
+from hpctrain.run.events import read
 from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.submit.disk import check_disk
 from hpctrain.testing import points
 from tests.support import checkpoints as support
 from tests.support import client_disk
-from tests.support.ledger_runs import fields_of
+from tests.support.ledger_runs import fields_of, write_event
 from tests.support.slurm_boot import wait_for
 
 pytestmark = pytest.mark.fuse
@@ -164,7 +164,7 @@ def test_facts_of_two_nodes_are_all_there(nodes):
 
     def write(run, kind):
         for number in range(50):
-            append(run, kind, number=number)
+            write_event(run, kind, number=number)
 
     other = threading.Thread(target=write, args=(there, "other"))
     other.start()

@@ -14,7 +14,7 @@ from hpctrain.run.events import BLOCK_BYTES, Tail, parse
 from hpctrain.run.find_run import all_runs, find_run, look_into
 from hpctrain.run.layout import RunDir
 from hpctrain.run.log_files import LogFile
-from tests.support.ledger_runs import Story
+from tests.support.ledger_runs import Story, write_event
 from tests.support.users import OWNER, STRANGER, run_as
 
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
@@ -109,7 +109,7 @@ def test_a_long_line_is_left_out_and_its_neighbours_are_kept(tmp_path):
     with run.events.open("ab") as file:
         file.write(b'"}\n{"t": 5.0, "kind": "done"}')
     assert [event.kind for event in tail.new()] == ["done"]
-    ledger.append(run, "after")
+    write_event(run, "after")
     assert [event.kind for event in tail.new()] == ["after"]
 
 

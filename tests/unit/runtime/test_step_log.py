@@ -19,7 +19,7 @@ from hpctrain.runtime import telemetry as module
 from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
 from hpctrain.world import World
-from tests.support.ledger_runs import fields_of
+from tests.support.ledger_runs import fields_of, write_event
 
 DAY = 86400.0
 MB = 1e6
@@ -179,7 +179,7 @@ def test_an_older_run_is_marked_less_often_and_never_more_than_a_minute_apart():
 def test_a_new_attempt_of_an_old_run_goes_on_at_the_old_runs_pace(run, attempt, clock, monkeypatch):
     monkeypatch.setattr(ledger.time, "time", clock)
     run.events.write_text("torn\n")
-    ledger.append(run, "submitted", token="t-1", job_id="17")
+    write_event(run, "submitted", token="t-1", job_id="17")
     clock.passes(DAY)
     assert run_age_s(run, clock()) == DAY
     monkeypatch.setattr(module.time, "time", clock)
