@@ -56,16 +56,6 @@ def finite(value: object) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def listed(value: object) -> list[Any]:
-    """A list; an empty one for everything else."""
-    return value if isinstance(value, list) else []
-
-
-def text(value: object) -> str:
-    """Text; nothing for None."""
-    return "" if value is None else str(value)
-
-
 def is_job_id(value: str) -> bool:
     """Whether a scheduler may be asked about it: an option or a path in its place is a trap."""
     return _JOB_ID.fullmatch(value) is not None
