@@ -23,6 +23,7 @@ from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
 from tests.support import browser, client_disk, users
+from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -61,6 +62,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder in memory: an fsync costs nothing there."""
+    with folder_in_memory() as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import re
 import pytest
 import torch
 
+from tests.support.gloo import preload
+
 REFUSALS = (
     re.compile(
         r"(?P<what>engine\.\S+(?: with engine\.kind \S+)?) .*needs torch (?P<since>\d+\.\d+)"
@@ -35,6 +37,12 @@ NOT_HELD = {
 """What torch 2.8 lacks for a test; docs/torch-versions.md tells it."""
 NOT_HELD_BELOW = (2, 9)
 CI = (2, 13)
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> None:
+    """What ranks import is there when they are forked; else each would import torch for itself."""
+    preload()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -39,7 +39,6 @@ from tests.support import sharded
 from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
-from tests.support.memory import folder_in_memory
 
 OLD, NEW = 10, 20
 SHARDS = [shard.file_name(0), shard.file_name(1)]
@@ -220,12 +219,6 @@ DAMAGE = {
     "manifest is empty": _cut(MANIFEST_NAME, 0),
     "a bit in every file": _flips,
 }
-
-
-@pytest.fixture(scope="module")
-def memory():
-    with folder_in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
-from tests.support.gloo import preload
 from tests.support.processes import listening
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 
@@ -143,12 +144,6 @@ def _wait(path):
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.05)
     return path.read_text()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded():
-    """Else each agent would import torch for itself."""
-    preload()
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pytest
 from hpctrain.engines.native import Native
 from hpctrain.settings.layers import flag_layer, resolve
 from tests.support import parity
-from tests.support.gloo import preload
 from tests.support.parity import GradientSums, StepRecord, compare, summary
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 TINY = {
     "train.global_batch": "12",
@@ -22,11 +23,6 @@ TINY = {
     "train.dropout": "0.1",
 }
 VICTIM = "blocks.1.mlp_norm.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded():
-    preload()
 
 
 @pytest.fixture

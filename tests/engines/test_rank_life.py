@@ -12,8 +12,9 @@ import pytest
 from hpctrain.agent import ranks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.base.records import RankTask
-from tests.support.gloo import preload
 from tests.support.processes import alive, descendants, kill_all
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 PATIENCE_S = 30.0
 FORK = multiprocessing.get_context("fork")
@@ -38,11 +39,6 @@ here = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
 (here / "new").rename(here / "pid")
 signal.pause()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded():
-    preload()
 
 
 @pytest.fixture

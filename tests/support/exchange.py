@@ -135,7 +135,7 @@ class Commands:
     """`hpctrain checkpoints` in this process: exit code, stdout, stderr.
 
     Without the line by which imports warn of a fault in the installed torch, where it is an old one
-    (tests/unit/checkpoint/test_exchange_untrusted.py holds it).
+    (tests/unit/checkpoint/exchange/test_exchange_untrusted.py holds it).
     """
 
     def __init__(self, runs: Path, capsys: Any) -> None:

@@ -20,3 +20,8 @@ def folder_in_memory() -> Iterator[Path]:
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base, prefix="hpctrain-test-") as folder:
         yield Path(folder)
+
+
+def entries(folder: Path) -> list[str]:
+    """The paths of all that lies below a folder, sorted."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -2,7 +2,7 @@
 
 Where both cut a tensor in the same way, the digests of its blocks say whether it is the same, and
 nothing is read; only how far apart two values are takes reading them. The promises are held by
-tests/unit/checkpoint/test_exchange_diff.py.
+tests/unit/checkpoint/exchange/test_exchange_diff.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an export has in it, and how it is checked.
 
-The promises are held by tests/unit/checkpoint/test_exchange_export.py.
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

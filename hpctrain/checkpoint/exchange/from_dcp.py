@@ -1,7 +1,7 @@
 """Import from a directory of torch.distributed.checkpoint, of any number of ranks.
 
 Also from checkpoints of hpctrain's own first format, which lay in such a directory beside a
-manifest. The promises are held by tests/unit/checkpoint/test_exchange_import.py and
+manifest. The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
 test_exchange_untrusted.py.
 """
 

@@ -1,6 +1,6 @@
 """Import from a file of torch.save: a state dict, or one beside an optimizer's.
 
-The promises are held by tests/unit/checkpoint/test_exchange_import.py.
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
 """
 
 from __future__ import annotations

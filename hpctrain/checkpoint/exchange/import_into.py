@@ -2,7 +2,7 @@
 
 An import takes an attempt of the run, as training does: should the run be started meanwhile, the
 import is the older attempt and may not publish any more. The promises are held by
-tests/unit/checkpoint/test_exchange_import.py.
+tests/unit/checkpoint/exchange/test_exchange_import.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What a source holds is nested dictionaries. Weights are looked for under the usual keys, or at the
 top; an optimizer's state may go by name, by name in one string, or by number. A number counts only
 where it is certain whose it is: two weights of one shape, swapped, would train on without a word.
-The promises are held by tests/unit/checkpoint/test_exchange_import.py.
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
 """
 
 from __future__ import annotations

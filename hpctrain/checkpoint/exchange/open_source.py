@@ -1,6 +1,6 @@
 """The format of a source, told by what lies there and not by its name alone, and its reader.
 
-The promises are held by tests/unit/checkpoint/test_exchange_import.py and
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
 test_untrusted_sources.py.
 """
 

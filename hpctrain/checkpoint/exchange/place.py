@@ -2,7 +2,7 @@
 
 What is written has a temporary name in the same directory. An interrupted or failed export removes
 it; a killed one leaves it, under a name that nobody takes for the real one. The promises are held
-by tests/unit/checkpoint/test_exchange_export.py.
+by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An export is one file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; each
 file is written tensor by tensor. Headers are read with distrust, since anybody may have written
-them. No torch. The promises are held by tests/unit/checkpoint/test_exchange_export.py,
+them. No torch. The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py,
 test_exchange_import.py and test_exchange_untrusted.py.
 """
 

@@ -2,7 +2,7 @@
 
 Written as torch.save would, but tensor by tensor: torch.save wants all of them in memory at once.
 The pickle in it names where each tensor's bytes lie in the archive, and holds nothing else. The
-promises are held by tests/unit/checkpoint/test_exchange_export.py.
+promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

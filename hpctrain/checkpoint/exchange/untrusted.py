@@ -3,7 +3,7 @@
 A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data;
 `.metadata` of a torch DCP checkpoint, which torch itself reads with plain pickle, is read here with
 a list of the names that it may use, each of which becomes an inert record of ours. The promises are
-held by tests/unit/checkpoint/test_exchange_untrusted.py.
+held by tests/unit/checkpoint/exchange/test_exchange_untrusted.py.
 """
 
 from __future__ import annotations

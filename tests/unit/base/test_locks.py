@@ -43,11 +43,6 @@ append(run, TrainingDone())
 
 
 @pytest.fixture
-def run(tmp_path):
-    return RunDir(tmp_path)
-
-
-@pytest.fixture
 def shared_run(common_path):
     """A run of OWNER's that everybody may read, with one attempt and one fact."""
     root = common_path / "first"

@@ -19,16 +19,6 @@ TRACED = ("checkpoint/store/commit.py", "run/fence.py")
 """Where the disk is changed; besides `dump` of the manifest."""
 
 
-@pytest.fixture
-def run(tmp_path):
-    return support.new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 def in_child(work):
     """Start `work` in a forked process; its result becomes the exit code."""
     child = os.fork()

@@ -23,7 +23,6 @@ from hpctrain.world import World
 from tests.support import checkpoints as support
 from tests.support.every_call import BROKEN, DEAD, KINDS, Fault, in_child
 from tests.support.loading import loaded
-from tests.support.memory import folder_in_memory
 
 NEWEST, NEXT = 3, 4
 TORN = 5
@@ -31,12 +30,6 @@ TORN = 5
 KEEP_LAST = 2
 SAVED, REFUSED = 0, 1
 right = functools.cache(support.contents)
-
-
-@pytest.fixture(scope="module")
-def memory():
-    with folder_in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

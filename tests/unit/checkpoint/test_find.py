@@ -13,16 +13,6 @@ from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 
-@pytest.fixture
-def run(tmp_path):
-    return support.new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 def cut_shard(path):
     os.truncate(path / "shard-00000.safetensors", 1048)
 

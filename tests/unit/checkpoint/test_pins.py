@@ -15,16 +15,6 @@ from tests.support import small_disk as disks
 small_disk = disks.small_disk
 
 
-@pytest.fixture
-def run(tmp_path):
-    return support.new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 def test_a_pin_is_a_file_with_the_reason_and_the_checkpoint_stays_whole(run, attempt):
     path, _ = support.save(run, attempt, 1000, 2000)
 

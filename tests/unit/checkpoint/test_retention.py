@@ -42,16 +42,6 @@ RULES = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture
-def run(tmp_path):
-    return support.new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 def rows(*steps, **losses):
     """Valid rows of these steps; `s1000=0.5` is one with that loss."""
     found = [CheckpointRow(step, valid=True) for step in steps]

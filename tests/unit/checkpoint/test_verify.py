@@ -16,16 +16,6 @@ from tests.support import checkpoints as support
 from tests.support.checkpoints import SHARD_0, SHARD_1
 
 
-@pytest.fixture
-def run(tmp_path):
-    return support.new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("window", [1, 1 << 20])
 def test_a_whole_checkpoint_has_no_problems_and_is_read_to_the_last_byte(

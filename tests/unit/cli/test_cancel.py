@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HPCTRAIN_RUNS", raising=False)
-    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def running(runs, tmp_path) -> Story:
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     story = Story(runs / "lm").submitted("local-17").started(1, "local-17").restored(1)

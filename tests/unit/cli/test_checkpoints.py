@@ -24,11 +24,6 @@ def run(tmp_path):
     return run
 
 
-@pytest.fixture
-def attempt(run):
-    return support.next_attempt(run)
-
-
 def call(run, *args):
     """Exit code and stdout of `hpctrain checkpoints`."""
     done = CliRunner().invoke(

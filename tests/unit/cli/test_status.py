@@ -35,14 +35,6 @@ TRACEBACK = "Traceback (most recent call last):\n" + "".join(
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HPCTRAIN_RUNS", raising=False)
-    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def story(runs) -> Story:
     """A run that was preempted, crashed, and runs again on fewer nodes."""
     story = Story(runs / "lm-3", t=time.time() - 60)

@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.settings.spec import load_spec
+from tests.support.memory import entries
 
 
 @pytest.fixture
@@ -41,10 +42,6 @@ def no_sbatch(work, monkeypatch):
     """The working folder, with nothing on PATH."""
     monkeypatch.setenv("PATH", str(work))
     return work
-
-
-def entries(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 def test_a_dry_run_prints_the_batch_script_and_leaves_nothing(work, sbatch, capsys):

@@ -17,11 +17,6 @@ from hpctrain.scheduler.slurm.parse import parse_state
 from tests.support.ledger_runs import Story
 
 
-@pytest.fixture
-def story(tmp_path) -> Story:
-    return Story(tmp_path / "lm").submitted()
-
-
 def job(state: str = "RUNNING", *, alive: bool = True, restarts: int = 0) -> JobInfo:
     return JobInfo("17", job_state(parse_state(state)), alive=alive, restarts=restarts)
 

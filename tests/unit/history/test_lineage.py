@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +9,6 @@ from hpctrain.history.lineage import coverage, lineage
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import Event, read
 from tests.support.ledger_runs import BATCH, Story, event_of
-
-
-@pytest.fixture
-def story(tmp_path) -> Story:
-    return Story(tmp_path / "lm").submitted()
 
 
 def check(story: Story) -> tuple[list[tuple[int, int]], list[str]]:

@@ -36,11 +36,6 @@ grown = st.floats(1, 50)
 bound = st.floats(0.5, 1e6)
 
 
-@pytest.fixture
-def story(tmp_path) -> Story:
-    return Story(tmp_path / "lm").submitted()
-
-
 def record(story: Story) -> Failures:
     return failures(RunHistory.read(story.run))
 

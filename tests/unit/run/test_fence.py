@@ -6,12 +6,6 @@ import pytest
 
 from hpctrain.errors import Fenced
 from hpctrain.run.fence import publishing, read_fence, take_attempt
-from hpctrain.run.layout import RunDir
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunDir(tmp_path)
 
 
 def test_attempts_are_counted_from_one_and_each_has_a_token_of_its_own(run):

@@ -14,7 +14,6 @@ from hpctrain.history.progress import rank_sample
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from hpctrain.run.layout import RunDir
 from hpctrain.runtime import telemetry as module
 from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
@@ -41,11 +40,6 @@ class Clock:
 @pytest.fixture
 def clock():
     return Clock()
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunDir(tmp_path)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from hpctrain.submit.prepare import (
 )
 from hpctrain.submit.snapshot import Checkout
 from tests.support import small_disk
+from tests.support.memory import entries
 
 
 @pytest.fixture
@@ -50,10 +51,6 @@ def with_sbatch(tmp_path):
 def ask(work, **changes):
     given = {"cwd": work, "environ": {"PATH": "/nowhere"}, "runs": Path("runs")}
     return prepare(SubmitRequest(**{**given, **changes}))
-
-
-def entries(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 def a_spec(name="r-1"):

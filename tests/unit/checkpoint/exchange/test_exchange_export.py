@@ -20,18 +20,8 @@ from hpctrain.checkpoint.exchange import place as places
 from hpctrain.checkpoint.exchange import safetensors, to_torch
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.errors import HpctrainError
-from tests.support.exchange import Commands, bits, made_run, model_of, save, some
+from tests.support.exchange import bits, model_of, save, some
 from tests.support.refused_imports import refuse_imports
-
-
-@pytest.fixture
-def run(tmp_path):
-    return made_run(tmp_path)
-
-
-@pytest.fixture
-def call(tmp_path, capsys):
-    return Commands(tmp_path / "runs", capsys)
 
 
 def test_safetensors_reads_the_weights_of_any_number_of_ranks(run, call, tmp_path):

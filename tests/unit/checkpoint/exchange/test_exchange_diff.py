@@ -10,17 +10,7 @@ import torch
 
 from hpctrain.checkpoint.exchange import diff
 from hpctrain.checkpoint.format.reader import CheckpointSource
-from tests.support.exchange import Commands, made_run, save, some
-
-
-@pytest.fixture
-def run(tmp_path):
-    return made_run(tmp_path)
-
-
-@pytest.fixture
-def call(tmp_path, capsys):
-    return Commands(tmp_path / "runs", capsys)
+from tests.support.exchange import made_run, save, some
 
 
 @pytest.fixture

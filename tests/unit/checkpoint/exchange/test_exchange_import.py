@@ -40,7 +40,6 @@ from hpctrain.cli.main import main
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from tests.support.exchange import (
-    Commands,
     bits,
     loaded,
     made_run,
@@ -53,16 +52,6 @@ from tests.support.exchange import (
 from tests.support.ledger_runs import all_fields
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture
-def run(tmp_path):
-    return made_run(tmp_path)
-
-
-@pytest.fixture
-def call(tmp_path, capsys):
-    return Commands(tmp_path / "runs", capsys)
 
 
 class Net(nn.Module):

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
-from tests.support.exchange import Commands, made_run, names_in, save, some
+from tests.support.exchange import made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
@@ -33,16 +33,6 @@ OWN_PIPES = {"writer.py", "writer_process.py"}
 """Between a process and those that it has started itself; no file that anybody else can write."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture
-def run(tmp_path):
-    return made_run(tmp_path)
-
-
-@pytest.fixture
-def call(tmp_path, capsys):
-    return Commands(tmp_path / "runs", capsys)
 
 
 class Evil:
