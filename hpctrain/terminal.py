@@ -64,8 +64,8 @@ class CleanedStream:
     @property
     def encoding(self) -> str:
         """Never ASCII, for which click would look for a way round this stream."""
-        found = str(self.stream.encoding or _ASCII)
-        return "utf-8" if _ASCII in found.lower() else found
+        name = str(self.stream.encoding or _ASCII)
+        return "utf-8" if _ASCII in name.lower() else name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -197,9 +197,9 @@ def _verdicts(
             verdict: dict[str, Any] = {"step": checkpoint.step, "name": checkpoint.name}
             verdicts.append(verdict | {"problems": problems, "unreadable": refused})
     if echo:
-        for one in verdicts:
-            for problem in one["problems"] + one["unreadable"] or ["ok"]:
-                click.echo(f"{one['name']}: {problem}")
+        for each in verdicts:
+            for problem in each["problems"] + each["unreadable"] or ["ok"]:
+                click.echo(f"{each['name']}: {problem}")
     return verdicts
 
 
@@ -229,12 +229,12 @@ def _rows(run: RunDir) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["step"], row["name"]))
 
 
-def _row(found: FoundCheckpoint) -> dict[str, Any]:
-    row = _bare(found.step, found.path, found.state, found.problem)
-    if found.manifest is not None:
-        row["created"] = found.manifest.created
-        row["world_size"] = found.manifest.world_size
-        row["engine"] = found.manifest.engine
+def _row(checkpoint: FoundCheckpoint) -> dict[str, Any]:
+    row = _bare(checkpoint.step, checkpoint.path, checkpoint.state, checkpoint.problem)
+    if checkpoint.manifest is not None:
+        row["created"] = checkpoint.manifest.created
+        row["world_size"] = checkpoint.manifest.world_size
+        row["engine"] = checkpoint.manifest.engine
     return row
 
 
@@ -263,31 +263,31 @@ def _bytes_in(path: Path) -> int | None:
         return None
 
 
-def _pin(found: FoundCheckpoint) -> str | None:
+def _pin(checkpoint: FoundCheckpoint) -> str | None:
     """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
     from hpctrain.checkpoint.store import retention
 
     try:
-        return retention.reason_of(found.path) if retention.carries(found.path) else None
+        return retention.reason_of(checkpoint.path) if retention.carries(checkpoint.path) else None
     except OSError as error:
         return f"nobody can say: {error.strerror}"
 
 
-def _facts(found: FoundCheckpoint) -> dict[str, Any]:
+def _facts(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     from dataclasses import asdict
 
     facts: dict[str, Any] = {
-        "name": found.name,
-        "path": str(found.path),
-        "state": found.state,
-        "why": found.problem,
-        "pinned": _pin(found),
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "state": checkpoint.state,
+        "why": checkpoint.problem,
+        "pinned": _pin(checkpoint),
         "files": [],
     }
-    if found.manifest is not None:
-        manifest = _finite(asdict(found.manifest))
+    if checkpoint.manifest is not None:
+        manifest = _finite(asdict(checkpoint.manifest))
         manifest["run"] = manifest.pop("name")
-        facts |= manifest | {"size_bytes": found.manifest.size}
+        facts |= manifest | {"size_bytes": checkpoint.manifest.size}
     return facts
 
 
@@ -302,8 +302,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _size(found: FoundCheckpoint) -> int | None:
-    return None if found.manifest is None else found.manifest.size
+def _size(checkpoint: FoundCheckpoint) -> int | None:
+    return None if checkpoint.manifest is None else checkpoint.manifest.size
 
 
 def _state(row: dict[str, Any]) -> str:

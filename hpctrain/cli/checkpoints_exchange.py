@@ -388,11 +388,11 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
     return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
 
 
-def _tell_difference(found: Difference) -> None:
+def _tell_difference(difference: Difference) -> None:
     from hpctrain.base.text import size
     from hpctrain.drawing import echo_table
 
-    for sign, names in (("-", found.removed), ("+", found.added)):
+    for sign, names in (("-", difference.removed), ("+", difference.added)):
         for name in names[:SHOWN]:
             click.echo(f"{sign} {name}")
         if len(names) > SHOWN:
@@ -404,19 +404,19 @@ def _tell_difference(found: Difference) -> None:
             None if one.elements is None else f"{one.elements:,}",
             None if one.max_abs is None else f"{one.max_abs:.4g}",
         )
-        for one in found.changed[:SHOWN]
+        for one in difference.changed[:SHOWN]
     ]
     if cells:
         echo_table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3))
-    if len(found.changed) > SHOWN:
-        click.echo(f"and {len(found.changed) - SHOWN} more (--json shows all)")
-    for row in found.state[:SHOWN]:
+    if len(difference.changed) > SHOWN:
+        click.echo(f"and {len(difference.changed) - SHOWN} more (--json shows all)")
+    for row in difference.state[:SHOWN]:
         click.echo(f"{row['key']}: {_short(row['before'])} -> {_short(row['after'])}")
-    if len(found.state) > SHOWN:
-        click.echo(f"and {len(found.state) - SHOWN} more (--json shows all)")
-    counts = f"{found.equal} tensors the same, {len(found.changed)} changed"
-    counts += f", {len(found.added)} added, {len(found.removed)} removed"
-    click.echo(f"{counts}; {size(found.bytes_read)} read")
+    if len(difference.state) > SHOWN:
+        click.echo(f"and {len(difference.state) - SHOWN} more (--json shows all)")
+    counts = f"{difference.equal} tensors the same, {len(difference.changed)} changed"
+    counts += f", {len(difference.added)} added, {len(difference.removed)} removed"
+    click.echo(f"{counts}; {size(difference.bytes_read)} read")
 
 
 def _short(value: Any) -> str:

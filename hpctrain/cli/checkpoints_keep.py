@@ -206,11 +206,11 @@ def _require_metric(run: RunDir, rules: Rules, decisions: Sequence[KeepDecision]
     """A name that is spelled wrong must not delete what is best by the right one."""
     from hpctrain.errors import UsageError
 
-    known = sorted({name for decision in decisions for name in decision.row.metrics})
-    if rules.keep_best and decisions and rules.best_metric not in known:
+    metrics = sorted({name for decision in decisions for name in decision.row.metrics})
+    if rules.keep_best and decisions and rules.best_metric not in metrics:
         raise UsageError(
             f"no checkpoint of {run.name} has the metric {rules.best_metric!r}, nothing was "
-            f"deleted; there are: {', '.join(known) or 'none'}; --keep-best 0 does without"
+            f"deleted; there are: {', '.join(metrics) or 'none'}; --keep-best 0 does without"
         )
 
 

@@ -150,13 +150,13 @@ class Reading:
     @property
     def left_out(self) -> list[str]:
         """What was no event, in words."""
-        found = []
+        missing = []
         others = self._left_out - self._torn_end
         if others:
-            found.append(f"{count(others, 'line')} of its ledger left out: no whole event")
+            missing.append(f"{count(others, 'line')} of its ledger left out: no whole event")
         if self._torn_end:
-            found.append("the last line of its ledger is torn; it is left out")
-        return found
+            missing.append("the last line of its ledger is torn; it is left out")
+        return missing
 
     def nothing(self, kinds: str | None) -> list[str]:
         """Why nothing was printed, where nothing was."""

@@ -34,12 +34,12 @@ def _job_id(run: str, runs: Path) -> str:
     from hpctrain.run.ownership import is_mine
     from hpctrain.submit.launch import newest_submission
 
-    found = find_run(run, runs=runs)
-    if not is_mine(found.root):  # its ledger may name a job of ours
-        raise ChecksFailed(f"{found.root} belongs to another user; name a run of your own")
-    _, job_id = newest_submission(RunHistory.read(found))
+    run_dir = find_run(run, runs=runs)
+    if not is_mine(run_dir.root):  # its ledger may name a job of ours
+        raise ChecksFailed(f"{run_dir.root} belongs to another user; name a run of your own")
+    _, job_id = newest_submission(RunHistory.read(run_dir))
     if job_id is None or not job_id.startswith("local-"):
-        raise UsageError(f"{found.name} has no job on the local cluster (its job is {job_id})")
+        raise UsageError(f"{run_dir.name} has no job on the local cluster (its job is {job_id})")
     return job_id
 
 

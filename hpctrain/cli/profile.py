@@ -115,12 +115,11 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
     found_profiles = find(run.profile)
     profiles = []
     with line() as shown:
-        for number, one in enumerate(found_profiles, 1):
+        for number, profile in enumerate(found_profiles, 1):
             if shown.in_place:  # in a log a line for something that takes a second is too much
-                shown.show(
-                    f"reading profile {number} of {len(found_profiles)} ({len(one.files)} ranks)"
-                )
-            profiles.append(examine(one))
+                count = f"{number} of {len(found_profiles)}"
+                shown.show(f"reading profile {count} ({len(profile.files)} ranks)")
+            profiles.append(examine(profile))
     window = under_way(ledger.read(run))
     if window is not None and not as_json:
         click.echo(f"steps {window.first} to {window.last} are being profiled")
@@ -235,9 +234,9 @@ def under_way(events: Sequence[Event]) -> StepWindow | None:
     newest = max((e.attempt or 0 for e in events), default=0)
     if _state_by_ledger(events) is not RunState.RUNNING:
         return None
-    told = [e.fact for e in events if e.attempt == newest]
-    done = {_window(fact).first for fact in told if isinstance(fact, ProfileWritten)}
-    asked = [_window(fact) for fact in told if isinstance(fact, ProfileRequested)]
+    facts = [e.fact for e in events if e.attempt == newest]
+    done = {_window(fact).first for fact in facts if isinstance(fact, ProfileWritten)}
+    asked = [_window(fact) for fact in facts if isinstance(fact, ProfileRequested)]
     return next((window for window in reversed(asked) if window.first not in done), None)
 
 
@@ -287,8 +286,8 @@ def _window(fact: ProfileRequested | ProfileWritten) -> StepWindow:
     return StepWindow(fact.first or 0, fact.last or 0)
 
 
-def _have_written(found: FoundProfile) -> set[int]:
-    return {rank for rank, files in found.files.items() if TRACE in files or PROBLEM in files}
+def _have_written(chosen: FoundProfile) -> set[int]:
+    return {rank for rank, files in chosen.files.items() if TRACE in files or PROBLEM in files}
 
 
 def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> RunState:
@@ -302,12 +301,12 @@ def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Eve
 
 
 def _progress(
-    request: ProfileRequest, events: Sequence[Event], found: FoundProfile | None, expected: set[int]
+    request: ProfileRequest, events: Sequence[Event], files: FoundProfile | None, expected: set[int]
 ) -> str:
     asked = _asked(request, events)
     if asked is None:
         return f"waiting for {request.job_id} to hear of it, between two steps"
     window = asked[1]
-    if found is None:
+    if files is None:
         return f"profiling steps {window.first} to {window.last}"
-    return f"{len(_have_written(found))} of {len(expected)} ranks have written their traces"
+    return f"{len(_have_written(files))} of {len(expected)} ranks have written their traces"

@@ -349,27 +349,27 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
     from hpctrain.site.validate import validate
     from hpctrain.terminal import echo_json
 
-    found = [(site.name, validate(site)) for site in [load_site(one) for one in sites]]
-    every = _once(finding for _, findings in found for finding in findings)
+    by_site = [(site.name, validate(site)) for site in [load_site(one) for one in sites]]
+    every = _once(finding for _, findings in by_site for finding in findings)
     failing = [one for one in every if strict or one.level == "error"]
     if as_json:
-        echo_json([_findings_plain(name, findings) for name, findings in found])
+        echo_json([_findings_plain(name, findings) for name, findings in by_site])
     else:
         if every:
             _echo_findings(every)
-        many = "site" if len(found) == 1 else "sites"
-        click.echo(f"{len(found)} {many} checked: {_counts(every)}")
+        many = "site" if len(by_site) == 1 else "sites"
+        click.echo(f"{len(by_site)} {many} checked: {_counts(every)}")
     if failing:
-        names = [name for name, findings in found if any(one in failing for one in findings)]
+        names = [name for name, findings in by_site if any(one in failing for one in findings)]
         raise ChecksFailed(f"{_counts(failing)} in {', '.join(names)}")
 
 
-def _once(found: Iterable[PresetFinding]) -> list[PresetFinding]:
+def _once(findings: Iterable[PresetFinding]) -> list[PresetFinding]:
     """Each finding once: what a base says is found in every preset that extends it."""
-    return list({(one.where, one.path, one.message): one for one in found}.values())
+    return list({(one.where, one.path, one.message): one for one in findings}.values())
 
 
-def _echo_findings(found: Sequence[PresetFinding]) -> None:
+def _echo_findings(findings: Sequence[PresetFinding]) -> None:
     """The findings as a table."""
     from rich.text import Text
 
@@ -377,7 +377,7 @@ def _echo_findings(found: Sequence[PresetFinding]) -> None:
 
     rows = [
         (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
-        for one in found
+        for one in findings
     ]
     echo_table(rows, header=("WHERE", "LEVEL", "VALUE", ""))
 
@@ -390,8 +390,8 @@ def _short(where: str) -> str:
 
 def _counts(findings: Sequence[PresetFinding]) -> str:
     counts = [(sum(one.level == level for one in findings), level) for level in _COLORS]
-    told = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
-    return ", ".join(told) or "nothing found"
+    parts = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
+    return ", ".join(parts) or "nothing found"
 
 
 def _findings_plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, Any]:

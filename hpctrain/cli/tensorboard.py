@@ -178,8 +178,8 @@ def _free_port(host: str, wanted: int | None) -> int:
 def _tree(shown: Sequence[_Shown]) -> Iterator[str]:
     """A folder with one entry for each run, named as TensorBoard shall name it."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-tensorboard-") as folder:
-        for one in shown:
-            (Path(folder) / one.name).symlink_to(one.folder)
+        for shown_run in shown:
+            (Path(folder) / shown_run.name).symlink_to(shown_run.folder)
         yield folder
 
 

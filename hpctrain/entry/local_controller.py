@@ -218,8 +218,8 @@ def _code(node: subprocess.Popen[bytes]) -> int | None:
     """
     if node.returncode is not None:
         return abs(int(node.returncode))
-    found = os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return None if found is None else int(found.si_status)
+    ended = os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if ended is None else int(ended.si_status)
 
 
 def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:

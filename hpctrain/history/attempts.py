@@ -135,11 +135,11 @@ def _view(
     record: AttemptRecord, allocation: Allocation | None, lost: int | None, *, is_newest: bool
 ) -> AttemptView:
     """The view, with when its nodes were asked for, came and went, and what ended it."""
-    told: dict[str, Any] = {name: getattr(record, name) for name in _OF_RECORD}
+    of_record: dict[str, Any] = {name: getattr(record, name) for name in _OF_RECORD}
     if record.ended is None and not is_newest:
-        told["ended"] = record.last_t
+        of_record["ended"] = record.last_t
     view = AttemptView(
-        **told, started=record.began, first_step=record.restored_step, steps_lost=lost
+        **of_record, started=record.began, first_step=record.restored_step, steps_lost=lost
     )
     state = None
     if allocation is not None:

@@ -49,10 +49,10 @@ def lineage(history: RunHistory) -> Lineage:
     """The steps that made the final weights: what a restore went back behind is cut away."""
     pieces: list[LineagePiece] = []
     problems: list[str] = []
-    for told in history.training:
-        if isinstance(told, Restore):
-            problems += _go_back(pieces, told)
-        elif (piece := _piece(told)) is not None:
+    for point in history.training:
+        if isinstance(point, Restore):
+            problems += _go_back(pieces, point)
+        elif (piece := _piece(point)) is not None:
             pieces.append(piece)
     problems += [text for pair in _pairs(pieces) for text in _joint(*pair)]
     return Lineage(pieces, problems)
@@ -121,9 +121,9 @@ def _joint(before: LineagePiece, after: LineagePiece) -> list[str]:
     return problems
 
 
-def _compare(what: str, wanted: int, found: int, attempt: int | None) -> list[str]:
-    if found == wanted:
+def _compare(what: str, wanted: int, actual: int, attempt: int | None) -> list[str]:
+    if actual == wanted:
         return []
-    if found > wanted:
-        return [f"gap: {what}s {wanted} to {found - 1} are missing before attempt {attempt}'s"]
-    return [f"overlap: {what}s {found} to {wanted - 1} were used again by attempt {attempt}"]
+    if actual > wanted:
+        return [f"gap: {what}s {wanted} to {actual - 1} are missing before attempt {attempt}'s"]
+    return [f"overlap: {what}s {actual} to {wanted - 1} were used again by attempt {attempt}"]

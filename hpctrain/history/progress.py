@@ -230,8 +230,8 @@ def _each(value: object, ranks: int = 0) -> tuple[float, ...] | None:
     """A number per rank, else None."""
     if not isinstance(value, list) or (ranks and len(value) != ranks):
         return None
-    found = [finite(one) for one in value]
-    return None if None in found else tuple(one for one in found if one is not None)
+    numbers = [finite(one) for one in value]
+    return None if None in numbers else tuple(one for one in numbers if one is not None)
 
 
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -319,17 +319,17 @@ class Speed:
 
 def speed(history: RunHistory) -> Speed | None:
     """How fast the newest attempt is; None until its first mark after the newest restore."""
-    told = [attempt for attempt in history.attempts if attempt.resume >= 0]
-    if not told:
+    resumed = [attempt for attempt in history.attempts if attempt.resume >= 0]
+    if not resumed:
         return None
-    since = max(told[-1].marks_before, len(told[-1].marks) - LOOKED_AT)
-    marks = [mark for mark in told[-1].marks[since:] if mark.steps and mark.fact.seconds]
+    since = max(resumed[-1].marks_before, len(resumed[-1].marks) - LOOKED_AT)
+    marks = [mark for mark in resumed[-1].marks[since:] if mark.steps and mark.fact.seconds]
     if not marks:
         return None
     window = _window(marks)
     before = marks[len(marks) - len(window) - 1] if len(marks) > len(window) else None
     flops_per_s = _rate(window, lambda mark: finite(mark.fact.flops))
-    device, ranks = told[-1].device, told[-1].world_size
+    device, ranks = resumed[-1].device, resumed[-1].world_size
     peak = peak_flops(device)
     mfu = flops_per_s / (peak * ranks) if flops_per_s and peak and ranks else None
     norms = (finite(mark.fact.grad_norm) for mark in reversed(window))
@@ -364,9 +364,9 @@ def _window(marks: Sequence[StepMark]) -> Sequence[StepMark]:
 
 def _typical(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
     """Median of the marks' values, each weighted by its steps."""
-    found = sorted((v, mark.steps) for mark in window if (v := value(mark)) is not None)
-    half, seen = sum(steps for _, steps in found) / 2, 0
-    for middle, steps in found:
+    weighted = sorted((v, mark.steps) for mark in window if (v := value(mark)) is not None)
+    half, seen = sum(steps for _, steps in weighted) / 2, 0
+    for middle, steps in weighted:
         seen += steps
         if seen >= half:
             return middle
@@ -375,8 +375,8 @@ def _typical(window: Sequence[StepMark], value: Callable[[StepMark], float | Non
 
 def _rate(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
     """Sum over seconds, of the marks that tell the value."""
-    told = [(found, _seconds(mark)) for mark in window if (found := value(mark)) is not None]
-    return sum(v for v, _ in told) / sum(s for _, s in told) if told else None
+    rates = [(found, _seconds(mark)) for mark in window if (found := value(mark)) is not None]
+    return sum(v for v, _ in rates) / sum(s for _, s in rates) if rates else None
 
 
 def _samples(mark: StepMark) -> float | None:

@@ -52,8 +52,8 @@ def as_number(value: object) -> float | None:
 
 def finite(value: object) -> float | None:
     """A number that a screen can show and JSON can hold, else None."""
-    found = as_number(value)
-    return found if found is not None and math.isfinite(found) else None
+    parsed = as_number(value)
+    return parsed if parsed is not None and math.isfinite(parsed) else None
 
 
 def is_job_id(value: str) -> bool:
@@ -76,8 +76,8 @@ def moment(value: object) -> float | None:
 
 def attempt_number(value: object) -> int | None:
     """The number of an attempt, else None."""
-    found = count(value)
-    return found if found is not None and found <= MOST_ATTEMPTS else None
+    parsed = count(value)
+    return parsed if parsed is not None and parsed <= MOST_ATTEMPTS else None
 
 
 def count(value: object) -> int | None:
@@ -112,8 +112,8 @@ def words(value: object) -> str | None:
 
 def identifier(value: object) -> str | None:
     """The name of a job or a submission: never an option of a command, never a path; else None."""
-    found = words(value)
-    return found if found is not None and _IDENTIFIER.fullmatch(found) else None
+    text_value = words(value)
+    return text_value if text_value is not None and _IDENTIFIER.fullmatch(text_value) else None
 
 
 def path(value: object) -> str | None:

@@ -65,7 +65,7 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
     Raises:
         UsageError: one is no range, or it is used with an engine that has no such axis.
     """
-    where = _Told(origins or {})
+    where = _Keys(origins or {})
     ranges: dict[str, range] = {}
     for axis in BOUNDED:
         text: str = getattr(engine, axis)
@@ -90,7 +90,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     Raises:
         UsageError: settings that do not go together.
     """
-    engine, where = settings.engine, _Told(origins)
+    engine, where = settings.engine, _Keys(origins)
     bounds(engine, origins)
     if engine.exact:
         _check_exact(engine, where)
@@ -102,7 +102,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     return _unused(engine, where)
 
 
-def _unused(engine: EngineSettings, told: _Told) -> list[str]:
+def _unused(engine: EngineSettings, key: _Keys) -> list[str]:
     """Settings without effect; a file that is named for nothing is refused.
 
     Its text, which a run keeps in the place of its path, may wait for the engine that reads it.
@@ -112,8 +112,8 @@ def _unused(engine: EngineSettings, told: _Told) -> list[str]:
         notes.append(f"engine.ds_config has no effect with engine.kind {engine.kind}")
     elif engine.ds_config and not engine.kind.startswith("zero"):
         raise UsageError(
-            f'{told.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
-            f"engine.kind is {engine.kind}{told.origin('kind')}: leave it out, or choose "
+            f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
+            f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose "
             "--engine zero1"
         )
     if engine.nvme_path and engine.offload != "nvme":
@@ -121,36 +121,36 @@ def _unused(engine: EngineSettings, told: _Told) -> list[str]:
     return notes
 
 
-def _check_exact(engine: EngineSettings, told: _Told) -> None:
+def _check_exact(engine: EngineSettings, key: _Keys) -> None:
     if engine.kind not in {"ddp", "fsdp2"}:
         raise UsageError(
-            f"{told.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
-            f"{engine.kind}{told.origin('kind')}, which adds gradients in an order of its own"
+            f"{key.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
+            f"{engine.kind}{key.origin('kind')}, which adds gradients in an order of its own"
         )
     for axis in ("pp", "ep", "dp_replicate"):
         text: str = getattr(engine, axis)
-        if text != "1" and axis_range(text, where=told.of(axis))[1] > 1:
+        if text != "1" and axis_range(text, where=key.of(axis))[1] > 1:
             raise UsageError(
-                f"{told.of('exact')} is true, which needs engine.{axis} 1; it is {text}"
-                f"{told.origin(axis)}: sums would be taken in another order"
+                f"{key.of('exact')} is true, which needs engine.{axis} 1; it is {text}"
+                f"{key.origin(axis)}: sums would be taken in another order"
             )
-    least, most = axis_range(engine.tp, where=told.of("tp"))
+    least, most = axis_range(engine.tp, where=key.of("tp"))
     if least != most:
         raise UsageError(
-            f"{told.of('exact')} is true, which needs one number for engine.tp; it is {engine.tp}"
-            f"{told.origin('tp')}: another number would give other bits"
+            f"{key.of('exact')} is true, which needs one number for engine.tp; it is {engine.tp}"
+            f"{key.origin('tp')}: another number would give other bits"
         )
 
 
-def _check_compile(engine: EngineSettings, told: _Told) -> None:
+def _check_compile(engine: EngineSettings, key: _Keys) -> None:
     if engine.exact and engine.compile == "inductor":
         raise UsageError(
-            f"{told.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
-            f"inductor{told.origin('compile')}, which chooses kernels by timing them"
+            f"{key.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
+            f"inductor{key.origin('compile')}, which chooses kernels by timing them"
         )
 
 
-def _check_precision(settings: Settings, told: _Told) -> None:
+def _check_precision(settings: Settings, key: _Keys) -> None:
     """DeepSpeed 0.19.8 takes a real step when it begins: Adam's count is off by one ever after."""
     engine = settings.engine
     if engine.kind != "zero0" or engine.precision == "fp32":
@@ -159,47 +159,47 @@ def _check_precision(settings: Settings, told: _Told) -> None:
         return
     means = ", which means bf16 on a GPU" if engine.precision == "auto" else ""
     raise UsageError(
-        f"{told.of('precision')} is {engine.precision}{means}, which trains wrong with engine.kind "
-        f"zero0{told.origin('kind')} and without a word, a fault of DeepSpeed's; choose "
+        f"{key.of('precision')} is {engine.precision}{means}, which trains wrong with engine.kind "
+        f"zero0{key.origin('kind')} and without a word, a fault of DeepSpeed's; choose "
         "--engine zero1, or engine.precision fp32"
     )
 
 
-def _check_offload(engine: EngineSettings, told: _Told) -> None:
-    where = f"{told.of('offload')} is {engine.offload}"
+def _check_offload(engine: EngineSettings, key: _Keys) -> None:
+    where = f"{key.of('offload')} is {engine.offload}"
     if engine.offload == "cpu" and engine.kind in {"ddp", "zero0"}:
         raise UsageError(
             f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
-            f"{told.origin('kind')}"
+            f"{key.origin('kind')}"
         )
 
 
-def _check_nvme(settings: Settings, told: _Told) -> None:
+def _check_nvme(settings: Settings, key: _Keys) -> None:
     """At stages 1 and 2 DeepSpeed takes host memory instead, without a word."""
     engine = settings.engine
     if engine.kind != "zero3":
         raise UsageError(
-            f"{told.of('offload')} is nvme, which zero3 alone can do; engine.kind is {engine.kind}"
-            f"{told.origin('kind')}: choose --engine zero3, or engine.offload cpu"
+            f"{key.of('offload')} is nvme, which zero3 alone can do; engine.kind is {engine.kind}"
+            f"{key.origin('kind')}: choose --engine zero3, or engine.offload cpu"
         )
     if not engine.nvme_path:
         raise UsageError(
-            f"{told.of('offload')} is nvme, and engine.nvme_path is empty: set it to a folder on "
+            f"{key.of('offload')} is nvme, and engine.nvme_path is empty: set it to a folder on "
             "each node's own disk"
         )
     if engine.nvme_path[0] not in "/$":
         raise UsageError(
-            f"{told.of('nvme_path')} is {engine.nvme_path}, which is no absolute path: the nodes "
+            f"{key.of('nvme_path')} is {engine.nvme_path}, which is no absolute path: the nodes "
             "would look for it where the job happens to start"
         )
     if settings.checkpoint.mode != "sync":
         raise UsageError(
-            f"{told.of('offload')} is nvme, and checkpoint.mode is {settings.checkpoint.mode}, "
+            f"{key.of('offload')} is nvme, and checkpoint.mode is {settings.checkpoint.mode}, "
             "which copies that state into host memory: set checkpoint.mode sync"
         )
 
 
-class _Told:
+class _Keys:
     """How engine settings and where they came from are told."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
@@ -431,16 +431,16 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
     """
     profile = settings.profile
 
-    def told(key: str) -> str:
+    def origin_of(key: str) -> str:
         return f"{origins.get(f'profile.{key}', 'default')}: profile.{key}"
 
-    steps = step_range(profile.steps, where=told("steps"))
-    ranks = rank_set(profile.ranks, where=told("ranks"))
+    steps = step_range(profile.steps, where=origin_of("steps"))
+    ranks = rank_set(profile.ranks, where=origin_of("ranks"))
     asked = {"ranks": ranks or (), "nsys_rank": (profile.nsys_rank,)}
     for key, wanted in asked.items():
         if most_ranks and max(wanted, default=-1) >= most_ranks:
             raise UsageError(
-                f"{told(key)} names rank {max(wanted)}; there are {most_ranks} at most: "
+                f"{origin_of(key)} names rank {max(wanted)}; there are {most_ranks} at most: "
                 f"0 to {most_ranks - 1}"
             )
     notes = []

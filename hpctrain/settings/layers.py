@@ -107,8 +107,8 @@ def _refuse_huge(value: object) -> None:
     if isinstance(value, int) and value.bit_length() > BITS:
         raise ValueError(f"an integer of {value.bit_length()} bits; there are 64 with its sign")
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inner:
-        _refuse_huge(one)
+    for item in inner:
+        _refuse_huge(item)
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
@@ -375,8 +375,8 @@ def _unknown_section(name: str, top: Sequence[str] = ()) -> str:
     if elsewhere := _elsewhere(name):
         tables = " or ".join(f"[{path.partition('.')[0]}]" for path in elsewhere)
         return f"{name} stands outside its table; put it under {tables}"
-    known = [*sections(), ENV_SECTION, *top]
-    hint = did_you_mean(name, known, f"there are {', '.join(sections())}")
+    sections_known = [*sections(), ENV_SECTION, *top]
+    hint = did_you_mean(name, sections_known, f"there are {', '.join(sections())}")
     return f"{name} is not a section; {hint}"
 
 
@@ -384,16 +384,16 @@ def _elsewhere(name: str) -> list[str]:
     return [path for path in _paths() if path.endswith(f".{name}")]
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """The known name that a mistyped one most resembles, or nothing; a list of at most one."""
     from difflib import get_close_matches
 
-    return get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return get_close_matches(name, list(candidates), n=1, cutoff=0.6)
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, table: str = "") -> str:
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str, *, table: str = "") -> str:
     """A hint: the nearest known name, behind that of its table; else what is given for none."""
-    near = nearest(name, known)
+    near = nearest(name, candidates)
     return f"did you mean {table}{near[0]}?" if near else otherwise
 
 

@@ -95,8 +95,8 @@ def name_of(option: str) -> str:
     Raises:
         UsageError: see `names_of`.
     """
-    found = names_of(option)
-    return found[0] if found else option
+    names = names_of(option)
+    return names[0] if names else option
 
 
 def _names_of_word(word: str) -> list[str]:
@@ -120,14 +120,14 @@ def _full(name: str) -> str:
 
 
 def _of_letters(letters: str) -> list[str]:
-    found: list[str] = []
+    options: list[str] = []
     for letter in letters:
         if letter in WITH_VALUE:
-            return [*found, f"--{WITH_VALUE[letter]}"]  # the rest is its value
+            return [*options, f"--{WITH_VALUE[letter]}"]  # the rest is its value
         if letter not in WITHOUT:
-            return found or [f"-{letter}"]
-        found.append(f"--{WITHOUT[letter]}")
-    return found
+            return options or [f"-{letter}"]
+        options.append(f"--{WITHOUT[letter]}")
+    return options
 
 
 def _words(option: str) -> list[str]:

@@ -102,9 +102,9 @@ def secrets_in(spec: Spec) -> list[SecretFinding]:
 def hide(value: object, secrets: Sequence[SecretFinding]) -> object:
     """The same JSON value, with every secret in its texts replaced."""
     if isinstance(value, str):
-        for one in sorted(secrets, key=lambda one: -len(one.value)):
-            whole = re.escape(one.value)
-            if len(one.value) < _SHORT:  # else parts of ordinary words would go too
+        for secret in sorted(secrets, key=lambda secret: -len(secret.value)):
+            whole = re.escape(secret.value)
+            if len(secret.value) < _SHORT:  # else parts of ordinary words would go too
                 whole = rf"(?<!\w){whole}(?!\w)"
             value = re.sub(whole, HIDDEN, value)
         return value
@@ -115,12 +115,12 @@ def hide(value: object, secrets: Sequence[SecretFinding]) -> object:
     return value
 
 
-def secret_warnings(found: Sequence[SecretFinding]) -> list[str]:
+def secret_warnings(findings: Sequence[SecretFinding]) -> list[str]:
     """A line for each place that names a secret; the secret is in none."""
     lines = [
         f"{one.where}: {one.name} looks like a secret, and spec.json would hold it; "
         "leave it in your shell: it reaches the job by itself"
-        for one in found
+        for one in findings
     ]
     return list(dict.fromkeys(lines))
 

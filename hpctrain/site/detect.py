@@ -236,11 +236,11 @@ def _any(patterns: Sequence[str], text: str) -> bool:
 
 def _fqdn() -> str:
     """The host's full name, or the short one where the resolver is silent: it may hang for long."""
-    found: list[str] = []
-    asking = threading.Thread(target=lambda: found.append(socket.getfqdn()), daemon=True)
+    names: list[str] = []
+    asking = threading.Thread(target=lambda: names.append(socket.getfqdn()), daemon=True)
     asking.start()
     asking.join(_NAME_TIMEOUT_S)
-    return found[0] if found else socket.gethostname()
+    return names[0] if names else socket.gethostname()
 
 
 def _first_line(path: str) -> str | None:

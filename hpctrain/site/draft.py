@@ -90,51 +90,53 @@ def _slurm(facts: ClusterFacts) -> list[str]:
     return [*lines, ""]
 
 
-def _partition(one: PartitionFacts, facts: ClusterFacts) -> list[str]:
-    head = f"partitions.{one.name if _BARE.fullmatch(one.name) else _text(one.name)}"
-    default = ", SLURM's default" if one.is_default else ""
+def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
+    head = (
+        f"partitions.{partition.name if _BARE.fullmatch(partition.name) else _text(partition.name)}"
+    )
+    default = ", SLURM's default" if partition.is_default else ""
     lines = [
         f"[{head}]",
         f'source = "{SOURCE}"',
-        f"description = {_text(f'{one.nodes} nodes{default}')}",
+        f"description = {_text(f'{partition.nodes} nodes{default}')}",
     ]
-    if one.differing:
-        lines.append(f"# nodes differ: {one.differing}")
-    known: dict[str, Any] = {
-        "gpus_per_node": one.gpus_per_node or None,
-        "gpu": one.gpu or None,
-        "cpus_per_node": one.cpus_per_node,
-        "mem_gib": round(one.mem_mib / 1024, 1) if one.mem_mib else None,
-        "max_time": one.max_time or None,
-        "min_nodes": one.min_nodes if one.min_nodes > 1 else None,
-        "max_nodes": one.nodes if one.max_nodes is None else one.max_nodes,
-        "exclusive": one.exclusive or None,
+    if partition.differing:
+        lines.append(f"# nodes differ: {partition.differing}")
+    values: dict[str, Any] = {
+        "gpus_per_node": partition.gpus_per_node or None,
+        "gpu": partition.gpu or None,
+        "cpus_per_node": partition.cpus_per_node,
+        "mem_gib": round(partition.mem_mib / 1024, 1) if partition.mem_mib else None,
+        "max_time": partition.max_time or None,
+        "min_nodes": partition.min_nodes if partition.min_nodes > 1 else None,
+        "max_nodes": partition.nodes if partition.max_nodes is None else partition.max_nodes,
+        "exclusive": partition.exclusive or None,
     }
-    lines += [f"{key} = {_value(value)}" for key, value in known.items() if value is not None]
-    if one.qos:
-        lines.append(f"# its jobs are held to quality of service {one.qos} besides their own")
-    victims = [other.name for other in facts.partitions if one.name in other.preempted_by]
-    if not one.is_up:
+    lines += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
+    if partition.qos:
+        lines.append(f"# its jobs are held to quality of service {partition.qos} besides their own")
+    victims = [other.name for other in facts.partitions if partition.name in other.preempted_by]
+    if not partition.is_up:
         lines.append("auto = false # it is not up")
     elif victims:
         lines.append(f"auto = false # preempts {', '.join(victims)}: to be asked for by name")
-    return [*lines, "", f"[{head}.preemption]", *_preemption(one, facts), ""]
+    return [*lines, "", f"[{head}.preemption]", *_preemption(partition, facts), ""]
 
 
-def _preemption(one: PartitionFacts, facts: ClusterFacts) -> list[str]:
+def _preemption(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
     if facts.preempt_type == "preempt/qos":
         words = [f"# {line}" for line in facts.qos_preemption]
         return ['mode = "unknown" # it depends on the quality of service:', *words]
-    if not one.preempt_mode:
+    if not partition.preempt_mode:
         return ['mode = "none"']
-    mode = _text(_MODES.get(one.preempt_mode, "unknown"))
+    mode = _text(_MODES.get(partition.preempt_mode, "unknown"))
     lines = [
-        f"mode = {mode} # by {', '.join(one.preempted_by)}",
-        f"grace_s = {one.grace_s}",
+        f"mode = {mode} # by {', '.join(partition.preempted_by)}",
+        f"grace_s = {partition.grace_s}",
     ]
-    if one.grace_s and facts.send_user_signal:
+    if partition.grace_s and facts.send_user_signal:
         lines.append('signal = "SIGUSR2" # the one that the job asked for with --signal')
-    elif one.grace_s or facts.kill_wait_s:
+    elif partition.grace_s or facts.kill_wait_s:
         lines.append('signal = "SIGTERM"')
     if facts.exempt_s:
         lines.append(f"exempt_s = {facts.exempt_s}")

@@ -181,13 +181,13 @@ def with_settings(
 def paths_of(site: Site, name: str) -> list[KeyPath]:
     """Every place of the preset that has a say in a variable: what a user who sets it overrides."""
     groups = ("common", "single_node", "multi_node")
-    found: list[KeyPath] = [("env", g, name) for g in groups if name in getattr(site.env, g)]
+    paths: list[KeyPath] = [("env", g, name) for g in groups if name in getattr(site.env, g)]
     for key, when in site.env.when.items():
-        found += [("env", "when", key, "set", name)] if name in when.set else []
+        paths += [("env", "when", key, "set", name)] if name in when.set else []
     made_of = DERIVED.get(name)
     if made_of is not None and getattr(site.network, made_of[-1]):
-        found.append(made_of)
-    return found
+        paths.append(made_of)
+    return paths
 
 
 def locked_names(site: Site, unlocked: Collection[str] = ()) -> set[str]:

@@ -235,8 +235,8 @@ def _read(path: Path, layer: str, name: str) -> SiteFileValues | None:
 
 def _is_roots(path: Path) -> bool:
     """Whether root has written a file: HPCTRAIN_SITE_PATH and --site can name anybody's."""
-    found = path.stat()
-    return found.st_uid == ROOT and not found.st_mode & stat.S_IWOTH
+    status = path.stat()
+    return status.st_uid == ROOT and not status.st_mode & stat.S_IWOTH
 
 
 def _project_file(project: Path | None) -> Path | None:

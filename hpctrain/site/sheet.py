@@ -267,8 +267,8 @@ class _Reader:
 
     def _line(self, path: KeyPath) -> int:
         """A key's line; where it has none of its own, that of what it stands in."""
-        known = self.file.lines
-        return next((known[path[:n]] for n in range(len(path), 0, -1) if path[:n] in known), 0)
+        lines = self.file.lines
+        return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), 0)
 
     def _fault(self, path: KeyPath, text: str) -> None:
         self.faults.append((self._line(path), text))

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 def as_json(status: RunStatus) -> dict[str, Any]:
     """Everything that the screen shows, and what it leaves out."""
-    far, now = status.progress, status.ledger_state
+    progress, now = status.progress, status.ledger_state
     value = {
         "run": status.name,
         "run_dir": status.root,
         "state": status.state.value,
         "words": in_words(status),
-        "step": far.step,
-        "total_steps": far.total,
-        "loss": far.loss,
-        "step_s": far.step_s,
-        "last_seen": far.seen,
+        "step": progress.step,
+        "total_steps": progress.total,
+        "loss": progress.loss,
+        "step_s": progress.step_s,
+        "last_seen": progress.seen,
         "since": now.t or None,
         "cluster": status.cluster,
         "job_id": now.job_id,

@@ -129,11 +129,11 @@ def _started(fact: kinds.AttemptStarted) -> str:
 
 
 def _phase(fact: kinds.PhaseReached) -> str:
-    known = {
+    phrases = {
         "initialised": f"ranks are up{_if(fact.device, f' on {fact.device}')}",
         "first_step": "first step done",
     }
-    return known.get(fact.name, f"phase {fact.name}")
+    return phrases.get(fact.name, f"phase {fact.name}")
 
 
 def _mesh(fact: kinds.MeshBuilt) -> str:

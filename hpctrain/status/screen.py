@@ -149,16 +149,16 @@ def _wrapped(text: str, width: int) -> list[Text]:
 
 
 def _header(status: RunStatus, width: int) -> list[Text]:
-    far = status.progress
+    progress = status.progress
     state = status.state.value
     since = status.now - status.ledger_state.t
     facts = [status.name, state]
     if status.state in _WAITING and status.ledger_state.t:
         facts[1] += f" for {duration(since)}"
-    if far.step is not None:
-        facts.append(f"step {_of(far)}{_percent(far)}")
-    if far.loss is not None:
-        facts.append(f"loss {far.loss:.4g}")
+    if progress.step is not None:
+        facts.append(f"step {_of(progress)}{_percent(progress)}")
+    if progress.loss is not None:
+        facts.append(f"loss {progress.loss:.4g}")
     if status.state is RunState.RUNNING:
         facts += time_left(status)
     first = uncut(pack(facts, width, gap="  "))
@@ -243,26 +243,28 @@ def _goodput(run: RunStatus) -> str:
     return "-" if useful is None else percent(useful, 1)
 
 
-def _of(far: Progress) -> str:
-    step = "-" if far.step is None else f"{far.step:,}"
-    return step if far.total is None else f"{step}/{far.total:,}"
+def _of(progress: Progress) -> str:
+    step = "-" if progress.step is None else f"{progress.step:,}"
+    return step if progress.total is None else f"{step}/{progress.total:,}"
 
 
-def _percent(far: Progress) -> str:
-    if far.step is None or not far.total:
+def _percent(progress: Progress) -> str:
+    if progress.step is None or not progress.total:
         return ""
-    return f" ({100 * far.step // far.total} %)"
+    return f" ({100 * progress.step // progress.total} %)"
 
 
 def time_left(status: RunStatus) -> list[str]:
     """Time of a step, and how long it takes to the last one at this speed."""
-    far, now = status.progress, status.speed
-    each = 1 / now.steps_per_s if now is not None and now.steps_per_s else far.step_s
+    progress, now = status.progress, status.speed
+    each = 1 / now.steps_per_s if now is not None and now.steps_per_s else progress.step_s
     if not each:
         return []
-    if far.step is None or far.total is None or far.step >= far.total:
+    if progress.step is None or progress.total is None or progress.step >= progress.total:
         return [f"{step_time(each)}/step"]
-    return [f"{step_time(each)}/step, about {duration((far.total - far.step) * each)} left"]
+    return [
+        f"{step_time(each)}/step, about {duration((progress.total - progress.step) * each)} left"
+    ]
 
 
 def rate(status: RunStatus) -> str:

@@ -146,9 +146,9 @@ def status_of(
     done = attempts(history, starts, gone=gone)
     until = _counted_until(history, starts, state, moment)
     spent = goodput(history, starts=starts, now=until, gone=gone)
-    far = progress(history)
-    if far.total is None:
-        far = replace(far, total=total)
+    run_progress = progress(history)
+    if run_progress.total is None:
+        run_progress = replace(run_progress, total=total)
     failure = next((one.failure for one in reversed(done) if one.failure is not None), None)
     log = ""
     if failure is not None and attempt_log is not None and failure.rank is not None:
@@ -158,7 +158,7 @@ def status_of(
         root=root,
         state=state,
         ledger_state=history.state,
-        progress=far,
+        progress=run_progress,
         answer=answer,
         cluster=cluster,
         attempts=done,
@@ -193,11 +193,11 @@ def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
     newest = status.attempts[-1] if status.attempts else None
     if newest is None or newest.ended is not None:
         return status
-    far = status.progress
-    seen = max(t, far.seen or 0.0)
+    before = status.progress
+    seen = max(t, before.seen or 0.0)
     done = max(step, newest.last_step or 0)
     attempts = [*status.attempts[:-1], replace(newest, last_step=done)]
-    return replace(status, progress=replace(far, seen=seen, step=done), attempts=attempts)
+    return replace(status, progress=replace(before, seen=seen, step=done), attempts=attempts)
 
 
 def exit_status(status: RunStatus) -> int:
@@ -223,9 +223,9 @@ def attempt_mesh(history: RunHistory) -> AttemptMesh | None:
     newest = history.newest
     if newest is None or newest.mesh is None:
         return None
-    told = newest.mesh
-    mesh = Mesh(**{f.name: max(1, getattr(told, f.name) or 1) for f in fields(Mesh)})
-    return AttemptMesh(told.engine, mesh, newest.nodes, max(1, told.ranks_per_node or 1))
+    mesh_fact = newest.mesh
+    mesh = Mesh(**{f.name: max(1, getattr(mesh_fact, f.name) or 1) for f in fields(Mesh)})
+    return AttemptMesh(mesh_fact.engine, mesh, newest.nodes, max(1, mesh_fact.ranks_per_node or 1))
 
 
 def passed_over(

@@ -175,11 +175,11 @@ def _cancelled(status: RunStatus, job: str) -> str:
     return f"{job} was cancelled; it does not come back by itself"
 
 
-def _lost(status: RunStatus, known: str) -> str:
+def _lost(status: RunStatus, lost_text: str) -> str:
     job, newest = status.answer.job, status.checkpoint
-    what = f"{title_of(status.cluster)} no longer knows {known}"
+    what = f"{title_of(status.cluster)} no longer knows {lost_text}"
     if job is not None:
-        what = f"{known} is over ({job.shown}), and the run is not"
+        what = f"{lost_text} is over ({job.shown}), and the run is not"
     if status.ledger_state.detail:
         what += f" ({status.ledger_state.detail})"
     onward = f"goes on from step {newest.step}" if newest else "starts it again"

@@ -87,8 +87,8 @@ def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path)
     there = os.access(folder / program, os.X_OK) if "/" in program else shutil.which(program)
     if there:
         return []
-    told = f"{origins.get('notify.command', 'default')}: notify.command"
-    return [f"{told} names {program}, which is not here; it must be on the job's first node"]
+    place = f"{origins.get('notify.command', 'default')}: notify.command"
+    return [f"{place} names {program}, which is not here; it must be on the job's first node"]
 
 
 def take_ds_config(

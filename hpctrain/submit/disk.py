@@ -74,14 +74,14 @@ def check_disk(folder: Path) -> None:
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The name of the file system that a folder lies on, "" where nobody can tell."""
-    path, found, length = str(folder.resolve()), "", -1
+    path, mount_type, length = str(folder.resolve()), "", -1
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
             before, _, after = line.partition(" - ")
             mount = before.split()[4].encode().decode("unicode_escape").rstrip("/")
             if (path + "/").startswith(mount + "/") and len(mount) >= length:
-                found, length = after.split()[0], len(mount)
-    return found
+                mount_type, length = after.split()[0], len(mount)
+    return mount_type
 
 
 def _unfit(folder: Path, kind: str, what: str) -> ChecksFailed:

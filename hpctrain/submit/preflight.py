@@ -252,13 +252,13 @@ def _wait(
         time.sleep(POLL_S)
 
 
-def _tell_progress(path: Path, told: int, say: Say) -> int:
+def _tell_progress(path: Path, shown_lines: int, say: Say) -> int:
     """Tell the lines that are new; how many there are."""
     try:
         lines = read_text(path).splitlines()
     except OSError:
-        return told
-    for line in lines[told:]:
+        return shown_lines
+    for line in lines[shown_lines:]:
         say(line)
     return len(lines)
 

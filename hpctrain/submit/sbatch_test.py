@@ -105,8 +105,8 @@ def _partitions(site: Site, named: Sequence[str]) -> list[str]:
 
 
 def _fits(site: Site, name: str, nodes: int) -> bool:
-    one = site.partitions[name]
-    return (one.min_nodes or 0) <= nodes <= (one.max_nodes or nodes)
+    partition = site.partitions[name]
+    return (partition.min_nodes or 0) <= nodes <= (partition.max_nodes or nodes)
 
 
 def _request(

@@ -151,8 +151,8 @@ def remap_path(entries: Sequence[str], root: Path, copy: Path) -> list[str]:
     where they are.
     """
     inside = (_inside(Path(entry), root) for entry in entries if entry)
-    found = (str(copy / relative) for relative in inside if relative is not None)
-    return [path for path in dict.fromkeys(found) if Path(path).is_dir()]
+    paths = (str(copy / relative) for relative in inside if relative is not None)
+    return [path for path in dict.fromkeys(paths) if Path(path).is_dir()]
 
 
 def _why_not(checkout: Checkout | None, entry: Entry, mode: str) -> str | None:

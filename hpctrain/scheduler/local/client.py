@@ -116,8 +116,8 @@ def all_jobs() -> list[LocalJobRecord]:
     """Every local job on this machine, oldest first."""
     if not root().is_dir():
         return []
-    found = [read(path.name) for path in sorted(root().iterdir(), key=_number)]
-    return [record for record in found if record is not None]
+    jobs = [read(path.name) for path in sorted(root().iterdir(), key=_number)]
+    return [record for record in jobs if record is not None]
 
 
 def request(job_id: str, operation: str, **fields: Any) -> None:

@@ -306,8 +306,8 @@ class Survey(SlurmCluster):
 
     def find_job(self, token: str) -> JobInfo | None:
         """As `SlurmCluster.find_job`."""
-        found = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
-        return max(found, key=lambda job: job.alive, default=None)
+        jobs = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
+        return max(jobs, key=lambda job: job.alive, default=None)
 
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """As `SlurmCluster.starts`."""

@@ -137,13 +137,13 @@ def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
 def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
     """Every start of every job in accounting, counted from 0 in each job."""
     counted: dict[str, int] = {}
-    found = []
+    starts = []
     for row in rows:
         index = counted.get(row.job_id, 0)
         counted[row.job_id] = index + 1
         state, nodes = job_state(row.state), _names(row.nodes)
-        found.append(JobStart(row.job_id, index, state, row.start, row.end, nodes))
-    return found
+        starts.append(JobStart(row.job_id, index, state, row.start, row.end, nodes))
+    return starts
 
 
 def _names(nodes: str) -> str:
