@@ -138,7 +138,7 @@ class RankEnvironment:
         path = self._run.environment(number)
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(f"{path.name}.new")
-        staged.write_text(json.dumps(fact.told() | {"values": shown}, indent=1) + "\n")
+        staged.write_text(json.dumps(fact.fields_set() | {"values": shown}, indent=1) + "\n")
         staged.replace(path)
 
 

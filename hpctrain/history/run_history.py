@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hpctrain.base.records import Skipped
 from hpctrain.history.run_state import STATE_CHANGES, LedgerState, after
-from hpctrain.run import event_types as told
+from hpctrain.run import event_types as facts
 from hpctrain.run import events as ledger
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class StepMark(NamedTuple):
 
     t: float
     attempt: int | None
-    fact: told.StepsDone
+    fact: facts.StepsDone
 
     @property
     def steps(self) -> int:
@@ -200,7 +200,7 @@ class AttemptRecord:
     begun: float | None = None
     device: str = ""
     initialised: bool = False
-    mesh: told.MeshBuilt | None = None
+    mesh: facts.MeshBuilt | None = None
     restored: float | None = None
     restore_s: float | None = None
     restored_step: int | None = None
@@ -313,7 +313,7 @@ class RunHistory:
     attempts: list[AttemptRecord] = field(default_factory=list)
     training: list[StepMark | Restore] = field(default_factory=list)
     saves: list[SaveRecord] = field(default_factory=list)
-    interval: told.IntervalSet | None = None
+    interval: facts.IntervalSet | None = None
     restores: int = 0
     restored_t: float | None = None
     seen: float | None = None
@@ -367,10 +367,10 @@ class RunHistory:
             self.last_t = t
             attempt, kind = None, type(fact)
             if number is not None:
-                if number < self._newest and kind is not told.AttemptEnded:
+                if number < self._newest and kind is not facts.AttemptEnded:
                     continue  # an old attempt beside a newer one
                 attempt = self._by_number.get(number) or self._begin(number, t)
-                if kind is not told.AttemptEnded:
+                if kind is not facts.AttemptEnded:
                     attempt.resume = self.resumes
                     attempt.last_t = t
                 change = _OF_ATTEMPT.get(kind)
@@ -395,7 +395,7 @@ class RunHistory:
 # What each kind of event tells of its attempt.
 
 
-def _started(attempt: AttemptRecord, t: float, fact: told.AttemptStarted) -> None:
+def _started(attempt: AttemptRecord, t: float, fact: facts.AttemptStarted) -> None:
     attempt.started = t
     attempt.job_id = fact.job_id
     attempt.restarts = fact.restarts or 0
@@ -407,7 +407,7 @@ def _started(attempt: AttemptRecord, t: float, fact: told.AttemptStarted) -> Non
     attempt.begun = next((moment for moment in moments if moment is not None), None)
 
 
-def _phase(attempt: AttemptRecord, t: float, fact: told.PhaseReached) -> None:
+def _phase(attempt: AttemptRecord, t: float, fact: facts.PhaseReached) -> None:
     attempt.initialised = True
     attempt.device = fact.device or attempt.device
     if fact.name == "first_step" and attempt.first_step is None:
@@ -415,11 +415,11 @@ def _phase(attempt: AttemptRecord, t: float, fact: told.PhaseReached) -> None:
         attempt.base = (fact.data_s or 0.0, fact.save_s or 0.0)
 
 
-def _mesh(attempt: AttemptRecord, _: float, fact: told.MeshBuilt) -> None:
+def _mesh(attempt: AttemptRecord, _: float, fact: facts.MeshBuilt) -> None:
     attempt.mesh = fact
 
 
-def _restored(attempt: AttemptRecord, t: float, fact: told.CheckpointRestored) -> None:
+def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) -> None:
     attempt.restored = t
     attempt.restore_s = fact.seconds
     attempt.restored_step = attempt.last_step = fact.step or 0
@@ -430,7 +430,7 @@ def _restored(attempt: AttemptRecord, t: float, fact: told.CheckpointRestored) -
     attempt.marks_before = len(attempt.marks)
 
 
-def _steps(attempt: AttemptRecord, t: float, fact: told.StepsDone) -> None:
+def _steps(attempt: AttemptRecord, t: float, fact: facts.StepsDone) -> None:
     if fact.last is None:
         return
     if not attempt.marks and attempt.first_step is None:  # an older ledger, or a torn one
@@ -439,21 +439,23 @@ def _steps(attempt: AttemptRecord, t: float, fact: told.StepsDone) -> None:
     attempt.moved(fact.last)
 
 
-def _save_due(attempt: AttemptRecord, _: float, fact: told.SaveFailed | told.SaveSkipped) -> None:
+def _save_due(attempt: AttemptRecord, _: float, fact: facts.SaveFailed | facts.SaveSkipped) -> None:
     attempt.moved(fact.step)
 
 
-def _stop_requested(attempt: AttemptRecord, t: float, fact: told.StopRequested) -> None:
+def _stop_requested(attempt: AttemptRecord, t: float, fact: facts.StopRequested) -> None:
     attempt.stop_cause = "" if fact.cause is None else fact.cause.value
     attempt.stopping = attempt.stopping or t
 
 
-def _left(attempt: AttemptRecord, t: float, fact: told.TrainingStopped | told.TrainingDone) -> None:
+def _left(
+    attempt: AttemptRecord, t: float, fact: facts.TrainingStopped | facts.TrainingDone
+) -> None:
     attempt.left = attempt.left or t
     attempt.moved(fact.step)
 
 
-def _failed(attempt: AttemptRecord, t: float, fact: told.RankFailed) -> None:
+def _failed(attempt: AttemptRecord, t: float, fact: facts.RankFailed) -> None:
     attempt.failed = attempt.failed or t
     attempt.failure = Failure(
         attempt=attempt.number,
@@ -466,7 +468,7 @@ def _failed(attempt: AttemptRecord, t: float, fact: told.RankFailed) -> None:
     )
 
 
-def _ended(attempt: AttemptRecord, t: float, fact: told.AttemptEnded) -> None:
+def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:
     late = fact.by == "successor"
     if attempt.ended is None:
         # A successor writes long after the end; the attempt itself was last heard of before.
@@ -486,30 +488,30 @@ def _requeued(attempt: AttemptRecord, *_: object) -> None:
     attempt.stuck = None
 
 
-def _not_requeued(attempt: AttemptRecord, _: float, fact: told.RequeueFailed) -> None:
+def _not_requeued(attempt: AttemptRecord, _: float, fact: facts.RequeueFailed) -> None:
     attempt.stuck = fact.why
 
 
-def _stopped_for_good(attempt: AttemptRecord, _: float, fact: told.RunStopped) -> None:
+def _stopped_for_good(attempt: AttemptRecord, _: float, fact: facts.RunStopped) -> None:
     attempt.stopped_for_good = fact.detail
 
 
-_OF_ATTEMPT: dict[type[told.LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
-    told.AttemptStarted: _started,
-    told.PhaseReached: _phase,
-    told.MeshBuilt: _mesh,
-    told.CheckpointRestored: _restored,
-    told.StepsDone: _steps,
-    told.SaveFailed: _save_due,
-    told.SaveSkipped: _save_due,
-    told.StopRequested: _stop_requested,
-    told.TrainingStopped: _left,
-    told.TrainingDone: _left,
-    told.RankFailed: _failed,
-    told.AttemptEnded: _ended,
-    told.Requeued: _requeued,
-    told.RequeueFailed: _not_requeued,
-    told.RunStopped: _stopped_for_good,
+_OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
+    facts.AttemptStarted: _started,
+    facts.PhaseReached: _phase,
+    facts.MeshBuilt: _mesh,
+    facts.CheckpointRestored: _restored,
+    facts.StepsDone: _steps,
+    facts.SaveFailed: _save_due,
+    facts.SaveSkipped: _save_due,
+    facts.StopRequested: _stop_requested,
+    facts.TrainingStopped: _left,
+    facts.TrainingDone: _left,
+    facts.RankFailed: _failed,
+    facts.AttemptEnded: _ended,
+    facts.Requeued: _requeued,
+    facts.RequeueFailed: _not_requeued,
+    facts.RunStopped: _stopped_for_good,
 }
 
 
@@ -518,7 +520,7 @@ _OF_ATTEMPT: dict[type[told.LedgerFact], Callable[[AttemptRecord, float, Any], N
 _Attempt = AttemptRecord | None
 
 
-def _intent(run: RunHistory, _: _Attempt, t: float, fact: told.SubmitIntent) -> None:
+def _intent(run: RunHistory, _: _Attempt, t: float, fact: facts.SubmitIntent) -> None:
     run.clusters = {fact.slurm_cluster} - {""}
     clusters = frozenset(run.clusters)
     run.submissions.append(Submission(t, fact.token, clusters=clusters))
@@ -526,7 +528,7 @@ def _intent(run: RunHistory, _: _Attempt, t: float, fact: told.SubmitIntent) -> 
 
 
 def _accepted(
-    run: RunHistory, _: _Attempt, t: float, fact: told.Submitted | told.SubmitAdopted
+    run: RunHistory, _: _Attempt, t: float, fact: facts.Submitted | facts.SubmitAdopted
 ) -> None:
     newest = run.submissions[-1] if run.submissions else None
     if newest is None or newest.token != fact.token or newest.job_id:
@@ -536,7 +538,7 @@ def _accepted(
     run.jobs.setdefault(fact.job_id, set()).update(newest.clusters)
 
 
-def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: told.Submitted) -> None:
+def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Submitted) -> None:
     _accepted(run, attempt, t, fact)
     run.resumes += 1
     run.ends_since_resume = []
@@ -548,13 +550,13 @@ def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: told.Submitte
         run.total_steps = fact.total_steps
 
 
-def _refused(run: RunHistory, _: _Attempt, __: float, fact: told.SubmitFailed) -> None:
+def _refused(run: RunHistory, _: _Attempt, __: float, fact: facts.SubmitFailed) -> None:
     newest = run.submissions[-1] if run.submissions else None
     if newest is not None and not newest.job_id and fact.token in {"", newest.token}:
         newest.refused = True
 
 
-def _cancelled(run: RunHistory, _: _Attempt, t: float, fact: told.CancelRequested) -> None:
+def _cancelled(run: RunHistory, _: _Attempt, t: float, fact: facts.CancelRequested) -> None:
     run.to_end.add(fact.job_id)
     of_job = (s for s in reversed(run.submissions) if s.job_id in {"", fact.job_id})
     submission = next(of_job, None)
@@ -563,7 +565,7 @@ def _cancelled(run: RunHistory, _: _Attempt, t: float, fact: told.CancelRequeste
 
 
 def _attempt_started(
-    run: RunHistory, attempt: _Attempt, t: float, fact: told.AttemptStarted
+    run: RunHistory, attempt: _Attempt, t: float, fact: facts.AttemptStarted
 ) -> None:
     run.interval = None  # it may run with other settings
     run.job_times.append(t)
@@ -577,7 +579,7 @@ def _attempt_started(
 
 
 def _run_restored(
-    run: RunHistory, attempt: _Attempt, t: float, fact: told.CheckpointRestored
+    run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointRestored
 ) -> None:
     step = fact.step or 0
     run.training.append(Restore(t, None if attempt is None else attempt.number, step))
@@ -590,13 +592,13 @@ def _run_restored(
         run.newest_saved = None
 
 
-def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: told.StepsDone) -> None:
+def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: facts.StepsDone) -> None:
     if fact.first is not None and fact.last is not None:
         run.training.append(StepMark(t, None, fact) if attempt is None else attempt.marks[-1])
         run.seen = t
 
 
-def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: told.CheckpointSaved) -> None:
+def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSaved) -> None:
     save = SaveRecord(
         t=t,
         attempt=None if attempt is None else attempt.number,
@@ -621,66 +623,66 @@ def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: told.CheckpointSa
 
 
 def _not_saved(
-    run: RunHistory, attempt: _Attempt, t: float, fact: told.SaveFailed | told.SaveSkipped
+    run: RunHistory, attempt: _Attempt, t: float, fact: facts.SaveFailed | facts.SaveSkipped
 ) -> None:
     number = None if attempt is None else attempt.number
     run.saves.append(SaveRecord(t, number, fact.kind, fact.step, run.restores, why=fact.why))
     run.seen = t
 
 
-def _imported(run: RunHistory, _: _Attempt, __: float, fact: told.CheckpointImported) -> None:
+def _imported(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointImported) -> None:
     if fact.step is not None:
         run.newest_saved = max(fact.step, run.newest_saved or 0)
 
 
-def _interval(run: RunHistory, _: _Attempt, __: float, fact: told.IntervalSet) -> None:
+def _interval(run: RunHistory, _: _Attempt, __: float, fact: facts.IntervalSet) -> None:
     run.interval = fact
 
 
-def _run_ended(run: RunHistory, attempt: _Attempt, _: float, fact: told.AttemptEnded) -> None:
+def _run_ended(run: RunHistory, attempt: _Attempt, _: float, fact: facts.AttemptEnded) -> None:
     run.ends_since_resume.append((None if attempt is None else attempt.number, fact.reason))
 
 
-def _run_requeued(run: RunHistory, _: _Attempt, t: float, __: told.Requeued) -> None:
+def _run_requeued(run: RunHistory, _: _Attempt, t: float, __: facts.Requeued) -> None:
     run.job_times.append(t)
 
 
-def _verified(run: RunHistory, _: _Attempt, t: float, fact: told.CheckpointVerified) -> None:
+def _verified(run: RunHistory, _: _Attempt, t: float, fact: facts.CheckpointVerified) -> None:
     run.verified[fact.name] = t
 
 
-def _set_aside(run: RunHistory, _: _Attempt, __: float, fact: told.CheckpointSetAside) -> None:
+def _set_aside(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointSetAside) -> None:
     run.set_aside.append(Skipped(fact.step or 0, fact.name, fact.reason))
 
 
-def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: told.NodesExcluded) -> None:
+def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: facts.NodesExcluded) -> None:
     number = None if attempt is None else attempt.number
     run.excluded += [(number, node) for node in fact.nodes]
 
 
-def _notified(run: RunHistory, attempt: _Attempt, _: float, __: told.Notified) -> None:
+def _notified(run: RunHistory, attempt: _Attempt, _: float, __: facts.Notified) -> None:
     if attempt is not None:
         run.notified.add(attempt.number)
 
 
-_OF_RUN: dict[type[told.LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
-    told.SubmitIntent: _intent,
-    told.Submitted: _submitted,
-    told.SubmitAdopted: _accepted,
-    told.SubmitFailed: _refused,
-    told.CancelRequested: _cancelled,
-    told.AttemptStarted: _attempt_started,
-    told.CheckpointRestored: _run_restored,
-    told.StepsDone: _run_steps,
-    told.CheckpointSaved: _saved,
-    told.SaveFailed: _not_saved,
-    told.SaveSkipped: _not_saved,
-    told.CheckpointImported: _imported,
-    told.IntervalSet: _interval,
-    told.AttemptEnded: _run_ended,
-    told.Requeued: _run_requeued,
-    told.CheckpointVerified: _verified,
-    told.CheckpointSetAside: _set_aside,
-    told.NodesExcluded: _excluded,
-    told.Notified: _notified,
+_OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
+    facts.SubmitIntent: _intent,
+    facts.Submitted: _submitted,
+    facts.SubmitAdopted: _accepted,
+    facts.SubmitFailed: _refused,
+    facts.CancelRequested: _cancelled,
+    facts.AttemptStarted: _attempt_started,
+    facts.CheckpointRestored: _run_restored,
+    facts.StepsDone: _run_steps,
+    facts.CheckpointSaved: _saved,
+    facts.SaveFailed: _not_saved,
+    facts.SaveSkipped: _not_saved,
+    facts.CheckpointImported: _imported,
+    facts.IntervalSet: _interval,
+    facts.AttemptEnded: _run_ended,
+    facts.Requeued: _run_requeued,
+    facts.CheckpointVerified: _verified,
+    facts.CheckpointSetAside: _set_aside,
+    facts.NodesExcluded: _excluded,
+    facts.Notified: _notified,
 }

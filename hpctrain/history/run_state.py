@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import EndReason, JobState, Next
-from hpctrain.run import event_types as told
+from hpctrain.run import event_types as facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ def after(now: LedgerState, t: float, attempt: int | None, fact: LedgerFact) -> 
     if (attempt or now.attempt or 0) < (now.attempt or 0):
         return now
     changes = STATE_CHANGES[type(fact)](now, fact)
-    if type(fact) is told.AttemptStarted:
+    if type(fact) is facts.AttemptStarted:
         changes["attempt"] = attempt
     moment = t if changes.get("phase", now.phase) is not now.phase else now.t
     return replace(now, t=moment, **changes)
@@ -133,22 +133,22 @@ def _alive(job: JobInfo, now: LedgerState) -> RunState:
 # What each kind of event changes.
 
 
-def _intent(now: LedgerState, fact: told.SubmitIntent) -> dict[str, Any]:
+def _intent(now: LedgerState, fact: facts.SubmitIntent) -> dict[str, Any]:
     fresh = LedgerState(RunState.SUBMITTING, token=fact.token, attempt=now.attempt)
     return {name: value for name, value in vars(fresh).items() if name != "t"}
 
 
-def _submitted(now: LedgerState, fact: told.Submitted | told.SubmitAdopted) -> dict[str, Any]:
+def _submitted(now: LedgerState, fact: facts.Submitted | facts.SubmitAdopted) -> dict[str, Any]:
     changes = {"job_id": fact.job_id, "token": fact.token}
     # A job may start before sbatch's answer is written down.
     return changes if now.phase is RunState.RUNNING else changes | {"phase": RunState.PENDING}
 
 
-def _refused(_: LedgerState, fact: told.SubmitFailed) -> dict[str, Any]:
+def _refused(_: LedgerState, fact: facts.SubmitFailed) -> dict[str, Any]:
     return {"phase": RunState.FAILED, "detail": f"the job was not accepted: {fact.why}"}
 
 
-def _started(now: LedgerState, fact: told.AttemptStarted) -> dict[str, Any]:
+def _started(now: LedgerState, fact: facts.AttemptStarted) -> dict[str, Any]:
     job_id = fact.job_id or now.job_id
     return {
         "phase": RunState.RUNNING,
@@ -167,7 +167,7 @@ _BY_REASON = {
 }
 
 
-def _ended(now: LedgerState, fact: told.AttemptEnded) -> dict[str, Any]:
+def _ended(now: LedgerState, fact: facts.AttemptEnded) -> dict[str, Any]:
     if now.phase is RunState.DONE or now.exit_code is not None:
         return {"reason": fact.reason}
     phase = RunState.REQUEUED
@@ -178,38 +178,38 @@ def _ended(now: LedgerState, fact: told.AttemptEnded) -> dict[str, Any]:
     return {"phase": phase, "reason": fact.reason, "detail": fact.detail}
 
 
-def _requeued(now: LedgerState, _: told.Requeued) -> dict[str, Any]:
+def _requeued(now: LedgerState, _: facts.Requeued) -> dict[str, Any]:
     return {} if now.phase in OVER else {"phase": RunState.REQUEUED, "detail": ""}
 
 
-def _not_requeued(_: LedgerState, fact: told.RequeueFailed) -> dict[str, Any]:
+def _not_requeued(_: LedgerState, fact: facts.RequeueFailed) -> dict[str, Any]:
     return {"detail": f"could not be requeued: {fact.why}"}
 
 
-def _done(_: LedgerState, __: told.TrainingDone) -> dict[str, Any]:
+def _done(_: LedgerState, __: facts.TrainingDone) -> dict[str, Any]:
     return {"phase": RunState.DONE, "detail": ""}
 
 
-def _stopped(_: LedgerState, fact: told.RunStopped) -> dict[str, Any]:
+def _stopped(_: LedgerState, fact: facts.RunStopped) -> dict[str, Any]:
     phase = RunState.STOPPED if fact.exit_code == EXIT_FOR_GOOD else RunState.FAILED
     return {"phase": phase, "exit_code": fact.exit_code, "detail": fact.detail}
 
 
-def _cancel(_: LedgerState, fact: told.CancelRequested) -> dict[str, Any]:
+def _cancel(_: LedgerState, fact: facts.CancelRequested) -> dict[str, Any]:
     return {"cancel": "save" if fact.save else "cancel"}
 
 
 STATE_CHANGES: dict[type[LedgerFact], Callable[[LedgerState, Any], dict[str, Any]]] = {
-    told.SubmitIntent: _intent,
-    told.Submitted: _submitted,
-    told.SubmitAdopted: _submitted,
-    told.SubmitFailed: _refused,
-    told.AttemptStarted: _started,
-    told.AttemptEnded: _ended,
-    told.Requeued: _requeued,
-    told.RequeueFailed: _not_requeued,
-    told.TrainingDone: _done,
-    told.RunStopped: _stopped,
-    told.CancelRequested: _cancel,
+    facts.SubmitIntent: _intent,
+    facts.Submitted: _submitted,
+    facts.SubmitAdopted: _submitted,
+    facts.SubmitFailed: _refused,
+    facts.AttemptStarted: _started,
+    facts.AttemptEnded: _ended,
+    facts.Requeued: _requeued,
+    facts.RequeueFailed: _not_requeued,
+    facts.TrainingDone: _done,
+    facts.RunStopped: _stopped,
+    facts.CancelRequested: _cancel,
 }
 """What moves a run from one state to another, and how."""

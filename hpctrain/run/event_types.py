@@ -37,7 +37,7 @@ _NOTHING: dict[object, Any] = {
 """What a field is that was not told, by its check; None for the others."""
 
 
-def told(passed: Check, doc: str, default: Any = _UNSET) -> Any:
+def maybe(passed: Check, doc: str, default: Any = _UNSET) -> Any:
     """A field that may be left out.
 
     Args:
@@ -84,16 +84,16 @@ class LedgerFact:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.told() == self.told()
+        return type(other) is type(self) and other.fields_set() == self.fields_set()
 
     def __hash__(self) -> int:
-        return hash((self.kind, *map(str, self.told().values())))
+        return hash((self.kind, *map(str, self.fields_set().values())))
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in self.told().items())
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.fields_set().items())
         return f"{type(self).__name__}({fields})"
 
-    def told(self) -> dict[str, Any]:
+    def fields_set(self) -> dict[str, Any]:
         """The fields by name, without those that are None."""
         return {
             name: value for name, *_ in self._FIELDS if (value := getattr(self, name)) is not None
@@ -145,7 +145,7 @@ class UnknownFact(LedgerFact):
     kind: str
     fields: Mapping[str, Any]
 
-    def told(self) -> dict[str, Any]:
+    def fields_set(self) -> dict[str, Any]:
         """The fields by name, without those that are None."""
         return {name: value for name, value in self.fields.items() if value is not None}
 
@@ -176,8 +176,8 @@ class SubmitIntent(LedgerFact):
     """The scheduler is about to be asked for a job."""
 
     token: str = needed(check.identifier, "names this submission, as its script and its job do")
-    script: str = told(check.path, "the batch script")
-    slurm_cluster: str = told(check.words, "SLURM's ClusterName")
+    script: str = maybe(check.path, "the batch script")
+    slurm_cluster: str = maybe(check.words, "SLURM's ClusterName")
 
 
 @event("submitted", by="the login node")
@@ -186,11 +186,11 @@ class Submitted(LedgerFact):
 
     token: str = needed(check.identifier, "that of the intent")
     job_id: str = needed(check.identifier, "the job")
-    cluster: str = told(check.words, "`slurm` or `local`")
-    nodes: str = told(check.words, "nodes that were asked for, as `2` or `2-4`")
-    by: str = told(check.words, "`submit` or `resume`")
-    from_step: int | None = told(check.count, "the checkpoint that `resume --from` named")
-    total_steps: int | None = told(check.count, "steps that a recipe trains for in all")
+    cluster: str = maybe(check.words, "`slurm` or `local`")
+    nodes: str = maybe(check.words, "nodes that were asked for, as `2` or `2-4`")
+    by: str = maybe(check.words, "`submit` or `resume`")
+    from_step: int | None = maybe(check.count, "the checkpoint that `resume --from` named")
+    total_steps: int | None = maybe(check.count, "steps that a recipe trains for in all")
 
 
 @event("submit_adopted", by="the login node")
@@ -205,93 +205,93 @@ class SubmitAdopted(LedgerFact):
 class SubmitFailed(LedgerFact):
     """The scheduler has refused the job."""
 
-    token: str = told(check.identifier, "that of the intent")
-    why: str = told(check.words, "what it said")
+    token: str = maybe(check.identifier, "that of the intent")
+    why: str = maybe(check.words, "what it said")
 
 
 @event("cancel_requested", by="the login node")
 class CancelRequested(LedgerFact):
     """A user wants the job to end; it is not requeued any more."""
 
-    job_id: str = told(check.identifier, "the job")
-    save: bool = told(check.flag, "save first (`cancel --save`)")
+    job_id: str = maybe(check.identifier, "the job")
+    save: bool = maybe(check.flag, "save first (`cancel --save`)")
 
 
 @event("attempt_started", by="the agent of node 0; the batch side where none came so far")
 class AttemptStarted(LedgerFact):
     """An attempt has its number and may write."""
 
-    job_id: str = told(check.identifier, "its job")
-    restarts: int | None = told(check.count, "how often the scheduler had restarted the job")
-    nodes: tuple[str, ...] = told(check.texts, "host names, by node rank")
-    world_size: int | None = told(check.count, "ranks; 0 where none was started")
-    ranks_per_node: int | None = told(check.count, "ranks on each node")
-    run_dir: str = told(check.path, "where the run lay then: a copy is known by it")
-    slurm_cluster: str = told(check.words, "SLURM's ClusterName")
-    token: str = told(check.identifier, "the attempt's own, by which it holds the fence")
-    by: str = told(check.words, "`start`, `restart` inside the allocation, or `batch`")
-    cpus: tuple[str, ...] = told(
+    job_id: str = maybe(check.identifier, "its job")
+    restarts: int | None = maybe(check.count, "how often the scheduler had restarted the job")
+    nodes: tuple[str, ...] = maybe(check.texts, "host names, by node rank")
+    world_size: int | None = maybe(check.count, "ranks; 0 where none was started")
+    ranks_per_node: int | None = maybe(check.count, "ranks on each node")
+    run_dir: str = maybe(check.path, "where the run lay then: a copy is known by it")
+    slurm_cluster: str = maybe(check.words, "SLURM's ClusterName")
+    token: str = maybe(check.identifier, "the attempt's own, by which it holds the fence")
+    by: str = maybe(check.words, "`start`, `restart` inside the allocation, or `batch`")
+    cpus: tuple[str, ...] = maybe(
         check.texts, "of each rank of the first node, where they are bound"
     )
-    job_started: float | None = told(check.moment, "the start of the job by the scheduler's word")
-    batch_started: float | None = told(check.moment, "the start of the batch script")
-    agent_started: float | None = told(check.moment, "the start of the agent")
-    imported: float | None = told(check.moment, "when the agent had imported what it needs")
+    job_started: float | None = maybe(check.moment, "the start of the job by the scheduler's word")
+    batch_started: float | None = maybe(check.moment, "the start of the batch script")
+    agent_started: float | None = maybe(check.moment, "the start of the agent")
+    imported: float | None = maybe(check.moment, "when the agent had imported what it needs")
 
 
 @event("phase", by="rank 0")
 class PhaseReached(LedgerFact):
     """The ranks have come so far."""
 
-    name: str = told(check.words, "`initialised` or `first_step`")
-    device: str = told(check.words, "with `initialised`: the accelerator's name, or `cpu`")
-    data_s: float | None = told(check.seconds, "with `first_step`: waited for data so far")
-    save_s: float | None = told(check.seconds, "with `first_step`: stopped for saves so far")
+    name: str = maybe(check.words, "`initialised` or `first_step`")
+    device: str = maybe(check.words, "with `initialised`: the accelerator's name, or `cpu`")
+    data_s: float | None = maybe(check.seconds, "with `first_step`: waited for data so far")
+    save_s: float | None = maybe(check.seconds, "with `first_step`: stopped for saves so far")
 
 
 @event("mesh", by="rank 0")
 class MeshBuilt(LedgerFact):
     """How `parallelize` has spread the model over the ranks."""
 
-    engine: str = told(check.words, "`engine.kind` as it was chosen")
-    ranks_per_node: int | None = told(check.count, "ranks on each node")
-    pp: int | None = told(check.count, "pipeline stages")
-    dp_replicate: int | None = told(check.count, "replicas")
-    dp_shard: int | None = told(check.count, "ranks that share one replica's parameters")
-    tp: int | None = told(check.count, "ranks of a tensor-parallel group")
-    ep: int | None = told(check.count, "ranks of an expert-parallel group")
+    engine: str = maybe(check.words, "`engine.kind` as it was chosen")
+    ranks_per_node: int | None = maybe(check.count, "ranks on each node")
+    pp: int | None = maybe(check.count, "pipeline stages")
+    dp_replicate: int | None = maybe(check.count, "replicas")
+    dp_shard: int | None = maybe(check.count, "ranks that share one replica's parameters")
+    tp: int | None = maybe(check.count, "ranks of a tensor-parallel group")
+    ep: int | None = maybe(check.count, "ranks of an expert-parallel group")
 
 
 @event("interval", by="rank 0")
 class IntervalSet(LedgerFact):
     """How often is saved from now on."""
 
-    seconds: float | None = told(check.seconds, "between two saves; 0 where steps count")
-    steps: int | None = told(check.count, "between two saves, where the setting counts steps")
-    why: str = told(check.words, "the setting that says so, or how it was chosen")
-    cost_s: float | None = told(check.seconds, "what a save was taken to cost")
-    mtbf_s: float | None = told(check.seconds, "the mean time between failures that was assumed")
+    seconds: float | None = maybe(check.seconds, "between two saves; 0 where steps count")
+    steps: int | None = maybe(check.count, "between two saves, where the setting counts steps")
+    why: str = maybe(check.words, "the setting that says so, or how it was chosen")
+    cost_s: float | None = maybe(check.seconds, "what a save was taken to cost")
+    mtbf_s: float | None = maybe(check.seconds, "the mean time between failures that was assumed")
 
 
 @event("save_mode", by="rank 0")
 class SaveModeSet(LedgerFact):
     """Saves are not made in the background."""
 
-    mode: str = told(check.words, "`sync`")
-    why: str = told(check.words, "what is missing")
+    mode: str = maybe(check.words, "`sync`")
+    why: str = maybe(check.words, "what is missing")
 
 
 @event("restored", by="rank 0")
 class CheckpointRestored(LedgerFact):
     """A checkpoint was read, or there was none; the event's time is the end of it."""
 
-    step: int | None = told(check.count, "training goes on from here; 0 without a checkpoint")
-    checkpoint: str | None = told(check.words, "its name; none where nothing was restored", None)
-    from_world_size: int | None = told(check.count, "ranks that had written it")
-    world_size: int | None = told(check.count, "ranks that read it")
-    seconds: float | None = told(check.seconds, "that it took")
-    bytes_read: int | None = told(check.count, "by rank 0")
-    skipped: tuple[Skipped, ...] = told(
+    step: int | None = maybe(check.count, "training goes on from here; 0 without a checkpoint")
+    checkpoint: str | None = maybe(check.words, "its name; none where nothing was restored", None)
+    from_world_size: int | None = maybe(check.count, "ranks that had written it")
+    world_size: int | None = maybe(check.count, "ranks that read it")
+    seconds: float | None = maybe(check.seconds, "that it took")
+    bytes_read: int | None = maybe(check.count, "by rank 0")
+    skipped: tuple[Skipped, ...] = maybe(
         check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
     )
 
@@ -300,25 +300,25 @@ class CheckpointRestored(LedgerFact):
 class StepsDone(LedgerFact):
     """A step mark: the steps since the one before it."""
 
-    first: int | None = told(check.count, "first step")
-    last: int | None = told(check.count, "last step")
-    sample_first: int | None = told(check.count, "samples consumed before the first step")
-    sample_last: int | None = told(check.count, "samples consumed after the last step")
-    loss: float | None = told(check.number, "of the last step; may be NaN or infinite")
-    grad_norm: float | None = told(check.number, "of the last step; may be NaN or infinite")
-    seconds: float | None = told(check.seconds, "for all steps, by the clock")
-    p50_s: float | None = told(check.seconds, "half of the steps took no longer")
-    p95_s: float | None = told(check.seconds, "95 % of the steps took no longer")
-    tokens: float | None = told(check.number, "trained on, all ranks")
-    flops: float | None = told(check.number, "that the model needed, all ranks")
-    skipped: int | None = told(check.count, "updates that were left out")
-    data_s: float | None = told(check.seconds, "waited for data in this attempt so far")
-    save_s: float | None = told(check.seconds, "stopped for saves in this attempt so far")
-    slow_rank: int | None = told(check.count, "the slowest rank")
-    slow_by: float | None = told(
+    first: int | None = maybe(check.count, "first step")
+    last: int | None = maybe(check.count, "last step")
+    sample_first: int | None = maybe(check.count, "samples consumed before the first step")
+    sample_last: int | None = maybe(check.count, "samples consumed after the last step")
+    loss: float | None = maybe(check.number, "of the last step; may be NaN or infinite")
+    grad_norm: float | None = maybe(check.number, "of the last step; may be NaN or infinite")
+    seconds: float | None = maybe(check.seconds, "for all steps, by the clock")
+    p50_s: float | None = maybe(check.seconds, "half of the steps took no longer")
+    p95_s: float | None = maybe(check.seconds, "95 % of the steps took no longer")
+    tokens: float | None = maybe(check.number, "trained on, all ranks")
+    flops: float | None = maybe(check.number, "that the model needed, all ranks")
+    skipped: int | None = maybe(check.count, "updates that were left out")
+    data_s: float | None = maybe(check.seconds, "waited for data in this attempt so far")
+    save_s: float | None = maybe(check.seconds, "stopped for saves in this attempt so far")
+    slow_rank: int | None = maybe(check.count, "the slowest rank")
+    slow_by: float | None = maybe(
         check.seconds, "by which share its own work took longer than usual"
     )
-    at_save: bool | None = told(
+    at_save: bool | None = maybe(
         check.flag, "a save follows; its checkpoint holds the last step", None
     )
 
@@ -328,149 +328,149 @@ class CheckpointSaved(LedgerFact):
     """A checkpoint was committed."""
 
     step: int = needed(check.count, "updates in it")
-    bytes: int | None = told(check.count, "its size")
-    seconds: float | None = told(check.seconds, "from its begin to its commit")
-    stall_s: float | None = told(check.seconds, "that training stood still")
-    waited_s: float | None = told(check.seconds, "that training waited for the save before")
-    mode: str = told(check.words, "`sync` or `async`")
-    checkpoint: str = told(check.words, "its name")
-    same_as_before: bool | None = told(check.flag, "not a bit differs from the one before", None)
+    bytes: int | None = maybe(check.count, "its size")
+    seconds: float | None = maybe(check.seconds, "from its begin to its commit")
+    stall_s: float | None = maybe(check.seconds, "that training stood still")
+    waited_s: float | None = maybe(check.seconds, "that training waited for the save before")
+    mode: str = maybe(check.words, "`sync` or `async`")
+    checkpoint: str = maybe(check.words, "its name")
+    same_as_before: bool | None = maybe(check.flag, "not a bit differs from the one before", None)
 
 
 @event("save_failed", by="rank 0")
 class SaveFailed(LedgerFact):
     """A save did not become a checkpoint; training goes on."""
 
-    step: int | None = told(check.count, "the step")
-    why: str = told(check.words, "what went wrong")
+    step: int | None = maybe(check.count, "the step")
+    why: str = maybe(check.words, "what went wrong")
 
 
 @event("save_skipped", by="rank 0")
 class SaveSkipped(LedgerFact):
     """A save that was due was left out."""
 
-    step: int | None = told(check.count, "the step")
-    why: str = told(check.words, "what kept it")
+    step: int | None = maybe(check.count, "the step")
+    why: str = maybe(check.words, "what kept it")
 
 
 @event("prune_failed", by="rank 0")
 class PruneFailed(LedgerFact):
     """Old checkpoints could not be deleted."""
 
-    step: int | None = told(check.count, "the checkpoint after which it was tried")
-    why: str = told(check.words, "what went wrong")
+    step: int | None = maybe(check.count, "the checkpoint after which it was tried")
+    why: str = maybe(check.words, "what went wrong")
 
 
 @event("verified", by="the login node")
 class CheckpointVerified(LedgerFact):
     """`checkpoints verify --deep` has read every byte of a checkpoint, and it is right."""
 
-    step: int | None = told(check.count, "the step")
-    name: str = told(check.words, "its name")
+    step: int | None = maybe(check.count, "the step")
+    name: str = maybe(check.words, "its name")
 
 
 @event("checkpoint_set_aside", by="rank 0")
 class CheckpointSetAside(LedgerFact):
     """A damaged checkpoint was moved out of the way of the loads."""
 
-    name: str = told(check.words, "its name")
-    step: int | None = told(check.count, "the step")
-    reason: str = told(check.words, "what is wrong with it")
+    name: str = maybe(check.words, "its name")
+    step: int | None = maybe(check.count, "the step")
+    reason: str = maybe(check.words, "what is wrong with it")
 
 
 @event("imported", by="the login node")
 class CheckpointImported(LedgerFact):
     """`checkpoints import` has made a checkpoint of a strange one."""
 
-    step: int | None = told(check.count, "the step that it was given")
-    bytes: int | None = told(check.count, "its size")
-    kind_of_source: str = told(check.words, "the format that was read")
-    source: str = told(check.path, "where it lay")
+    step: int | None = maybe(check.count, "the step that it was given")
+    bytes: int | None = maybe(check.count, "its size")
+    kind_of_source: str = maybe(check.words, "the format that was read")
+    source: str = maybe(check.path, "where it lay")
 
 
 @event("stop_requested", by="rank 0")
 class StopRequested(LedgerFact):
     """All ranks have agreed to stop; the last save follows."""
 
-    cause: StopCause | None = told(check.one_of(StopCause), "what asked for it")
-    rank: int | None = told(check.count, "the writer")
+    cause: StopCause | None = maybe(check.one_of(StopCause), "what asked for it")
+    rank: int | None = maybe(check.count, "the writer")
 
 
 @event("stopped", by="rank 0")
 class TrainingStopped(LedgerFact):
     """The ranks leave before the end of training, after the last save."""
 
-    step: int | None = told(check.count, "the step that they had come to")
+    step: int | None = maybe(check.count, "the step that they had come to")
 
 
 @event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")
 class TrainingDone(LedgerFact):
     """Training has come to its end."""
 
-    step: int | None = told(check.count, "the last step")
+    step: int | None = maybe(check.count, "the last step")
 
 
 @event("profile_requested", by="rank 0")
 class ProfileRequested(LedgerFact):
     """The ranks will trace these steps."""
 
-    first: int | None = told(check.count, "first step")
-    last: int | None = told(check.count, "last step")
-    ranks: tuple[int, ...] | None = told(check.counts, "that trace; none for all", None)
-    token: str = told(check.identifier, "that of the request")
+    first: int | None = maybe(check.count, "first step")
+    last: int | None = maybe(check.count, "last step")
+    ranks: tuple[int, ...] | None = maybe(check.counts, "that trace; none for all", None)
+    token: str = maybe(check.identifier, "that of the request")
 
 
 @event("profiled", by="rank 0")
 class ProfileWritten(LedgerFact):
     """These steps were traced."""
 
-    first: int | None = told(check.count, "first step")
-    last: int | None = told(check.count, "last step")
-    ranks: tuple[int, ...] | None = told(check.counts, "that traced; none for all", None)
-    folder: str = told(check.path, "where the traces lie")
+    first: int | None = maybe(check.count, "first step")
+    last: int | None = maybe(check.count, "last step")
+    ranks: tuple[int, ...] | None = maybe(check.counts, "that traced; none for all", None)
+    folder: str = maybe(check.path, "where the traces lie")
 
 
 @event("failure", by="the agent of node 0")
 class RankFailed(LedgerFact):
     """The first failure of an attempt."""
 
-    rank: int | None = told(check.count, "who failed")
-    node: str = told(check.words, "where")
-    kind_of: str = told(check.words, "`exception`, `signal` or `exit`")
-    summary: str = told(check.words, "one line")
-    traceback: str = told(check.words, "its end, where it is one of Python")
-    others: tuple[int, ...] = told(check.counts, "ranks that failed after it")
+    rank: int | None = maybe(check.count, "who failed")
+    node: str = maybe(check.words, "where")
+    kind_of: str = maybe(check.words, "`exception`, `signal` or `exit`")
+    summary: str = maybe(check.words, "one line")
+    traceback: str = maybe(check.words, "its end, where it is one of Python")
+    others: tuple[int, ...] = maybe(check.counts, "ranks that failed after it")
 
 
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")
 class AttemptEnded(LedgerFact):
     """An attempt has ended."""
 
-    reason: EndReason = told(check.one_of(EndReason), "why", EndReason.UNKNOWN)
-    next: Next = told(check.one_of(Next), "what follows", Next.ASK_BATCH)
-    step: int | None = told(check.count, "the last step that is known of")
-    heard: float | None = told(check.moment, "the last sign of life of the ranks")
-    ended_at: float | None = told(check.moment, "the scheduler's end of that start")
-    detail: str = told(check.words, "one line more")
-    facts: Mapping[str, Any] = told(check.mapping, "what the scheduler said of the job")
-    by: str = told(check.words, "`agent`, `batch`, or `successor`: the next attempt")
+    reason: EndReason = maybe(check.one_of(EndReason), "why", EndReason.UNKNOWN)
+    next: Next = maybe(check.one_of(Next), "what follows", Next.ASK_BATCH)
+    step: int | None = maybe(check.count, "the last step that is known of")
+    heard: float | None = maybe(check.moment, "the last sign of life of the ranks")
+    ended_at: float | None = maybe(check.moment, "the scheduler's end of that start")
+    detail: str = maybe(check.words, "one line more")
+    facts: Mapping[str, Any] = maybe(check.mapping, "what the scheduler said of the job")
+    by: str = maybe(check.words, "`agent`, `batch`, or `successor`: the next attempt")
 
 
 @event("requeued", by="the agent of node 0 or the batch side")
 class Requeued(LedgerFact):
     """The scheduler runs the job again."""
 
-    by: str = told(check.words, "who asked: `agent`, `batch`, or `scheduler` by itself")
-    job_id: str = told(check.identifier, "the job")
-    restarts: int | None = told(check.count, "of the start that ends")
+    by: str = maybe(check.words, "who asked: `agent`, `batch`, or `scheduler` by itself")
+    job_id: str = maybe(check.identifier, "the job")
+    restarts: int | None = maybe(check.count, "of the start that ends")
 
 
 @event("requeue_failed", by="the agent of node 0 or the batch side")
 class RequeueFailed(LedgerFact):
     """The scheduler did not want to run the job again, or gave no answer."""
 
-    by: str = told(check.words, "`agent` or `batch`")
-    why: str = told(check.words, "what it said")
+    by: str = maybe(check.words, "`agent` or `batch`")
+    why: str = maybe(check.words, "what it said")
 
 
 @event("excluded", by="the agent of node 0")
@@ -484,64 +484,64 @@ class NodesExcluded(LedgerFact):
 class ExcludeFailed(LedgerFact):
     """Bad nodes could not be kept out of the job's next start."""
 
-    why: str = told(check.words, "what the scheduler said")
+    why: str = maybe(check.words, "what the scheduler said")
 
 
 @event("run_stopped", by="the agent of node 0 or the batch side")
 class RunStopped(LedgerFact):
     """Nothing follows of itself: a budget is spent, or a start would end as this one did."""
 
-    reason: EndReason = told(check.one_of(EndReason), "that of the attempt", EndReason.UNKNOWN)
-    exit_code: int | None = told(check.count, "of the job; see docs/exit-codes.md")
-    detail: str = told(check.words, "one line")
+    reason: EndReason = maybe(check.one_of(EndReason), "that of the attempt", EndReason.UNKNOWN)
+    exit_code: int | None = maybe(check.count, "of the job; see docs/exit-codes.md")
+    detail: str = maybe(check.words, "one line")
 
 
 @event("fenced", by="the agent of node 0")
 class AttemptFenced(LedgerFact):
     """An attempt gave way to a newer one."""
 
-    job_id: str = told(check.identifier, "its job")
+    job_id: str = maybe(check.identifier, "its job")
 
 
 @event("orphan_left", by="the agent of node 0")
 class OrphanLeft(LedgerFact):
     """A job that is not the run's own has left without an attempt."""
 
-    job_id: str = told(check.identifier, "that job")
-    why: str = told(check.words, "how it is known")
+    job_id: str = maybe(check.identifier, "that job")
+    why: str = maybe(check.words, "how it is known")
 
 
 @event("preflight", by="the agent of node 0")
 class NodesChecked(LedgerFact):
     """What the nodes were found to be before the ranks were started."""
 
-    bad: Mapping[str, str] = told(check.mapping, "what is wrong, by host name")
-    leave: bool = told(check.flag, "the job is run again without them")
-    no_answer: str = told(check.words, "nodes that did not answer")
-    collective: str = told(check.words, "what is wrong with what was tried between nodes")
+    bad: Mapping[str, str] = maybe(check.mapping, "what is wrong, by host name")
+    leave: bool = maybe(check.flag, "the job is run again without them")
+    no_answer: str = maybe(check.words, "nodes that did not answer")
+    collective: str = maybe(check.words, "what is wrong with what was tried between nodes")
 
 
 @event("environment", by="the agent of node 0")
 class EnvironmentSet(LedgerFact):
     """What the ranks were given; `attempts/N/environment.json` has the values."""
 
-    site: str = told(check.words, "the preset")
-    nodes: int | None = told(check.count, "how many")
-    versions: Mapping[str, str] = told(
+    site: str = maybe(check.words, "the preset")
+    nodes: int | None = maybe(check.count, "how many")
+    versions: Mapping[str, str] = maybe(
         check.mapping, "of torch, NCCL, its plugin, and the GPU's name"
     )
-    overridden: tuple[Mapping[str, str], ...] = told(
+    overridden: tuple[Mapping[str, str], ...] = maybe(
         check.mappings,
         "what the preset says and somebody has set otherwise: name, by, instead_of, value",
     )
-    unset: tuple[str, ...] = told(check.texts, "variables of the job that the ranks do not get")
-    notes: tuple[str, ...] = told(check.texts, "what to know besides")
+    unset: tuple[str, ...] = maybe(check.texts, "variables of the job that the ranks do not get")
+    notes: tuple[str, ...] = maybe(check.texts, "what to know besides")
 
 
 @event("notified", by="the agent of node 0 or the batch side")
 class Notified(LedgerFact):
     """Somebody was told, or was to be; see docs/notifications.md."""
 
-    what: str = told(check.words, "of what")
-    ok: bool = told(check.flag, "in every way that is set")
-    why: str = told(check.words, "what went wrong")
+    what: str = maybe(check.words, "of what")
+    ok: bool = maybe(check.flag, "in every way that is set")
+    why: str = maybe(check.words, "what went wrong")

@@ -97,7 +97,7 @@ def append(
         OSError: the event could not be written, e.g. the disk is full; names the file.
     """
     when = round(time.time(), 3) if t is None else t
-    plain = {"t": when, "kind": fact.kind, "attempt": attempt} | fact.told()
+    plain = {"t": when, "kind": fact.kind, "attempt": attempt} | fact.fields_set()
     line = _dumps(plain).encode() + b"\n"
     with _locked(run):  # before it is opened: what a client knows of a file's end is from then
         descriptor = plain_descriptor(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT)

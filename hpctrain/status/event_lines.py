@@ -53,7 +53,7 @@ def _line(t: float, attempt: int | None, words: str) -> str:
 
 def _plain(event: Event) -> str:
     """A kind without words of its own: its name and its fields."""
-    fields = {**event.fact.told(), **event.extra}.items()
+    fields = {**event.fact.fields_set(), **event.extra}.items()
     facts = [f"{name}={_short(value)}" for name, value in fields if value not in (None, "")]
     return " ".join([event.kind.replace("_", " "), *facts])
 

@@ -120,7 +120,7 @@ def all_fields(event: Event) -> dict[str, Any]:
     fact = event.fact
     names = [field.name for field in dataclasses.fields(fact)] if is_dataclass(fact) else []
     own = {name: _plain(getattr(fact, name)) for name in names}
-    return {**(own or fact.told()), **event.extra}
+    return {**(own or fact.fields_set()), **event.extra}
 
 
 def _plain(value: Any) -> Any:

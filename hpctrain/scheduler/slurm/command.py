@@ -227,10 +227,10 @@ def name_here() -> str:
     """The same, asked once in a process; "" where it is not known."""
     whose = tuple(os.environ.get(name) for name in ("PATH", "SLURM_CONF", "SLURM_CLUSTERS"))
     if whose not in _KNOWN:
-        found = cluster_name()
-        if found is None:
+        cluster = cluster_name()
+        if cluster is None:
             return ""
-        _KNOWN[whose] = found
+        _KNOWN[whose] = cluster
     return _KNOWN[whose]
 
 

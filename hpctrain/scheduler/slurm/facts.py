@@ -202,9 +202,9 @@ def _is_exclusive(record: Record) -> bool:
     return shared.startswith("EXCLUSIVE") or alone in {"NODE", "TOPO"}
 
 
-def _spread(what: str, found: set[int]) -> str:
+def _spread(what: str, numbers: set[int]) -> str:
     """How far nodes differ: `GPUs 4 to 8`."""
-    return f"{what} {min(found)} to {max(found)}"
+    return f"{what} {min(numbers)} to {max(numbers)}"
 
 
 def _with_preemption(
@@ -245,8 +245,8 @@ def _number(text: str) -> int | None:
 
 def _seconds(text: str) -> int:
     """Seconds of [days-]hours:minutes:seconds; 0 for anything else."""
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
-    if found is None:
+    parts = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
+    if parts is None:
         return 0
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -426,9 +426,9 @@ def is_forbidden(option: str, site: Site | None) -> bool:
 
 def asked_by_user(settings: SlurmSettings) -> list[tuple[str, str]]:
     """Options among the settings' own texts: extras, srun's, and those in setup lines."""
-    found = [(option, "slurm.extra") for option in settings.extra]
-    found += [(option, "slurm.srun_args") for option in settings.srun_args]
-    return found + [(word, "slurm.setup") for line in settings.setup for word in _options(line)]
+    options = [(option, "slurm.extra") for option in settings.extra]
+    options += [(option, "slurm.srun_args") for option in settings.srun_args]
+    return options + [(word, "slurm.setup") for line in settings.setup for word in _options(line)]
 
 
 def setting_of(option: str) -> str:
