@@ -77,14 +77,14 @@ def _restart(slurm, folder: Path) -> None:  # noqa: ANN001
     run.wait_step(20, attempt=2)
     first = {e.kind: e.t for e in run.events(attempt=1)}
     second = run.events("attempt_started", attempt=2)[0]
-    phases = {e.data["name"]: e.t for e in run.events("phase", attempt=2)}
+    phases = {e.fact.name: e.t for e in run.events("phase", attempt=2)}
     marks = [
         ("noticed, saved", first["stop_requested"], first["stopped"]),
         ("ranks gone, decided", first["stopped"], first["attempt_ended"]),
-        ("SLURM's own wait", first["attempt_ended"], second.data["batch_started"]),
-        ("batch side, srun", second.data["batch_started"], second.data["agent_started"]),
-        ("imports, once per node", second.data["agent_started"], second.data["imported"]),
-        ("rendezvous of the agents", second.data["imported"], second.t),
+        ("SLURM's own wait", first["attempt_ended"], second.fact.batch_started),
+        ("batch side, srun", second.fact.batch_started, second.fact.agent_started),
+        ("imports, once per node", second.fact.agent_started, second.fact.imported),
+        ("rendezvous of the agents", second.fact.imported, second.t),
         ("start of the ranks", second.t, phases["initialised"]),
         ("model, restore", phases["initialised"], run.events("restored", attempt=2)[0].t),
         ("first step", run.events("restored", attempt=2)[0].t, phases["first_step"]),

@@ -73,7 +73,7 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
         {"HPCTRAIN_LOCAL_DIR": str(root / "local")},
     )
     begun = next(e for e in events.read(RunDir(root)) if e.kind == "attempt_started")
-    return seconds, seconds - (float(begun.data["imported"]) - started)
+    return seconds, seconds - (float(begun.fact.imported) - started)
 
 
 def main() -> None:

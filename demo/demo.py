@@ -116,7 +116,7 @@ def _wait(run: RunDir, what: str, reached: Callable[[], object]) -> None:
     while not reached():
         stopped = _events(run, "run_stopped")
         if stopped or time.monotonic() > deadline:
-            why = stopped[0].data["detail"] if stopped else f"it took more than {PATIENCE_S:.0f} s"
+            why = stopped[0].fact.detail if stopped else f"it took more than {PATIENCE_S:.0f} s"
             _hpctrain("status", run.name)
             sys.exit(f"demo: {what} did not come: {why}; see {run.root}")
         time.sleep(POLL_S)
@@ -126,22 +126,23 @@ def _events(run: RunDir, kind: str, **data: object) -> list[Event]:
     return [
         event
         for event in ledger.read(run)
-        if event.kind == kind and data.items() <= event.data.items()
+        if event.kind == kind
+        and all(getattr(event.fact, name, None) == value for name, value in data.items())
     ]
 
 
 def _newest_step(run: RunDir) -> int:
-    return max((int(event.data["last"]) for event in _events(run, "steps")), default=0)
+    return max((int(event.fact.last) for event in _events(run, "steps")), default=0)
 
 
 def _ended(run: RunDir) -> bool:
     ends = _events(run, "attempt_ended")
-    return bool(ends) and ends[-1].data["next"] == "stop"
+    return bool(ends) and ends[-1].fact.next == "stop"
 
 
 def _curve(marks: Sequence[Event]) -> list[str]:
     """The loss over the steps; the digit is the attempt in which a step was done."""
-    points = [(int(e.data["last"]), float(e.data["loss"]), e.attempt or 0) for e in marks]
+    points = [(int(e.fact.last), float(e.fact.loss), e.attempt or 0) for e in marks]
     last = max(step for step, _, _ in points)
     low, high = min(loss for _, loss, _ in points), max(loss for _, loss, _ in points)
     grid = [[" "] * (COLUMNS + 1) for _ in range(ROWS + 1)]
@@ -156,13 +157,13 @@ def _curve(marks: Sequence[Event]) -> list[str]:
 
 def _verdict(run: RunDir) -> str:
     """Whether each step was done once, and each sample used once, as the ledger has it."""
-    marks = sorted(_events(run, "steps"), key=lambda e: int(e.data["first"]))
+    marks = sorted(_events(run, "steps"), key=lambda e: int(e.fact.first))
     step = sample = 0
     for mark in marks:
-        if (mark.data["first"], mark.data["sample_first"]) != (step + 1, sample):
-            sys.exit(f"demo: step {mark.data['first']} does not follow step {step}")
-        step, sample = int(mark.data["last"]), int(mark.data["sample_last"])
-    sizes = [int(e.data["world_size"]) for e in _events(run, "attempt_started")]
+        if (mark.fact.first, mark.fact.sample_first) != (step + 1, sample):
+            sys.exit(f"demo: step {mark.fact.first} does not follow step {step}")
+        step, sample = int(mark.fact.last), int(mark.fact.sample_last)
+    sizes = [int(e.fact.world_size) for e in _events(run, "attempt_started")]
     shape = ", then ".join(f"{size} ranks" for size in sizes)
     return (
         f"{shape}: {step} steps, none done twice; {sample} samples, none skipped, none seen twice."

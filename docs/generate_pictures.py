@@ -166,9 +166,9 @@ def _running_status() -> RunStatus:
     from hpctrain.base.records import JobInfo, JobState
 
     events = _events()
-    last = next(n for n, e in enumerate(events) if e.data.get("last") == RUNNING_AT_STEP)
-    started = [e for e in events[:last] if e.kind == "attempt_started"][-1].data
-    job = JobInfo(started["job_id"], JobState.RUNNING, alive=True, nodes=",".join(started["nodes"]))
+    last = next(n for n, e in enumerate(events) if getattr(e.fact, "last", None) == RUNNING_AT_STEP)
+    started = [e for e in events[:last] if e.kind == "attempt_started"][-1].fact
+    job = JobInfo(started.job_id, JobState.RUNNING, alive=True, nodes=",".join(started.nodes))
     return _status_of(events[: last + 1], job)
 
 
@@ -181,14 +181,14 @@ def _status_of(events: list[Event], job: Any) -> RunStatus:
     from hpctrain.status.status import Answer, Checkpoint, status_of
 
     saved = [event for event in events if event.kind == "saved"][-1]
-    name, size_bytes = saved.data["checkpoint"], saved.data["bytes"]
+    name, size_bytes = saved.fact.checkpoint, saved.fact.bytes
     return status_of(
         RunHistory.of(events),
         Answer(job),
         name="demo",
         root=ROOT,
         cluster="local",
-        checkpoint=Checkpoint(name, saved.data["step"], saved.t, size_bytes),
+        checkpoint=Checkpoint(name, saved.fact.step, saved.t, size_bytes),
         label="demo",
         now=events[-1].t + 0.5,
     )
