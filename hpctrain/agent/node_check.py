@@ -1,6 +1,6 @@
 """The check of a job's nodes while torch is imported; a few bad ones are left behind.
 
-Its parts are those of `hpctrain preflight` (`preflight/at_start.py`).
+Its parts are those of `hpctrain preflight` (`preflight/node.py`).
 tests/slurm/test_node_check.py holds the promises.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.process import PORTS
 from hpctrain.base.secret import code
-from hpctrain.preflight import at_start as preflight
+from hpctrain.preflight import node as preflight
 from hpctrain.preflight import node_lists
 from hpctrain.preflight.checks import Order, expected_of
 from hpctrain.preflight.node_lists import bad_nodes_path, record_bad

@@ -123,7 +123,7 @@ def is_echo(report: FailureReport) -> bool:
 
 
 def _run_program(task: RankTask) -> None:
-    from hpctrain.agent.ddp import let_groups_go_last
+    from hpctrain.engines.torch_private import let_groups_go_last
 
     let_groups_go_last()
     if task.cwd:

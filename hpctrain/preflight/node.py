@@ -1,7 +1,12 @@
-"""One node of `hpctrain preflight`: `python -m hpctrain.preflight.node FOLDER RANK`.
+"""One node's part in a look at the nodes: of `hpctrain preflight`, and at the start of an attempt.
 
-Its place comes from the environment that the job's script exports (`entry.slurm_batch before`).
-tests/slurm/test_preflight.py holds the promises.
+`python -m hpctrain.preflight.node FOLDER RANK` is the former's program. Its place comes from the
+environment that the job's script exports (`entry.slurm_batch before`).
+
+Before an attempt's ranks start, while its agents import torch, `begin` looks at each node, at what
+lies between them, and where the order says so at the collective. Without an answer the attempt goes
+on. Nodes that share no directory are refused: nothing could ever be saved.
+tests/slurm/test_preflight.py and test_node_check.py hold the promises.
 """
 
 from __future__ import annotations
@@ -9,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.env import (
     HPCTRAIN_MASTER_ADDR,
@@ -18,15 +24,19 @@ from hpctrain.base.env import (
     HPCTRAIN_PORT,
     HPCTRAIN_PREFLIGHT_KEY,
 )
+from hpctrain.base.files import read_plain
 from hpctrain.errors import ChecksFailed, HpctrainError
+from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.checks import Order
 from hpctrain.preflight.rendezvous import Alone
 from hpctrain.preflight.report import lines
-from hpctrain.preflight.run import NodePlace, run_checks
+from hpctrain.preflight.run import NodePlace, NodesVerdict, run_checks
 from hpctrain.run.ownership import distrust
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpctrain.preflight.bounded import Child
 
 ORDER, REPORT, PROGRESS = "order.json", "report.json", "progress.txt"
 
@@ -78,6 +88,57 @@ def _environment(folder: Path) -> dict[str, str]:
 def _say(folder: Path, text: str) -> None:
     with (folder / PROGRESS).open("a") as file:
         file.write(text + "\n")
+
+
+# At an attempt's start.
+
+
+def begin(place: NodePlace, order: Order | None) -> Child:
+    """Start looking, in a child: an agent must not hang with what it looks at.
+
+    Called on every node. The first one, which has the order, leaves the report in the folder.
+    """
+    return start(lambda: _look(place, order))
+
+
+def _look(place: NodePlace, order: Order | None) -> dict[str, Any]:
+    if order is not None:
+        place.folder.mkdir(parents=True, exist_ok=True)
+    report, verdict = run_checks(place, order, _say_nothing)
+    if report is not None:
+        report.dump(place.folder / REPORT)
+    return asdict(verdict)
+
+
+def _say_nothing(text: str) -> None:
+    """The ledger tells what came of it."""
+    del text
+
+
+def outcome(child: Child, timeout_s: float) -> tuple[NodesVerdict, str]:
+    """The verdict, and why there is none, "" where there is one."""
+    try:
+        return NodesVerdict(**child.answer(timeout_s)), ""
+    except Unanswered as error:
+        return NodesVerdict(), str(error)
+
+
+def collective(folder: Path) -> str:
+    """How the collective of this look went, "" where it was not tried or there is no report."""
+    try:
+        results = json.loads(read_plain(folder / REPORT))["results"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    return next((str(one["status"]) for one in results if one["check"] == "bandwidth"), "")
+
+
+def to_leave(bad: Mapping[str, str], nodes: Sequence[str]) -> bool:
+    """Whether the attempt must not start on these nodes. The same on every node.
+
+    Where half of the nodes or more seem bad it is the expectation that is wrong, and keeping them
+    all out would leave the job waiting for ever.
+    """
+    return 0 < 2 * len(bad) < len(nodes)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from hpctrain.profile.verdict import Bound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.profile.memory import RankMemory
     from hpctrain.profile.trace import RankShares
-    from hpctrain.profile.verdict import Profile, ProfileVerdict
+    from hpctrain.profile.verdict import Profile, ProfileVerdict, RankMemory
 
 WIDTH = 80
 MOST_RANKS = 16

@@ -1,4 +1,4 @@
-"""What a profile says: what training is bound by, and which rank is waited for.
+"""What a profile says: what training is bound by, which rank is waited for, where memory goes.
 
 A rank is bound by a kind that takes at least `MOST` of its time outside saves, or at least `MUCH`
 and `CLEAR` times as much as any other; else there is no clear bound.
@@ -7,20 +7,24 @@ A rank is waited for where it communicates least by a margin of `WAITS`: the oth
 collective until it comes. Then the run is bound by what that rank is bound by, and its own
 communication is left out of the question. Else the run's shares are the ranks' mean.
 
+Of memory, reserved less allocated is what the caching allocator holds and no tensor uses. Between
+two steps that is much in a healthy run too, since activations are gone: so the advice looks at what
+was not used even at the peak, and at allocations that had to be retried.
+
 `judge` is pure. `examine` reads a profile's files and judges them; what cannot be read is listed
-beside the rest. tests/unit/profile/test_verdict.py holds the promises.
+beside the rest. tests/unit/profile/test_verdict.py, tests/unit/cli/test_profile.py and
+tests/engines/test_profile_run.py hold the promises.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_text
-from hpctrain.profile import memory
+from hpctrain.base.files import read_plain, read_text
 from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE
-from hpctrain.profile.memory import RankMemory, read_memory
 from hpctrain.profile.trace import Kind, RankShares, TraceUnreadable, read_trace
 
 if TYPE_CHECKING:
@@ -28,6 +32,74 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.profile.files import FoundProfile
+
+LARGE = 0.25
+"""Of what is reserved: from here on fragmentation is worth a line."""
+LARGE_BYTES = 1 << 30
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's memory; None where the device does not tell.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        allocated_bytes: In tensors, at the end of the profile.
+        allocated_peak_bytes: Most since the attempt began; on a CPU of the whole process.
+        reserved_bytes: Held by the allocator.
+        inactive_split_bytes: Of that, in pieces of blocks that are in use otherwise.
+        alloc_retries: How often it had to give everything back and try again.
+        ooms: How often that did not help.
+    """
+
+    device: str
+    allocated_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
+
+    @property
+    def fragmentation_bytes(self) -> int | None:
+        """Reserved less allocated, at the end of the profile."""
+        if self.reserved_bytes is None or self.allocated_bytes is None:
+            return None
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def never_used_bytes(self) -> int | None:
+        """Reserved less the most that was ever allocated: memory that is in pieces."""
+        if self.reserved_bytes is None or self.allocated_peak_bytes is None:
+            return None
+        return max(0, self.reserved_bytes - self.allocated_peak_bytes)
+
+
+def read_memory(path: Path) -> RankMemory | None:
+    """What a rank wrote; None where it is torn."""
+    try:
+        raw = json.loads(read_plain(path))
+        values = {key: raw.get(key) for key in RankMemory.__dataclass_fields__}
+    except (OSError, ValueError, AttributeError):
+        return None
+    return RankMemory(**values) if isinstance(values["device"], str) else None
+
+
+def advice(memory: RankMemory) -> str | None:
+    """One line where memory is in pieces; None where it is well."""
+    loose, reserved = memory.never_used_bytes, memory.reserved_bytes
+    if loose is None or not reserved:
+        return None
+    retries = memory.alloc_retries or 0
+    if retries == 0 and (loose < LARGE * reserved or loose < LARGE_BYTES):
+        return None
+    again = f", allocations were retried {retries} times" if retries else ""
+    return (
+        f"{loose / 2**30:.1f} of {reserved / 2**30:.1f} GiB are reserved and were never in use"
+        f"{again}: try --env {EXPANDABLE}"
+    )
+
 
 MOST = 0.5
 MUCH = 0.3
@@ -174,7 +246,7 @@ class Profile:
         """What may help, a line each."""
         on_time = advice_on(self.verdict) if self.verdict is not None else None
         lines = [on_time] if on_time else []
-        by_rank = {rank: memory.advice(one) for rank, one in self.memories.items()}
+        by_rank = {rank: advice(one) for rank, one in self.memories.items()}
         return lines + [f"rank {rank}: {text}" for rank, text in by_rank.items() if text]
 
 

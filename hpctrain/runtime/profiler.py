@@ -38,7 +38,7 @@ from hpctrain.profile.files import (
     StepWindow,
     file_name,
 )
-from hpctrain.profile.memory import RankMemory
+from hpctrain.profile.verdict import RankMemory
 from hpctrain.run.event_types import ProfileRequested, ProfileWritten
 from hpctrain.settings.check import rank_set, step_range
 from hpctrain.world import broadcast

@@ -90,7 +90,7 @@ def _order_of_ends():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from hpctrain.agent.ddp import let_groups_go_last
+    from hpctrain.engines.torch_private import let_groups_go_last
 
     let_groups_go_last()
     let_groups_go_last()

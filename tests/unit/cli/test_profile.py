@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.profile.files import ProfileRequest, StepWindow, file_name, read_request
-from hpctrain.profile.memory import RankMemory
+from hpctrain.profile.verdict import RankMemory
 from tests.support.ledger_runs import Story, local_job
 from tests.support.traces import CPU, GPU
 

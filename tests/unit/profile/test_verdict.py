@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.profile.memory import EXPANDABLE, RankMemory, advice
 from hpctrain.profile.trace import Kind, RankShares
-from hpctrain.profile.verdict import Bound, advice_on, bound_of, judge
+from hpctrain.profile.verdict import (
+    EXPANDABLE,
+    Bound,
+    RankMemory,
+    advice,
+    advice_on,
+    bound_of,
+    judge,
+)
 
 GIB = 1 << 30
 
