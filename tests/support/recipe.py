@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_history import RunHistory, StepMark
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.gloo import launch
-from tests.support.ledger_runs import all_fields, write_event
+from tests.support.ledger_runs import write_event
 
 TINY = {
     "train.steps": 12,
@@ -199,8 +199,8 @@ def samples_of_step(run: RunDir, step: int) -> list[int]:
 def losses(run: RunDir) -> dict[int, float]:
     """The loss of each step in the final weights' history; the run's `log_every_s` must be 0."""
     found: dict[int, float] = {}
-    for event in RunHistory.read(run).training:
-        if event.kind == "steps":
-            assert all_fields(event)["first"] == all_fields(event)["last"]
-            found[int(all_fields(event)["last"])] = float(all_fields(event)["loss"])
+    for mark in RunHistory.read(run).training:
+        if isinstance(mark, StepMark):
+            assert mark.fact.first == mark.fact.last
+            found[mark.fact.last] = mark.fact.loss
     return found
