@@ -225,7 +225,7 @@ def test_a_model_that_is_not_the_one_that_is_trained_is_noticed(tmp_path, monkey
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
     launch(_track_a_model_that_nobody_trains, 1)
 
-    same = {data["step"]: data.get("same_as_before", False) for data in _events(run, "saved")}
+    same = {data["step"]: bool(data.get("same_as_before")) for data in _events(run, "saved")}
     assert same == {1: False, 2: True, 3: True}
 
 
