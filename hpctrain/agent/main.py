@@ -209,13 +209,15 @@ def _run_rounds(
 def _task(spec: Spec, cpus: list[str]) -> object:
     from hpctrain.base.records import RankTask
 
-    recipe = spec.entry.kind == "recipe"
+    entry = spec.entry
     return RankTask(
-        module="hpctrain.recipes.lm.train" if recipe else "",
-        script="" if recipe else spec.entry.path,
-        args=list(spec.entry.args),
-        cwd=spec.entry.cwd,
-        python_path=list(spec.entry.python_path),
+        module="hpctrain.recipes.lm.train" if entry.kind == "recipe" else "",
+        script=entry.path if entry.kind == "script" else "",
+        as_module=entry.module,
+        program=entry.path if entry.kind == "program" else "",
+        args=list(entry.args),
+        cwd=entry.cwd,
+        python_path=list(entry.python_path),
         nsys_rank=spec.settings.profile.nsys_rank,
         nsys_in_range=bool(spec.settings.profile.steps),
         cpus=cpus,

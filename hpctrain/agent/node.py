@@ -286,13 +286,13 @@ class NodeAgent(LocalElasticAgent):
     def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
         """Node 0: is the round over, and how? None while it goes on."""
         self._gather(reports)
+        verdict = hooks.deadline.look()  # before a failure is judged: a signal may be its cause
         if len(reports.nodes) == self._node_count and not reports.failures:
             return RoundEnd("left")
         if reports.first_failure_at is not None:
             end = self._after_failure(hooks, reports, reports.first_failure_at)
             if end is not None:
                 return end
-        verdict = hooks.deadline.look()
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
 
     def _after_failure(

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import nsys, signals
+from hpctrain.agent import foreign, nsys, signals
 from hpctrain.agent.cpus import bind
 from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
@@ -66,7 +66,10 @@ def run_rank(task: RankTask) -> None:
     bind(task.cpus)
     try:
         if not nsys.run_below(task, rank, attempt_dir):
-            _run_program(task)
+            if task.program:
+                _run_foreign(task, rank, attempt_dir)
+            else:
+                _run_program(task)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
@@ -129,7 +132,10 @@ def _run_program(task: RankTask) -> None:
     if task.cwd:
         os.chdir(task.cwd)
     sys.path[:0] = task.python_path
-    sys.argv = [task.script or task.module, *task.args]
+    sys.argv = [task.script or task.as_module or task.module, *task.args]
+    if task.as_module:
+        runpy.run_module(task.as_module, run_name="__main__", alter_sys=True)
+        return
     if task.module:
         from importlib import import_module
 
@@ -137,6 +143,22 @@ def _run_program(task: RankTask) -> None:
         return
     sys.path.insert(0, str(Path(task.script).parent))
     runpy.run_path(task.script, run_name="__main__")
+
+
+def _run_foreign(task: RankTask, rank: int, attempt_dir: Path) -> None:
+    """Run a program that is no Python of ours, and tell of its failure as of a rank's.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    ended = foreign.run(task)
+    if ended.code == 0:
+        return
+    report = _from_exit_code(rank, ended.code, os.environ.get(HPCTRAIN_NODE, ""))
+    report.summary = f"{Path(task.program).name}: {ended.why or report.summary}"
+    report.traceback = foreign.last_lines(rank_log_path(attempt_dir, rank))
+    _write(attempt_dir, _with_torchs(report, torch_error_path(attempt_dir, rank)))
+    raise SystemExit(ended.code if ended.code > 0 else 128 - ended.code)
 
 
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
@@ -155,8 +177,12 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
         time=time.time(),
         exit_code=code if isinstance(code, int) else 1,
     )
+    _write(attempt_dir, report)
+
+
+def _write(attempt_dir: Path, report: FailureReport) -> None:
     try:
-        replace_text(failure_path(attempt_dir, rank), json.dumps(asdict(report)))
+        replace_text(failure_path(attempt_dir, report.rank), json.dumps(asdict(report)))
     except OSError as problem:  # a full disk: the agent tells by the exit code
         log.warning("no report of this failure: %s", problem)
 

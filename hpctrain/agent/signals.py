@@ -96,6 +96,12 @@ def ignore_all() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
+def note_term() -> None:
+    """Note SIGTERM, and nothing that an agent noted before it forked this process."""
+    _arrivals.clear()
+    signal.signal(signal.SIGTERM, _note)
+
+
 def start_resource_tracker() -> None:
     """Start multiprocessing's resource tracker, if there is none, out of the storm's reach.
 

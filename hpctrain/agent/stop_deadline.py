@@ -99,6 +99,7 @@ class StopDeadline:
         With a short limit SLURM warns in its first round. Taking that for a stop would requeue a
         program that is simply done, for ever: each new start would be warned at once as well.
         """
+        self._take_in()  # ranks that leave at once may be gone before the next look
         if self.cause is not StopCause.WARNING or self.end_time is None:
             return self.cause is not None
         if self.facts is not None and self.facts.preempt_time is not None:

@@ -225,7 +225,7 @@ class RankTask:
     """What every rank of a node runs; picklable, for ranks that are spawned."""
 
     module: str
-    """Module with a ``main()`` to call, or "" to run `script`."""
+    """Module with a ``main()`` to call, or "" to run one of the next three."""
     script: str = ""
     args: list[str] = field(default_factory=list)
     cwd: str = ""
@@ -236,3 +236,7 @@ class RankTask:
     """nsys records the steps of [profile] only."""
     cpus: list[str] = field(default_factory=list)
     """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""
+    as_module: str = ""
+    """Module to run as `python -m` does."""
+    program: str = ""
+    """Executable that is no Python of ours, to be started as a child."""

@@ -35,6 +35,8 @@ EXAMPLES = """\b
 Examples:
   hpctrain submit --nodes 4
   hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
+  hpctrain submit --nodes 2 --ranks-per-node 4 -- -m package.train --lr 3e-4
+  hpctrain submit --nodes 2 -- ./any.sh                 also: bash x, uv run x, a binary
   hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
   hpctrain submit --nodes 4 --wait                      look on until the first step is done
@@ -99,7 +101,7 @@ class _Submit(click.Command):
 @click.option("--no-submit", is_flag=True, help="Make the run directory only.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; make and submit nothing.")
 @json_option
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGS...]")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
 def command(
     *,
     script: tuple[str, ...],
@@ -112,7 +114,8 @@ def command(
 ) -> int:
     """Start a run: check it, make its directory, submit its job.
 
-    Trains SCRIPT under torchrun's environment, or the shipped recipe where there is none.
+    Trains PROGRAM under torchrun's environment: a Python script, -m MODULE, or anything that can be
+    executed; the shipped recipe where there is none.
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site is the
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """

@@ -29,14 +29,17 @@ class Entry:
     """What the ranks run."""
 
     kind: str
-    """"recipe" or "script"."""
+    """"recipe", "script" (a file of Python), "module" (as `python -m` runs it) or "program"."""
     path: str = ""
-    """Absolute path of the script as submitted (inside the snapshot where there is one)."""
+    """Absolute path of the file as submitted (inside the snapshot where there is one)."""
+    module: str = ""
+    """Its name, of a module."""
     args: list[str] = field(default_factory=list)
     cwd: str = ""
     """The ranks' working directory: where `submit` was called, so that relative paths hold."""
     python_path: list[str] = field(default_factory=list)
-    """Put in front of PYTHONPATH: the snapshot's counterparts of the checkout's entries."""
+    """Put in front of PYTHONPATH: the snapshot's counterparts of the checkout's entries; for a
+    module the working directory, or its counterpart."""
 
 
 @dataclass
@@ -83,6 +86,16 @@ class Spec:
     foreign: bool = False
     """Whether the user has asked for this run although others own its code (--foreign)."""
     format: int = FORMAT
+
+    def command(self) -> list[str]:
+        """What each rank runs, as one would type it."""
+        entry = self.entry
+        what = {
+            "recipe": [self.python, "-m", "hpctrain", "train"],
+            "module": [self.python, "-m", entry.module],
+            "program": [entry.path],
+        }
+        return [*what.get(entry.kind, [self.python, entry.path]), *entry.args]
 
     def given(self) -> tuple[Settings, dict[str, str]]:
         """Settings and origins without the layer of what was chosen: defaults are below it."""

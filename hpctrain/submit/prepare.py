@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
-from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
+from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.plan.mesh import meshes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
@@ -29,7 +29,6 @@ from hpctrain.settings.layers import (
     from_flag,
     from_table,
     from_toml,
-    nearest,
     read_toml,
     resolve,
 )
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Accounting, Cluster
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
+    from hpctrain.submit.program import NamedProgram
     from hpctrain.submit.site_choice import SiteChoice
     from hpctrain.submit.snapshot import Checkout
 
@@ -61,6 +61,7 @@ RECIPE_NAME = "lm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME_LENGTH = 100
 _NAME_TRIES = 100
+_SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class SubmitRequest:
     runs: Path
     """Folder of all runs, relative to cwd."""
     command: Sequence[str] = ()
-    """SCRIPT ARGS..., empty for the shipped recipe."""
+    """PROGRAM ARGS..., empty for the shipped recipe."""
     nodes: str | None = None
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
@@ -145,10 +146,11 @@ def prepare(request: SubmitRequest) -> Prepared:
     lower = [site.layer if site else None, shell, config.layer if config else None]
     flags = flag_layer(flags_of(request), request.sets)
     given, origins = resolve([*filter(None, lower), flags])
-    entry = _entry(request)
+    program = _program(request)
+    entry = program.entry
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
-    notes = [*site_choice.notes, *chosen.notes]
+    notes = [*program.notes, *site_choice.notes, *chosen.notes]
     notes += check_hooks_here(given, origins, request.cwd)
     env, env_origins = _environment(request, config)
     unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
@@ -370,39 +372,19 @@ def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) 
             continue
         if section == "slurm" and key in cluster.without_effect:
             notes.append(f"{origin[5:]} has no effect with --cluster {cluster.name}")
-        if entry.kind == "script" and section == "train":
+        if entry.kind != "recipe" and section == "train":
             script = Path(entry.path).name
             notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")
     return notes
 
 
-def _entry(request: SubmitRequest) -> Entry:
-    """What the ranks run.
+def _program(request: SubmitRequest) -> NamedProgram:
+    """What the ranks run; see `read_program`."""
+    from hpctrain.submit.program import NamedProgram, read_program
 
-    Raises:
-        NotFound: the script is not there.
-        UsageError: it is not a file, or no script at all.
-    """
     if not request.command:
-        return Entry(kind="recipe", cwd=str(request.cwd))
-    script, *args = request.command
-    path = Path(os.path.normpath(request.cwd / script))
-    if path.is_dir():
-        raise UsageError(
-            f"{script} is a folder; name the script behind --, e.g. -- {script}/train.py"
-        )
-    if not path.exists():
-        if script == "-m" or re.fullmatch(r"python[0-9.]*|torchrun|srun|accelerate", script):
-            raise UsageError(
-                f'-- {script}: hpctrain starts the ranks; name the script first: "-- train.py"'
-            )
-        folder = path.parent
-        near = nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else []
-        hint = f"did you mean {near[0]}?" if near else f"looked in {folder}"
-        raise NotFound(f"script {script} is not there; {hint}")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"script {script} cannot be read; check its permissions")
-    return Entry(kind="script", path=str(path), args=args, cwd=str(request.cwd))
+        return NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
+    return read_program(request.command, request.cwd, request.environ)
 
 
 def _environment(
@@ -429,7 +411,7 @@ def _environment(
 def _find_place(request: SubmitRequest, runs: Path, entry: Entry) -> tuple[str, Path | None]:
     """The run's name, and the topmost folder above it that is missing."""
     new_parent = _check_writable(runs)
-    stem = RECIPE_NAME if entry.kind == "recipe" else _legal(Path(entry.path).stem)
+    stem = RECIPE_NAME if entry.kind == "recipe" else _legal(_stem(entry))
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
     _refuse_existing(runs / name)
     check_disk(new_parent.parent if new_parent is not None else runs)
@@ -445,6 +427,15 @@ def _check_name(name: str) -> str:
     if name.isdigit():
         raise UsageError(f"--name {name} could be taken for a job id; add a letter")
     return name
+
+
+def _stem(entry: Entry) -> str:
+    """What a run is named after: the script, the module, or what a shell is asked to run."""
+    if entry.module:
+        return entry.module.removesuffix(".__main__").rpartition(".")[2]
+    named = [word for word in entry.args if not word.startswith("-")]
+    shell = entry.kind == "program" and Path(entry.path).name in _SHELLS and named
+    return Path(named[0] if shell else entry.path).stem
 
 
 def _legal(stem: str) -> str:

@@ -149,7 +149,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     """
     facts = (event.fact for event in ledger.read(run))
     ends = [fact.step for fact in facts if isinstance(fact, TrainingDone)]
-    is_script = spec.entry.kind == "script"
+    is_script = spec.entry.kind != "recipe"
     if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
         if ends[-1] is None:  # a program that counts no steps with us
             raise UsageError(f"{run.name} is done: its program has ended; submit it anew")

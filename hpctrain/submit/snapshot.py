@@ -69,17 +69,20 @@ def plan_snapshot(entry: Entry, mode: str) -> SnapshotPlan:
     Raises:
         UsageError: mode is "yes" and there is nothing that could be copied.
     """
-    if mode == "no" or entry.kind != "script":
+    if mode == "no" or entry.kind == "recipe":
         if mode == "yes":
             raise UsageError(
                 "--snapshot copies a script's git checkout, and the shipped recipe is no script; "
                 "leave it out, or name a script behind --"
             )
         return SnapshotPlan(None, [])
-    checkout = find_checkout(Path(entry.path).parent)
+    is_installed = "site-packages" in Path(entry.path).parts
+    checkout = None if is_installed else find_checkout(Path(entry.path).parent)
+    if entry.kind == "program" and checkout is None and find_checkout(Path(entry.cwd)) is not None:
+        return _refuse_or_note(mode, f"{Path(entry.path).name} is in no git checkout, and")
     why = _why_not(checkout, entry, mode)
     if why is None and checkout is not None:
-        return SnapshotPlan(checkout, _untracked_note(checkout))
+        return SnapshotPlan(checkout, [*_untracked_note(checkout), *_live_note(entry)])
     if mode == "yes":
         raise UsageError(f"--snapshot: {why}")
     # Without any checkout there is nothing that one would miss.
@@ -130,13 +133,20 @@ def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
     script = _inside(Path(spec.entry.path), checkout.root)
     if script is not None:
         spec.entry.path = str(run.snapshot / script)
-    spec.entry.python_path = remap_path(import_path(), checkout.root, run.snapshot)
+    folders = [*spec.entry.python_path, *import_path()]
+    copies = remap_path(folders, checkout.root, run.snapshot)
+    outside = [folder for folder in spec.entry.python_path if not _has_copy(folder, checkout, run)]
+    spec.entry.python_path = [*copies, *outside]
     spec.snapshot = Snapshot(
         commit=checkout.commit,
         dirty=checkout.dirty,
         files=len(checkout.files),
         size_bytes=checkout.size_bytes,
     )
+
+
+def _has_copy(folder: str, checkout: Checkout, run: RunDir) -> bool:
+    return bool(remap_path([folder], checkout.root, run.snapshot))
 
 
 def import_path() -> list[str]:
@@ -179,6 +189,20 @@ def _untracked_note(checkout: Checkout) -> list[str]:
     return [
         f"not in the snapshot, since git does not track them: {names}; `git add` what you import"
     ]
+
+
+def _refuse_or_note(mode: str, why: str) -> SnapshotPlan:
+    if mode == "yes":
+        raise UsageError(f"--snapshot: {why} what it runs cannot be known; use --no-snapshot")
+    return SnapshotPlan(None, [f"no snapshot of the code: {why} later edits of what it runs count"])
+
+
+def _live_note(entry: Entry) -> list[str]:
+    """A program that is copied runs other files by their paths, of which we know nothing."""
+    if entry.kind != "program":
+        return []
+    name = Path(entry.path).name
+    return [f"{name} is copied; what it runs by a path relative to {entry.cwd} is not the copy"]
 
 
 def _inside(path: Path, root: Path) -> Path | None:

@@ -264,9 +264,8 @@ class LocalCluster(Cluster):
     def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
         """What each rank executes, as one would type it."""
         del run
-        path, words = spec.entry.path, [f"{name}={value}" for name, value in env().items()]
-        what = [path, *spec.entry.args] if path else ["-m", "hpctrain", "train"]
-        command = shlex.join(["env", *words, spec.python, *what])
+        words = [f"{name}={value}" for name, value in env().items()]
+        command = shlex.join(["env", *words, *spec.command()])
         return (
             f"# {spec.settings.slurm.nodes} node(s) as processes of this machine; each rank runs, "
             "with torchrun's environment:\n"

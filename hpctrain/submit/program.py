@@ -1,0 +1,250 @@
+"""What stands behind `--`: a Python script, a module, any other program, or a launcher's command.
+
+A Python script or module runs in the rank itself, which the agent has forked with torch imported;
+anything else is started by its rank (`agent/foreign.py`). The first bytes of a file decide which it
+is, not its name: what would fail on the nodes, hours later, is refused here. Interpreters of our
+own (`python train.py`) are taken off, since the ranks are Python already.
+
+Nothing of the user's is imported or run here. tests/unit/submit/test_program.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.settings.layers import nearest
+from hpctrain.settings.spec import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_PYTHON = re.compile(r"python[0-9.]*")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_WITHOUT_EFFECT = frozenset({"-u", "-q"})
+"""Options of Python that change nothing for a rank: its output is written line by line anyway."""
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class NamedProgram:
+    """What the ranks are to run.
+
+    Attributes:
+        entry: As spec.json has it.
+        notes: What was taken off the command, for the user to read.
+    """
+
+    entry: Entry
+    notes: list[str] = field(default_factory=list)
+
+
+def read_program(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> NamedProgram:
+    """Find out what is to run.
+
+    Args:
+        command: What stands behind `--`; not empty.
+        cwd: Where `submit` was called; the ranks start there.
+        environ: The submitting shell's, for its PATH.
+
+    Raises:
+        NotFound: there is no such file, module or command.
+        UsageError: it is there, and cannot run.
+    """
+    words, notes = list(command), []
+    if (rest := _without_python(words, cwd, environ)) is not None:
+        what = " ".join(rest[:2]) if rest[0] == "-m" else rest[0]
+        notes.append(f"{words[0]} is left out: the ranks are Python already, and run {what}")
+        words = rest
+    entry = _module(words[1:], cwd) if words[0] == "-m" else _file(words, cwd, environ)
+    return NamedProgram(replace(entry, cwd=str(cwd)), notes)
+
+
+def is_python(word: str) -> bool:
+    """Whether a command is a Python interpreter, by its name."""
+    return _PYTHON.fullmatch(Path(word).name) is not None
+
+
+def _without_python(words: list[str], cwd: Path, environ: Mapping[str, str]) -> list[str] | None:
+    """The script or `-m MODULE` that this run's own interpreter is asked to run, with arguments.
+
+    None where it is another interpreter, or is asked for something that a rank that runs already
+    cannot be (`-O`, `-X dev`): then it is started like any other program.
+    """
+    if not is_python(words[0]) or not _is_ours(words[0], cwd, environ):
+        return None
+    rest = words[1:]
+    while rest and rest[0] in _WITHOUT_EFFECT:
+        rest = rest[1:]
+    if not rest or rest[0] == "-":
+        raise UsageError(f"-- {' '.join(words)}: name the script behind it, e.g. -- train.py")
+    if rest[0] == "-m" or not rest[0].startswith("-"):
+        return rest
+    return None
+
+
+def _is_ours(word: str, cwd: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a command means the interpreter of this environment, under any of its names."""
+    path = str(cwd / word) if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
+    if path is None:
+        return True  # as in a shell that has not activated what hpctrain runs in
+    theirs, ours = Path(path), Path(sys.executable)
+    same_folder = os.path.realpath(theirs.parent) == os.path.realpath(ours.parent)
+    return same_folder and os.path.realpath(theirs) == os.path.realpath(ours)
+
+
+# ---- modules
+
+
+def _module(words: Sequence[str], cwd: Path) -> Entry:
+    if not words:
+        raise UsageError("-- -m: name the module, e.g. -- -m package.train")
+    from hpctrain.submit.snapshot import import_path
+
+    name, args = words[0], list(words[1:])
+    path = find_module(name, [str(cwd), *import_path()])
+    return Entry(kind="module", module=name, path=str(path), args=args, python_path=[str(cwd)])
+
+
+def find_module(name: str, folders: Sequence[str]) -> Path:
+    """The file that `python -m NAME` would run, without importing the packages above it.
+
+    Raises:
+        NotFound: there is none.
+        UsageError: it is no name of a module, or a package that cannot be run.
+    """
+    if _MODULE.fullmatch(name) is None:
+        hint = f"; a file is named without -m: -- {name}" if name.endswith(".py") else ""
+        raise UsageError(f"-- -m {name}: {name!r} is not the name of a module{hint}")
+    spec, places, walked = None, list(folders), []
+    for part in name.split("."):
+        walked.append(part)
+        spec = _find(part, places, top=len(walked) == 1)
+        if spec is None:
+            shown = ".".join(walked)
+            raise NotFound(f"-- -m {name}: no module {shown} in {_shown(places)}")
+        places = list(spec.submodule_search_locations or [])
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find("__main__", places, top=False)
+        if spec is None:
+            raise UsageError(
+                f"-- -m {name}: {name} is a package without a __main__.py, and cannot be run; "
+                f"name a module in it, e.g. -- -m {name}.train"
+            )
+    if spec is None or not spec.has_location or spec.origin is None:
+        raise UsageError(f"-- -m {name}: {name} is part of Python itself, and no file")
+    return Path(spec.origin).absolute()
+
+
+def _find(part: str, places: Sequence[str], *, top: bool) -> ModuleSpec | None:
+    """A part of a module's name. Finders of editable installs know top-level names only."""
+    from importlib.util import find_spec
+
+    spec = PathFinder.find_spec(part, places)
+    if spec is None and top:
+        with suppress(ImportError, ValueError, AttributeError):
+            spec = find_spec(part)
+    return spec
+
+
+def _shown(places: Sequence[str]) -> str:
+    return f"{places[0]} and what can be imported" if len(places) > 1 else ", ".join(places)
+
+
+# ---- files
+
+
+def _file(words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Entry:
+    word, *args = words
+    path = _locate(word, cwd, environ)
+    kind = "program" if _is_program(word, path) else "script"
+    return Entry(kind=kind, path=str(path), args=args)
+
+
+def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
+    """The file that a word means: one of this folder, else a command on PATH."""
+    path = Path(os.path.normpath(cwd / word))
+    if path.is_dir():
+        raise UsageError(f"{word} is a folder; name the script behind --, e.g. -- {word}/train.py")
+    if not path.exists():
+        if word in {"torchrun", "accelerate", "deepspeed", "srun"}:
+            raise UsageError(
+                f'-- {word}: hpctrain starts the ranks; name the script first: "-- train.py"'
+            )
+        on_path = None if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
+        if on_path is not None:
+            return Path(on_path).absolute()
+        raise NotFound(f"script {word} is not there; {_hint(path)}")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UsageError(f"{word} is neither a script nor a program: it is no regular file")
+    if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
+        raise UsageError(f"script {word} cannot be read; check its permissions")
+    return path
+
+
+def _hint(path: Path) -> str:
+    folder = path.parent
+    near = nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else []
+    return f"did you mean {near[0]}?" if near else f"looked in {folder}"
+
+
+def _is_program(word: str, path: Path) -> bool:
+    """Whether a file is to be executed; False for Python that a rank runs itself.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    can_run = os.access(path, os.X_OK)
+    if not os.access(path, os.R_OK):
+        return can_run
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    what = _by_first_bytes(head)
+    if what in {"", "Python"}:
+        if why := _not_python(path):
+            way = "; a script of another language begins with #!" if not what else ""
+            raise UsageError(f"{word} is no Python: {why}{way}")
+        return False
+    if not can_run:
+        by_hand = "" if what == "a program" else f", or name what runs it: -- bash {word}"
+        raise UsageError(f"{word} is {what}, and not executable: chmod +x {word}{by_hand}")
+    return True
+
+
+def _by_first_bytes(head: bytes) -> str:
+    """What a file is: "Python", "a program" or "a script for NAME"; "" where they do not tell."""
+    if head.startswith(b"\x7fELF"):
+        return "a program"
+    if not head.startswith(b"#!"):
+        return ""
+    words = [Path(word).name for word in os.fsdecode(head.splitlines()[0][2:]).split()]
+    names = [word for word in words if word != "env" and not word.startswith("-")]
+    name = next((word for word in names if "=" not in word), "sh")
+    return "Python" if is_python(name) else f"a script for {name}"
+
+
+def _not_python(path: Path) -> str:
+    """What Python finds wrong with a file; "" for nothing."""
+    import zipfile
+
+    if zipfile.is_zipfile(path):
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(path.read_bytes(), path.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return str(error) or type(error).__name__
+    return ""

@@ -1,0 +1,180 @@
+"""What stands behind `--` is known for what it is, or refused before anything waits in a queue."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import HpctrainError, NotFound, UsageError
+from hpctrain.submit.program import read_program
+
+SHELL = shutil.which("bash")
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A folder of programs of all kinds."""
+    folder = tmp_path / "work"
+    (folder / "pkg" / "part").mkdir(parents=True)
+    (folder / "space").mkdir()
+    (folder / "bare").mkdir()
+    files = {
+        "train.py": "print('hi')\n",
+        "bad.py": "def f(:\n",
+        "zero.py": "a = 1\0\n",
+        "run.sh": "#!/bin/bash\necho hi\n",
+        "plain.sh": "#!/bin/bash\necho hi\n",
+        "tool": "#!/usr/bin/env python3\nprint(1)\n",
+        "tool-u": "#!/usr/bin/env -S python3 -u\nprint(1)\n",
+        "no-head": "for i in 1 2; do echo $i; done\n",
+        "pkg/__init__.py": "raise SystemExit('imported')\n",
+        "pkg/train.py": "from . import util\n",
+        "pkg/part/__init__.py": "",
+        "pkg/part/__main__.py": "",
+        "space/train.py": "",
+        "bare/__init__.py": "",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    for name in ("run.sh", "tool", "no-head"):
+        (folder / name).chmod(0o755)
+    shutil.copy("/bin/true", folder / "binary.py")
+    (folder / "binary.py").chmod(0o755)
+    shutil.copy("/bin/true", folder / "object")
+    (folder / "object").chmod(0o644)
+    with zipfile.ZipFile(folder / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", "")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def read(work, *command, path="/usr/bin:/bin"):
+    return read_program(command, work, {"PATH": path})
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "path", "args"),
+    [
+        (("train.py", "--lr", "1"), "script", "train.py", ["--lr", "1"]),
+        (("./tool", "-m"), "script", "tool", ["-m"]),
+        (("tool-u",), "script", "tool-u", []),
+        (("app.pyz",), "script", "app.pyz", []),
+        (("./run.sh", "a b"), "program", "run.sh", ["a b"]),
+        (("run.sh",), "program", "run.sh", []),
+        (("binary.py",), "program", "binary.py", []),
+    ],
+)
+def test_the_first_bytes_decide_not_the_name(work, command, kind, path, args):
+    named = read(work, *command)
+
+    entry = named.entry
+    assert (entry.kind, entry.path, entry.args) == (kind, str(work / path), args)
+    assert entry.cwd == str(work)
+    assert named.notes == []
+
+
+def test_a_command_on_path_is_taken_with_its_whole_path(work):
+    entry = read(work, "bash", "plain.sh", "--fast", path=str(Path(SHELL).parent)).entry
+
+    assert (entry.kind, entry.path, entry.args) == ("program", SHELL, ["plain.sh", "--fast"])
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("pkg.train", "pkg/train.py"),
+        ("pkg.part", "pkg/part/__main__.py"),
+        ("pkg.part.__main__", "pkg/part/__main__.py"),
+        ("space.train", "space/train.py"),
+        ("train", "train.py"),
+    ],
+)
+def test_a_module_is_found_as_python_m_would_and_nothing_is_imported(work, name, path):
+    entry = read(work, "-m", name, "--lr", "1").entry
+
+    assert (entry.kind, entry.module, entry.path) == ("module", name, str(work / path))
+    assert (entry.args, entry.python_path) == (["--lr", "1"], [str(work)])
+
+
+def test_a_module_that_is_installed_is_found(work):
+    assert read(work, "-m", "json.tool").entry.path.endswith("json/tool.py")
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "what"),
+    [
+        (("python", "train.py", "-u"), "script", "train.py"),
+        (("python3", "-u", "train.py"), "script", "train.py"),
+        ((sys.executable, "-u", "-q", "train.py"), "script", "train.py"),
+        (("python", "-m", "pkg.train", "x"), "module", "-m pkg.train"),
+    ],
+)
+def test_our_own_interpreter_is_taken_off_and_that_is_said(work, command, kind, what):
+    named = read(work, *command, path=str(Path(sys.executable).parent))
+
+    assert named.entry.kind == kind
+    assert named.notes == [
+        f"{command[0]} is left out: the ranks are Python already, and run {what}"
+    ]
+    assert "python" not in named.entry.args
+    assert named.entry.args == [word for word in command[-1:] if word in {"-u", "x"}]
+
+
+def test_python_that_is_not_on_path_is_ours(work):
+    assert read(work, "python", "train.py", path="/nowhere").entry.kind == "script"
+
+
+def test_another_interpreter_or_option_is_started_as_it_stands(work, tmp_path):
+    other = tmp_path / "other" / "python3"
+    other.parent.mkdir()
+    shutil.copy("/bin/true", other)
+
+    by_path = read(work, str(other), "train.py").entry
+    by_name = read(work, "python3", "train.py", path=str(other.parent)).entry
+    optimised = read(work, sys.executable, "-O", "train.py").entry
+    in_line = read(work, sys.executable, "-c", "print(1)").entry
+
+    assert by_path == by_name
+    assert (by_path.kind, by_path.path, by_path.args) == ("program", str(other), ["train.py"])
+    assert (optimised.kind, optimised.args) == ("program", ["-O", "train.py"])
+    assert (in_line.kind, in_line.args) == ("program", ["-c", "print(1)"])
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "message"),
+    [
+        (("bad.py",), UsageError, "bad.py is no Python: line 1: "),
+        (("zero.py",), UsageError, "zero.py is no Python: "),
+        (("no-head",), UsageError, "no Python: line 1: .*begins with #!"),
+        (
+            ("plain.sh",),
+            UsageError,
+            "a script for bash, and not executable: chmod .* bash plain.sh",
+        ),
+        (("object",), UsageError, "object is a program, and not executable: chmod \\+x object$"),
+        (("pipe",), UsageError, "no regular file"),
+        (("pkg",), UsageError, "pkg is a folder"),
+        (("trian.py",), NotFound, "did you mean train.py"),
+        (("no-such-command",), NotFound, "looked in /"),
+        (("python",), UsageError, "name the script"),
+        (("python", "-"), UsageError, "name the script"),
+        (("-m",), UsageError, "name the module"),
+        (("-m", "train.py"), NotFound, "no module train.py in"),
+        (("-m", "./train.py"), UsageError, "not the name of a module; .* -- ./train.py"),
+        (("-m", "pkg.trian"), NotFound, "no module pkg.trian in"),
+        (("-m", "bare"), UsageError, "a package without a __main__.py"),
+        (("-m", "space"), UsageError, "a package without a __main__.py"),
+        (("-m", "sys"), UsageError, "part of Python itself"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
+    with pytest.raises(error, match=message) as caught:
+        read(work, *command)
+
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, HpctrainError)
