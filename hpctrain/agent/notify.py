@@ -122,12 +122,19 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
         reason=reason,
         step=step,
         saved_step=saved,
-        steps_lost=None if step is None else max(0, step - (saved or 0)),
+        steps_lost=_lost(step, saved, is_done=what == "done"),
         loss=_loss(attempt),
         why=why[:MOST_WHY],
         next=_next(run, what),
         text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why),
     )
+
+
+def _lost(step: int | None, saved: int | None, *, is_done: bool) -> int | None:
+    """What a resume does again; none where the program came to its end."""
+    if step is None:
+        return None
+    return 0 if is_done else max(0, step - (saved or 0))
 
 
 def _what(attempt: AttemptRecord) -> str:

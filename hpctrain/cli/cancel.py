@@ -62,17 +62,20 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
     from hpctrain.history.progress import progress
-    from hpctrain.status.reader import listens
+    from hpctrain.history.telling import listens, telling
 
     step = progress(history).saved_step
     if not saves:
         kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
+        if not step and telling(history).is_silent:
+            kept = "what it has saved is not known (its program has told of no checkpoint)"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"
     lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
     if not listens(history):
         lines.append(
-            "its program has not called hpctrain.init() so far; one that never does cannot hear "
-            f"this: `hpctrain cancel {name}` ends it at once"
+            "its program has not called hpctrain.init() so far; one that never does must look for "
+            "the stop by itself (docs/watching.md): else "
+            f"`hpctrain cancel {name}` ends it at once"
         )
     return "\n".join(lines)

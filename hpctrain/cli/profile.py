@@ -16,6 +16,7 @@ from hpctrain.cli.progress import line
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
+from hpctrain.history.telling import listens
 from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
 from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger
@@ -23,7 +24,7 @@ from hpctrain.run.event_types import AttemptStarted, ProfileRequested, ProfileWr
 from hpctrain.run.find_run import runs_flag
 from hpctrain.settings.check import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
-from hpctrain.status.reader import ask, listens
+from hpctrain.status.reader import ask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

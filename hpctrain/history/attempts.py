@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
 from hpctrain.history.causes import cause_of
 from hpctrain.history.run_history import AttemptRecord
@@ -15,7 +16,7 @@ from hpctrain.history.run_history import AttemptRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.base.records import EndReason, JobStart, Next, Skipped
+    from hpctrain.base.records import JobStart, Next, Skipped
     from hpctrain.history.allocations import Allocation
     from hpctrain.history.causes import EndCause
     from hpctrain.history.run_history import Failure, RunHistory
@@ -113,7 +114,7 @@ def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
     """The steps that each attempt did in vain.
 
     The last step it did, less what the next attempt restored; less the newest checkpoint where no
-    attempt came so far, or where a person went back on purpose.
+    attempt came so far, or where a person went back on purpose. Nothing where it came to its end.
     """
     committed, newest = [], 0
     for record in records:
@@ -126,6 +127,8 @@ def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
         is_over = record.ended is not None or record is not records[-1]
         went_on_from = restored if restored is not None and not record.went_back else kept
         last = record.last_step
+        if record.reason is EndReason.COMPLETED and (restored is None or record.went_back):
+            went_on_from = last or 0  # its steps count, also where nobody tells of a checkpoint
         lost.append(max(0, last - went_on_from) if is_over and last is not None else None)
         restored = restored if record.restored_step is None else record.restored_step
     return lost[::-1]

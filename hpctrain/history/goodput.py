@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
+from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
     from hpctrain.history.allocations import Allocation
@@ -136,14 +137,14 @@ def goodput(
         gone: See `allocations_of`.
     """
     kept = kept_steps(history.attempts)
-    tells = any(one.tells for one in history.attempts)
+    words = telling(history, now=now)
     slices: list[TimeSlice] = []
     for allocation in allocations_of(history, starts, gone=gone, now=now):
         slices += waited(allocation)
         if allocation.started:
             until = max(allocation.begin, now) if allocation.end is None else allocation.end
-            slices += cut(allocation, until, kept, tells=tells)
-    return _summed(slices, tells_steps=tells)
+            slices += cut(allocation, until, kept, silent=words.unaccounted)
+    return _summed(slices, tells_steps=words.tells)
 
 
 def window(g: Goodput, since: float) -> Goodput:
@@ -178,7 +179,7 @@ def kept_steps(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
 
 
 def cut(
-    allocation: Allocation, until: float, kept: Mapping[int, int], *, tells: bool
+    allocation: Allocation, until: float, kept: Mapping[int, int], *, silent: Collection[int]
 ) -> Iterator[TimeSlice]:
     """All the time of one start, from `allocation.begin` to `until`, without a gap.
 
@@ -187,7 +188,7 @@ def cut(
         until: Its end, or now.
         kept: Attempt to the last of its steps that counts; attempts whose steps all count are
             not in it.
-        tells: Whether the program tells hpctrain anything, in any attempt.
+        silent: Attempts whose program told nothing of what it did.
     """
     cursor = allocation.begin
     if not allocation.attempts:
@@ -199,7 +200,8 @@ def cut(
         ends = until if following is None else following.began
         ends = min(max(ends, cursor), until)
         going = last and allocation.goes_on
-        parts = _parts(attempt, ends, going=going) if tells else _silent(attempt, ends, going=going)
+        of = _silent if attempt.number in silent else _parts
+        parts = of(attempt, ends, going=going)
         for end, kind in parts:
             part = cursor, min(max(end, cursor), ends)
             if kind is TimeClass.STEP:
@@ -264,7 +266,7 @@ def _parts(
 def _silent(
     attempt: AttemptRecord, ends: float, *, going: bool
 ) -> Iterator[tuple[float, TimeClass]]:
-    """The same where the program tells nothing: what it did in its time, nobody can say."""
+    """The same where the program told no step: what it did in its time, nobody can say."""
     yield attempt.began, TimeClass.STARTUP
     word, cease = _cease(attempt, ends, going=going)
     yield cease if word else ends, TimeClass.OTHER

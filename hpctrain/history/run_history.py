@@ -259,9 +259,9 @@ class AttemptRecord:
         return self.last_t if self.heard is None else max(self.last_t, self.heard)
 
     @property
-    def tells(self) -> bool:
-        """Whether its ranks told anything: a program that does not use hpctrain tells nothing."""
-        return self.initialised or self.restored is not None or self.first_step is not None
+    def tells_steps(self) -> bool:
+        """Whether it told where it stands: a program may train and tell nothing of it."""
+        return self.highest_step is not None or self.first_step is not None
 
     def moved(self, step: int | None) -> None:
         """It is known to have done this step."""

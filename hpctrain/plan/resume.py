@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
 
 
+NONE_YET = "none yet: starts from the beginning"
+
+
 @dataclass(frozen=True)
 class Batching:
     """How the fixed global batch is cut at one world size."""
@@ -56,7 +59,8 @@ class ResumePlan:
     """What `hpctrain resume` is about to do."""
 
     run: str
-    step: int
+    step: int | None
+    """None where the program goes on by itself, and nobody knows from where."""
     checkpoint: str | None
     saved_world_size: int | None
     saved_engine: str | None
@@ -69,6 +73,8 @@ class ResumePlan:
     """At the fewest and at the most nodes."""
     batching: list[Batching]
     """The same; empty for a script of the user's own."""
+    not_known: str = ""
+    """Why it is not known where the run goes on and how its ranks stand."""
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``; every rank of a mesh has its node and its place on each axis."""
@@ -124,12 +130,16 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         for row in plan.looked_at
     )
     if not plan.looked_at:
-        lines.append("checkpoint   none yet: starts from the beginning")
+        none = f"not known ({plan.not_known}): it goes on as it does by itself"
+        lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {plan.saved_world_size} ranks, {plan.saved_engine}")
     cuts = {item.nodes: item for item in plan.batching}
     for node_mesh in plan.meshes:
         ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
+        if plan.not_known:
+            lines.append(f"ranks        {ranks}")
+            continue
         lines.append(
             f"mesh         {ranks}: {plan.engine}, {node_mesh.mesh.text}"
             f"{_was(plan, node_mesh.mesh)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, duration, size
 from hpctrain.history.causes import EndCause
 from hpctrain.history.goodput import TimeClass
+from hpctrain.history.telling import HOW_TO_TELL
 from hpctrain.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.report import curves
 from hpctrain.report.wording import ended, percent, step_seconds
@@ -365,7 +366,7 @@ def lost_steps(data: ReportData) -> Iterator[Advice]:
     warned = [one for one in losers if one.cause in _WARNED]
     worst = max(losers, key=lambda one: one.steps_lost or 0)
     evidence = (
-        f"{_of_allocated(share)}: {count(data.steps_lost, 'step')} in "
+        f"{_of_allocated(share)}: {count(data.steps_lost or 0, 'step')} in "
         f"{count(len(losers), 'attempt')}, the most in attempt {worst.number} "
         f"({ended(worst)}, {count(worst.steps_lost or 0, 'step')})"
     )
@@ -414,7 +415,23 @@ def failed_saves(data: ReportData) -> Iterator[Advice]:
     )
 
 
+def tells_nothing(data: ReportData) -> Iterator[Advice]:
+    """Nobody knows what was lost, nor what else could be advised."""
+    words = data.status.telling
+    if not words.is_silent:
+        return
+    ends = [one for one in data.status.attempts if one.ended is not None]
+    back = len(data.status.attempts) - 1
+    lost = f", and what was lost {count(back, 'time')}," if back else ""
+    evidence = f"{count(len(words.silent), 'attempt')} ran and told none: how far it came"
+    evidence += f"{lost} is not known"
+    do = f"have the program tell: {HOW_TO_TELL}; one that saves and leaves when "
+    do += "`run.should_stop()` says so loses nothing at a preemption or a time limit"
+    yield Advice("tells-nothing", "The program tells no steps", evidence, do, 0.5 if ends else 0.0)
+
+
 RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
+    tells_nothing,
     same_failure,
     bad_node,
     failed_saves,

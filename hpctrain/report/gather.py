@@ -149,9 +149,9 @@ class ReportData:
     problems: tuple[str, ...]
 
     @property
-    def steps_lost(self) -> int:
-        """Steps that were done in vain, over all attempts."""
-        return sum(one.steps_lost or 0 for one in self.status.attempts)
+    def steps_lost(self) -> int | None:
+        """Steps that were done in vain, over all attempts; None where none was told."""
+        return self.status.steps_lost.steps
 
 
 def gather(run: RunDir, status: RunStatus) -> ReportData:

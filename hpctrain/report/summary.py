@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, duration
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import OVER
+from hpctrain.history.telling import NO_STEP
 from hpctrain.report import curves
 from hpctrain.report.wording import (
     NAMES,
+    NOT_KNOWN,
     NOTHING,
     ended,
     figure,
@@ -65,21 +67,36 @@ def facts(data: ReportData) -> list[Fact]:
     total = "" if progress.total is None else f"of {progress.total:,}"
     rows = [
         Fact("state", status.state.value, _since(data)),
-        Fact("step", NOTHING if progress.step is None else f"{progress.step:,}", total),
+        Fact("step", _step(data), total),
         Fact("useful of allocated", percent(spent.useful_of_allocated), _why_no_rate(spent)),
         Fact("useful since submit", percent(spent.useful_since_submit), _waited(spent)),
         Fact("last 24 hours", percent(status.day.useful_of_allocated), "useful of allocated"),
-        Fact("steps lost", f"{data.steps_lost:,}", "done again, or in vain"),
+        _lost(data),
         Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
         Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
     ]
     return [*rows, *_speed(data)]
 
 
+def _step(data: ReportData) -> str:
+    step = data.status.progress.step
+    if step is None:
+        return NOT_KNOWN if data.status.telling.is_silent else NOTHING
+    return f"{step:,}"
+
+
+def _lost(data: ReportData) -> Fact:
+    lost = data.status.steps_lost
+    if lost.steps is None:
+        return Fact("steps lost", NOT_KNOWN, lost.why)
+    more = f"done again, or in vain; {lost.why}" if lost.why else "done again, or in vain"
+    return Fact("steps lost", f"{lost.steps:,}", more)
+
+
 def _why_no_rate(spent: Goodput) -> str:
     if spent.useful_of_allocated is not None:
         return ""
-    return "the program tells no steps" if spent.allocated_s else "nothing was allocated"
+    return NO_STEP if spent.allocated_s else "nothing was allocated"
 
 
 def _waited(spent: Goodput) -> str:

@@ -48,6 +48,7 @@ SERIES = ("#2f7fc1", "#d9822b", "#2f9e63", "#b1479a", "#8f6f3f", "#3fa7a7", "#d6
 """Of curves that stand side by side."""
 
 NOTHING = "-"
+NOT_KNOWN = "not known"
 
 
 def percent(share: float | None) -> str:

@@ -245,12 +245,6 @@ def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
         return None
 
 
-def listens(history: RunHistory) -> bool:
-    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
-    newest = history.newest
-    return newest is not None and (newest.initialised or newest.restored is not None)
-
-
 @dataclass(frozen=True)
 class _RunFiles:
     """What a run's own files say."""

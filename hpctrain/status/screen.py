@@ -30,6 +30,7 @@ from hpctrain.base.text import (
 from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
+from hpctrain.history.telling import HOW_TO_TELL, NO_STEP
 from hpctrain.status.status import ALIVE
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
     from hpctrain.history.progress import Missed, Progress, RankSample, Saving
+    from hpctrain.history.telling import StepsLost
     from hpctrain.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005
@@ -180,6 +182,7 @@ def _header(status: RunStatus, width: int) -> list[Text]:
 def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
     """Where its ranks stand, speed, model, checkpoints, goodput: a labelled line or more each."""
     rows = [
+        *_not_told(status),
         *_mesh(status, width),
         *speed_lines(status, width),
         *model_lines(status, width),
@@ -187,6 +190,14 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
         *goodput_lines(status, width),
     ]
     return [facts(rows)] if rows else []
+
+
+def _not_told(status: RunStatus) -> list[Fact]:
+    """Why no step is shown, and how a program tells its steps."""
+    words = status.telling
+    if not words.is_silent or not words.is_long:
+        return []
+    return [("steps", f"not known: {NO_STEP}; {HOW_TO_TELL}")]
 
 
 def _mesh(status: RunStatus, width: int) -> list[Fact]:
@@ -324,7 +335,7 @@ def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
     if not spent.tells_steps and any(one.ended is not None for one in status.attempts):
-        items.append("useful share not known (no hpctrain.init() in the program)")
+        items.append(f"useful share not known ({NO_STEP})")
     if since is not None:
         items.append(f"{percent(since, 1)} since submit")
     items.append(f"{_node_hours(spent.allocated_s)} allocated")
@@ -394,6 +405,8 @@ def _checkpoint(status: RunStatus, width: int) -> list[Fact]:
     if newest is None:
         begun = status.progress.saved_step is not None or status.skipped
         none = "none that could be loaded" if begun else "none so far"
+        if status.telling.is_silent and not begun:
+            none = "none told so far"
         return [("checkpoint", none)] if status.attempts else []
     items = [newest.name]
     if newest.t:
@@ -502,10 +515,17 @@ def attempts_table(
     hidden = len(status.attempts) - len(shown)
     if hidden:
         parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
-    lost = sum(one.steps_lost or 0 for one in status.attempts)
     if len(status.attempts) > 1:
-        parts.append(Text(f"{len(status.attempts)} attempts, {lost:,} steps lost in all"))
+        parts.append(Text(f"{len(status.attempts)} attempts, {lost_in_all(status.steps_lost)}"))
     return parts
+
+
+def lost_in_all(lost: StepsLost) -> str:
+    """How many steps were done in vain, as far as anybody can tell."""
+    if lost.steps is None:
+        return f"steps lost not known ({lost.why})"
+    steps = f"{lost.steps:,} steps lost in all"
+    return f"{steps} but what is not known ({lost.why})" if lost.why else steps
 
 
 def _back(
@@ -521,6 +541,8 @@ def _back(
     parts = [] if queued is None else [f"{duration(queued)} queue"]
     if ready is None:
         came = "starting" if following.ended is None else "no step"
+        if following.number in status.telling.silent:
+            came = "not known"
         return " + ".join([*parts, came]), came
     return " + ".join([*parts, duration(ready)]), duration((queued or 0) + ready)
 

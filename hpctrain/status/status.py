@@ -15,6 +15,7 @@ from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
 from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
 from hpctrain.history.run_state import LedgerState, RunState, run_state
+from hpctrain.history.telling import StepsLost, Telling, listens, steps_lost, telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,15 @@ class RunStatus:
     """Room left where the checkpoints go."""
     verified: Mapping[str, float] = field(default_factory=dict)
     """Checkpoints of which a person has had every byte read, and when."""
+    telling: Telling = field(default_factory=Telling)
+    """What its program has told, and so what can be known."""
+    listens: bool = False
+    """Whether the newest attempt's program is known to see requests."""
+
+    @property
+    def steps_lost(self) -> StepsLost:
+        """Of all attempts."""
+        return steps_lost(self.attempts, self.telling)
 
 
 def status_of(
@@ -177,6 +187,8 @@ def status_of(
         speed=speed(history),
         disk_free_bytes=disk_free_bytes,
         verified=dict(history.verified),
+        telling=telling(history, now=moment if not gone else None),
+        listens=listens(history),
     )
 
 
@@ -197,7 +209,12 @@ def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
     seen = max(t, before.seen or 0.0)
     done = max(step, newest.last_step or 0)
     attempts = [*status.attempts[:-1], replace(newest, last_step=done)]
-    return replace(status, progress=replace(before, seen=seen, step=done), attempts=attempts)
+    return replace(
+        status,
+        progress=replace(before, seen=seen, step=done),
+        attempts=attempts,
+        telling=status.telling.heard_of(newest.number),
+    )
 
 
 def exit_status(status: RunStatus) -> int:

@@ -102,7 +102,8 @@ def next_commands(status: RunStatus) -> list[str]:
     if status.state is RunState.COMPLETING:
         return [f"{logs} -f", f"hpctrain status {name}{flags}"]
     if status.state in ALIVE:
-        return [f"{logs} -f", f"hpctrain cancel {name} --save{flags}"]
+        saves = status.listens or status.telling.tells or not status.attempts
+        return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
     if status.state is RunState.DONE:
         return [logs, f"hpctrain checkpoints list {name}{flags}"]
     if status.state in {RunState.CREATED, RunState.SUBMITTING}:
@@ -210,7 +211,7 @@ def _sign_of_life(status: RunStatus) -> str:
     if newest is None or newest.ended is not None:
         return ", starting"
     if seen is None or seen < newest.started:
-        return f", started {duration(status.now - newest.started)} ago, no step so far"
+        return f", started {duration(status.now - newest.started)} ago, no step told so far"
     return f", last heard of {duration(status.now - seen)} ago"
 
 

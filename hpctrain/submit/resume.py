@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.errors import UsageError
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.telling import NO_STEP, telling
 from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
@@ -147,8 +149,8 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         NewerFormat: a newer hpctrain has written it.
         UsageError: the run is done, or some number of nodes has no mesh.
     """
-    facts = (event.fact for event in ledger.read(run))
-    ends = [fact.step for fact in facts if isinstance(fact, TrainingDone)]
+    events = ledger.read(run)
+    ends = [event.fact.step for event in events if isinstance(event.fact, TrainingDone)]
     is_script = spec.entry.kind != "recipe"
     if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
         if ends[-1] is None:  # a program that counts no steps with us
@@ -166,9 +168,11 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     is_recipe = spec.entry.kind == "recipe"
     found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
+    words = telling(RunHistory.of(events))
+    not_known = NO_STEP if words.is_silent and is_script and not checkpoint else ""
     return ResumePlan(
         run=run.name,
-        step=checkpoint.step if checkpoint else 0,
+        step=checkpoint.step if checkpoint else None if not_known else 0,
         checkpoint=checkpoint.path.name if checkpoint else None,
         saved_world_size=manifest.world_size if manifest else None,
         saved_engine=manifest.engine if manifest else None,
@@ -179,6 +183,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         ),
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
+        not_known=not_known,
     )
 
 

@@ -71,6 +71,24 @@ def test_save_warns_where_the_program_may_not_hear_it(runs, tmp_path, capsys):
     assert "has not called hpctrain.init() so far" in out
 
 
+def test_what_a_program_that_tells_nothing_has_saved_is_not_said_to_be_nothing(
+    runs, tmp_path, capsys
+):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    Story(runs / "lm").submitted("local-17").started(1, "local-17")
+    _, out, _ = cancel("lm", capsys=capsys)
+    assert "what it has saved is not known (its program has told of no checkpoint)" in out
+    assert "nothing" not in out
+
+
+def test_a_program_of_ours_that_was_cancelled_before_its_first_save_has_saved_nothing(
+    runs, tmp_path, capsys
+):
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    Story(runs / "lm").submitted("local-17").started(1, "local-17").restored(1)
+    assert "it had saved nothing yet" in cancel("lm", capsys=capsys)[1]
+
+
 def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="PENDING")
     story = Story(runs / "lm").submitted("local-17")

@@ -836,4 +836,44 @@ def test_a_program_that_tells_nothing_is_told_so_once_an_attempt_has_ended(runs)
     assert "useful share" not in shown(story, RUNNING)
     story.t += 600
     story.ended(1, "preempted", "requeue")
-    assert "useful share not known (no hpctrain.init() in the program)" in shown(story, width=200)
+    assert "useful share not known (the program has told no step)" in shown(story, width=200)
+
+
+def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
+    story = Story(runs / "plain").submitted("17").started(1)
+    early = shown(story, RUNNING)
+    assert "started 5 s ago, no step told so far" in early
+    assert "run.at(step)" not in early
+    for number in (1, 2):
+        story.t += 200
+        story.ended(number, "preempted", "requeue").started(number + 1)
+
+    row = next(line for line in shown(story, RUNNING).splitlines() if "preempted" in line)
+    text = " ".join(shown(story, RUNNING, width=200).split())
+
+    assert "3 attempts, steps lost not known (the program has told no step)" in text
+    assert "steps not known: the program has told no step; `run.at(step)` tells steps" in text
+    assert "checkpoint none told so far" in text
+    assert "not known" in row
+    assert not [
+        claim for claim in ("0 steps", "no step so far", "none so far", "--save") if claim in text
+    ]
+    assert text.endswith("hpctrain cancel plain")
+    assert max(map(len, shown(story, RUNNING).splitlines())) <= 80
+
+
+def test_json_has_no_number_for_what_a_program_does_not_tell(runs):
+    story = Story(runs / "plain").submitted("17").started(1).ended(1, "preempted", "requeue")
+    value = as_json(status_of(RunHistory.read(story.run), Answer(), name="plain"))
+    assert (value["steps_lost"], value["step"], value["attempts"][0]["steps_lost"]) == (None,) * 3
+    assert value["not_known"] == "the program has told no step"
+
+
+def test_an_attempt_that_told_nothing_between_others_is_named(runs, story):
+    story.ended(3, "preempted", "requeue").started(4)
+    story.t += 300
+    story.ended(4, "completed", "stop")
+    text = shown(story, width=200)
+    assert "4 attempts, " in text
+    assert "steps lost in all but what is not known (attempt 4 told no step)" in text
+    assert "run.at(step)" not in text

@@ -404,6 +404,20 @@ def test_a_quiet_run_gets_no_advice(quiet):
     assert "Nothing to advise" in page(quiet)
 
 
+def test_a_program_that_tells_nothing_is_advised_to_tell_and_nothing_is_claimed(tmp_path):
+    story = Story(tmp_path / "plain").submitted("17").started(1)
+    story.ended(1, "preempted", "requeue").started(2)
+    data = data_of(story.run)
+
+    rows = {one.label: (one.value, one.more) for one in facts(data)}
+
+    assert rows["steps lost"] == ("not known", "the program has told no step")
+    assert rows["step"][0] == "not known"
+    assert keys(data) == ["tells-nothing"]
+    assert "run.should_stop()" in as_text(data)
+    assert "othing to advise" not in as_text(data) + page(data)
+
+
 @pytest.mark.parametrize(
     ("kind", "share", "key"),
     [

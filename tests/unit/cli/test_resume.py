@@ -1,0 +1,64 @@
+"""`hpctrain resume --dry-run`: what is said of a program that tells nothing of itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.run.layout import RunDir
+from tests.support.ledger_runs import write_event
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch) -> RunDir:
+    """A script's run that was never started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hi')\n")
+    argv = ["submit", "--cluster", "local", "--no-submit", "--name", "plain", "--nodes", "2"]
+    assert main([*argv, "--", "train.py"]) == 0
+    return RunDir(tmp_path / "runs" / "plain")
+
+
+def ended(run: RunDir, *told: tuple[str, dict]) -> None:
+    """The run has had an attempt that was preempted."""
+    where = {"job_id": "local-1", "nodes": ["n1", "n2"], "world_size": 2}
+    write_event(run, "submit_intent", token="t")
+    write_event(run, "submitted", token="t", job_id="local-1")
+    write_event(run, "attempt_started", attempt=1, by="start", **where)
+    for kind, fields in told:
+        write_event(run, kind, attempt=1, **fields)
+    write_event(run, "attempt_ended", attempt=1, reason="cancelled", next="stop", by="agent")
+
+
+def dry_run(capsys, *argv: str) -> str:
+    capsys.readouterr()
+    assert main(["resume", "plain", "--dry-run", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_where_a_program_that_tells_nothing_goes_on_and_how_it_spreads_is_not_known(plain, capsys):
+    ended(plain)
+
+    out = dry_run(capsys)
+
+    assert "checkpoint   not known (the program has told no step): it goes on as it does" in out
+    assert "ranks        2 nodes x 1 rank" in out
+    assert "mesh" not in out
+    assert "beginning" not in out
+    plan = json.loads(dry_run(capsys, "--json"))["plan"]
+    assert (plan["step"], plan["not_known"]) == (None, "the program has told no step")
+
+
+def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginning(plain, capsys):
+    ended(plain, ("restored", {"step": 0}))
+
+    out = dry_run(capsys)
+
+    assert "checkpoint   none yet: starts from the beginning" in out
+    assert "mesh         2 nodes x 1 rank: ddp, dp_replicate=2" in out
+
+
+def test_a_run_that_never_began_is_as_it_was(plain, capsys):
+    assert "none yet: starts from the beginning" in dry_run(capsys)
