@@ -192,7 +192,8 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
         starts=lambda _: [],
         setup_lines=lambda _: [],
     )
-    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
+    # Whatever is imported meanwhile would keep the patched name for ever.
+    for module in ("hpctrain.submit.launch", "hpctrain.submit.resume", "hpctrain.scheduler.base"):
         monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)
