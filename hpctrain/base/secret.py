@@ -8,10 +8,7 @@ promises.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import secrets
 
 BYTES = 32
 CODE_LENGTH = 64
@@ -23,17 +20,24 @@ class Forged(ValueError):
 
 def new_secret() -> str:
     """A secret, as text."""
+    import secrets  # here and below: every command reads this module, few of them sign anything
+
     return secrets.token_hex(BYTES)
 
 
 def code(secret: str, *words: str | int) -> str:
     """The code of these words in this order; who has it knows nothing of any other's."""
+    import hashlib
+    import hmac
+
     text = json.dumps(words).encode()  # no two lists of words have one text
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
 def is_code(given: object, secret: str, *words: str | int) -> bool:
     """Whether that is the code of these words. Takes as long for a wrong one as for the right."""
+    import hmac
+
     return isinstance(given, str) and hmac.compare_digest(
         given.encode(errors="replace"), code(secret, *words).encode()
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import foreign_option, json_option, runs_option
-from hpctrain.run.find_run import runs_flag
+from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from pathlib import Path

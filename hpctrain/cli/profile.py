@@ -21,7 +21,7 @@ from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, f
 from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
-from hpctrain.run.find_run import runs_flag
+from hpctrain.run.layout import runs_flag
 from hpctrain.settings.check import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
 from hpctrain.status.reader import ask

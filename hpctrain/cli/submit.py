@@ -21,7 +21,7 @@ from hpctrain.cli.options import (
     runs_option,
 )
 from hpctrain.cli.wait import conclude, wait_option
-from hpctrain.run.find_run import runs_flag
+from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,7 +159,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 
-        from hpctrain.submit.launch import expected_environment
+        from hpctrain.site.environment import expected_environment
 
         value: dict[str, Any] = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
         environment = asdict(expected_environment(spec))
@@ -174,7 +174,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
 
 
 def _environment(spec: Spec) -> dict[str, str]:
-    from hpctrain.submit.launch import expected_environment
+    from hpctrain.site.environment import expected_environment
 
     return {name: value.value for name, value in expected_environment(spec).values.items()}
 

@@ -49,8 +49,7 @@ def command(
     import os
     from pathlib import Path
 
-    from hpctrain.run.find_run import runs_root
-    from hpctrain.run.layout import RunDir
+    from hpctrain.run.layout import RunDir, runs_root
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.check import engine_flags
     from hpctrain.submit.launch import refuse_alive

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.run.find_run import runs_flag
+from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

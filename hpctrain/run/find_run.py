@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from hpctrain.base.files import is_plain
 from hpctrain.base.text import count
 from hpctrain.errors import NotFound
 from hpctrain.run.events import read_marked
-from hpctrain.run.layout import RunDir
+from hpctrain.run.layout import RunDir, runs_root
 from hpctrain.run.ownership import is_mine
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 LATEST = "-"
 _SHOWN = 5
-
-
-def runs_root(explicit: Path | str | None = None) -> Path:
-    """The folder of all runs, absolute: what was given, else HPCTRAIN_RUNS, else ./runs."""
-    return Path.cwd() / Path(explicit or os.environ.get(HPCTRAIN_RUNS) or "runs").expanduser()
 
 
 @dataclass(frozen=True)
@@ -206,12 +200,3 @@ def _nearest(text: str, folder: Folder) -> str:
 def _names(runs: Sequence[RunDir]) -> str:
     names = [run.name for run in runs[:_SHOWN]]
     return ", ".join(names) + (", ..." if len(runs) > _SHOWN else "")
-
-
-def runs_flag(runs: Path) -> str:
-    """` --runs DIR` where a later command would need it to find the run, else nothing."""
-    import os
-    import shlex
-
-    default = Path.cwd() / (os.environ.get(HPCTRAIN_RUNS) or "runs")
-    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"

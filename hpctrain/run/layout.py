@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from hpctrain.base.env import HPCTRAIN_RUNS
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,16 @@ def torch_error_path(attempt_dir: Path, rank: int) -> Path:
     torch's agent must not read it: it dies of one that is not whole.
     """
     return attempt_dir / f"torch-error-{rank}.json"
+
+
+def runs_root(explicit: Path | str | None = None) -> Path:
+    """The folder of all runs, absolute: what was given, else HPCTRAIN_RUNS, else ./runs."""
+    return Path.cwd() / Path(explicit or os.environ.get(HPCTRAIN_RUNS) or "runs").expanduser()
+
+
+def runs_flag(runs: Path) -> str:
+    """` --runs DIR` where a later command would need it to find the run, else nothing."""
+    import shlex
+
+    default = Path.cwd() / (os.environ.get(HPCTRAIN_RUNS) or "runs")
+    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"

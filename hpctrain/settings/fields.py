@@ -1,9 +1,9 @@
 """Keys of settings and of site presets: a value's rule stands beside the field that holds it.
 
-`field`, `table` and `tables` declare the keys of a frozen dataclass. Reading, the refusing of
-unknown keys, the JSON Schema and the reference pages are derived from them: `keys_of` gives a class
-as data, `make` an instance from plain values, `convert` a raw value as its key takes it, and
-`fault` says what is wrong with one, in words without its place, which the caller knows.
+`field`, `table` and `tables` declare the keys of a `Table`, a frozen dataclass. Reading, the
+refusing of unknown keys, the JSON Schema and the reference pages are derived from them: `keys_of`
+gives a class as data, `make` an instance from plain values, `convert` a raw value as its key takes
+it, and `fault` says what is wrong with one, in words without its place, which the caller knows.
 
 Pure, standard library only. tests/unit/settings/test_layers.py, test_check.py and
 tests/unit/site/test_schema.py hold the promises.
@@ -18,7 +18,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -137,6 +137,48 @@ def tables(cls: type[Any]) -> Any:
 def title_of(cls: type[Any]) -> str:
     """What a table is, from its class's first line: the words behind "[name]: "."""
     return (cls.__doc__ or "").splitlines()[0].partition(": ")[2]
+
+
+@dataclass_transform(frozen_default=True)
+class Table:
+    """Base of the classes whose fields are keys: frozen dataclasses.
+
+    The methods that a dataclass has are made once here and not for each class: that would cost
+    every command 8 ms.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(init=False, eq=False, repr=False, match_args=False)(cls)
+
+    def __init__(self, *first: Any, **values: Any) -> None:
+        values |= zip(self.__dataclass_fields__, first, strict=False)
+        for name, key in self.__dataclass_fields__.items():
+            if name in values:
+                value = values.pop(name)
+            elif key.default_factory is not dataclasses.MISSING:
+                value = key.default_factory()
+            else:
+                value = key.default
+            object.__setattr__(self, name, value)
+        if values:
+            raise TypeError(f"{type(self).__name__} has no key {', '.join(values)}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
 
 
 @cache

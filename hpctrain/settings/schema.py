@@ -9,11 +9,11 @@ tests/unit/settings/test_layers.py and test_check.py hold the promises.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.settings.fields import WORD, field, keys_of, table
+from hpctrain.settings.fields import WORD, Table, field, keys_of, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 setting = partial(field, free=True)
 
 
-@dataclass(frozen=True)
-class SlurmSettings:
+class SlurmSettings(Table):
     """[slurm]: what is asked of the scheduler."""
 
     nodes: str = setting("1", "nodes: N, or MIN-MAX to take what there is at each (re)start")
@@ -61,8 +60,7 @@ class SlurmSettings:
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
-@dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Table):
     """[run]: how the run is kept going."""
 
     start_method: str = setting(
@@ -95,8 +93,7 @@ class RunSettings:
     )
 
 
-@dataclass(frozen=True)
-class PreflightSettings:
+class PreflightSettings(Table):
     """[preflight]: the look at the nodes before the ranks of a job start."""
 
     enabled: str = setting(
@@ -118,8 +115,7 @@ class PreflightSettings:
     bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
 
-@dataclass(frozen=True)
-class BudgetSettings:
+class BudgetSettings(Table):
     """[budget]: how often each cause may end an attempt before the run stops for good (0: no limit)."""
 
     preemptions: int = setting(0, "preemptions and outside requeues")
@@ -130,8 +126,7 @@ class BudgetSettings:
     no_progress: int = setting(3, "attempts in a row without one new committed step")
 
 
-@dataclass(frozen=True)
-class CheckpointSettings:
+class CheckpointSettings(Table):
     """[checkpoint]: when to save, how, and what to keep."""
 
     interval_steps: int = setting(0, "save every N steps; 0 leaves it to interval_s")
@@ -183,8 +178,7 @@ class CheckpointSettings:
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
-@dataclass(frozen=True)
-class NotifySettings:
+class NotifySettings(Table):
     """[notify]: who hears of a run's end; never blocks or breaks training."""
 
     command: str = setting(
@@ -205,16 +199,14 @@ class NotifySettings:
     timeout_s: float = setting(30.0, "a notification that takes longer is given up", least=1)
 
 
-@dataclass(frozen=True)
-class TrackSettings:
+class TrackSettings(Table):
     """[track]: experiment trackers beside TensorBoard."""
 
     loggers: list[str] = setting([], "wandb, or module:name of your own (docs/tracking.md)")
     project: str = setting("hpctrain", "the project that the tracker files the run under")
 
 
-@dataclass(frozen=True)
-class ProfileSettings:
+class ProfileSettings(Table):
     """[profile]: a look at some steps of some ranks, without touching the program."""
 
     steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
@@ -223,8 +215,7 @@ class ProfileSettings:
     nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
-@dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(Table):
     """[engine]: how the model is parallelised."""
 
     kind: str = setting(
@@ -287,8 +278,7 @@ class EngineSettings:
     )
 
 
-@dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Table):
     """[train]: the shipped recipe, a decoder language model on bytes of text files."""
 
     steps: int = setting(200, "optimizer steps", least=1)
@@ -320,8 +310,7 @@ class TrainSettings:
     step_delay_s: float = setting(0.0, "sleep in each step, to rehearse with a tiny model")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Table):
     """All sections."""
 
     slurm: SlurmSettings = table(SlurmSettings)

@@ -18,6 +18,7 @@ from hpctrain.site.sheet import DERIVED, locked_changes
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import KeyPath, Site
     from hpctrain.site.schema import When
 
@@ -176,6 +177,22 @@ def with_settings(
         _drop_twin(values, name, notes)
     unset = [name for name in environment.unset if name not in env]
     return Environment(values, unset, notes)
+
+
+def expected_environment(spec: Spec) -> Environment:
+    """What the preset and the run's settings give at the most nodes that the run may get.
+
+    Versions are the nodes' to tell, so conditions on them do not hold here; the job's own
+    environment, which wins over all of it, is not there yet either.
+    """
+    from hpctrain.settings.check import node_range
+    from hpctrain.site.preset import site_of
+
+    _, most = node_range(spec.settings.slurm.nodes)
+    derived = derive(site_of(spec), nodes=most, versions=Versions(), run_dir="")
+    values = {n: v for n, v in derived.values.items() if v.origin != FLIGHT_RECORDER}
+    given = Environment(values, derived.unset, derived.notes)
+    return with_settings(given, spec.env, spec.env_origins)
 
 
 def paths_of(site: Site, name: str) -> list[KeyPath]:

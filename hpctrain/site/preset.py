@@ -66,7 +66,6 @@ class SiteFile:
     """Of the preset in it: the site's own, or that of a base."""
 
 
-@dataclass(frozen=True)
 class Site(Preset):
     """A cluster's settings, merged from every file that has a say."""
 

@@ -10,7 +10,7 @@ Pure, standard library only. tests/unit/site/test_schema.py holds the promises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from hpctrain.settings.fields import (
     VARIABLE,
     VERSIONS,
     Key,
+    Table,
     field,
     keys_of,
     table,
@@ -48,8 +49,7 @@ _ENV_GROUPS = "[env.common], [env.single_node] or [env.multi_node]"
 _LAST = ("text", "integer", "number", "boolean", "texts")
 
 
-@dataclass(frozen=True)
-class About:
+class About(Table):
     """Keys outside any table: what the preset is, and who answers for it."""
 
     schema: int = field(SCHEMA, "version of this format", least=1)
@@ -68,8 +68,7 @@ class About:
     sources: dict[str, str] = field({}, "short name to where the value stands, for `source`")
 
 
-@dataclass(frozen=True)
-class Detect:
+class Detect(Table):
     """[detect]: how the site is known. Every pattern must match the whole text."""
 
     env: dict[str, str] = field(
@@ -93,8 +92,7 @@ class Detect:
     )
 
 
-@dataclass(frozen=True)
-class SlurmFacts:
+class SlurmFacts(Table):
     """[slurm]: what the scheduler here demands and refuses."""
 
     account_required: bool | None = field(None, "whether a job needs --account")
@@ -139,8 +137,7 @@ class SlurmFacts:
     )
 
 
-@dataclass(frozen=True)
-class Preemption:
+class Preemption(Table):
     """[partitions.X.preemption]: what happens to a job whose nodes are wanted."""
 
     mode: str = field(
@@ -151,8 +148,7 @@ class Preemption:
     exempt_s: int | None = field(None, "seconds for which a job cannot be preempted")
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(Table):
     """[partitions.X]: limits of one partition. `X` is its SLURM name."""
 
     description: str = field("", "what it is for")
@@ -175,8 +171,7 @@ class Partition:
     preemption: Preemption = table(Preemption)
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(Table):
     """[network]: between nodes."""
 
     kind: str = field(
@@ -206,8 +201,7 @@ class Network:
     )
 
 
-@dataclass(frozen=True)
-class When:
+class When(Table):
     """[env.when.X]: variables for some versions only; all conditions that are given must hold."""
 
     nccl: str = field(
@@ -225,8 +219,7 @@ class When:
     unset: list[str] = field([], "variables to take away", pattern=VARIABLE)
 
 
-@dataclass(frozen=True)
-class EnvGroups:
+class EnvGroups(Table):
     """[env]: environment of the ranks. Interfaces and adapters come from [network] instead."""
 
     common: dict[str, str] = field({}, "for any number of nodes", keys=VARIABLE)
@@ -238,8 +231,7 @@ class EnvGroups:
     when: dict[str, When] = tables(When)
 
 
-@dataclass(frozen=True)
-class Modules:
+class Modules(Table):
     """[modules]: what is loaded on the first node before srun; all nodes get its environment."""
 
     init: str = field("", "file to source first, where the shell has no `module`")
@@ -253,8 +245,7 @@ class Modules:
     )
 
 
-@dataclass(frozen=True)
-class Cpus:
+class Cpus(Table):
     """[cpus]: of a node. Without a map ranks are bound as the machine itself tells."""
 
     of_gpu: list[str] = field(
@@ -262,8 +253,7 @@ class Cpus:
     )
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(Table):
     """[storage]: where files belong. Texts may have $VARIABLES of the user's shell."""
 
     scratch: str = field("", "large and shared")
@@ -279,8 +269,7 @@ class Storage:
     quota_cmd: str = field("", "the command that shows a user's quota")
 
 
-@dataclass(frozen=True)
-class Container:
+class Container(Table):
     """[container]: how containers run here."""
 
     runtime: str = field(
@@ -294,8 +283,7 @@ class Container:
     )
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(Table):
     """[baseline]: what a healthy network does, for preflight."""
 
     allreduce_busbw_gbs: dict[str, float] = field(
@@ -305,8 +293,7 @@ class Baseline:
     tolerance: float = field(0.8, "a node group below this share of it is slow")
 
 
-@dataclass(frozen=True)
-class Expect:
+class Expect(Table):
     """[expect]: what a healthy node has, for preflight."""
 
     driver_min: str = field("", "oldest GPU driver")
@@ -316,8 +303,7 @@ class Expect:
     nccl_conf: bool | None = field(None, "whether nodes have /etc/nccl.conf")
 
 
-@dataclass(frozen=True)
-class Lock:
+class Lock(Table):
     """[lock]: what users cannot override without --allow-locked. The admins' layers only."""
 
     keys: list[str] = field(
@@ -325,8 +311,7 @@ class Lock:
     )
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(Table):
     """A whole preset, typed."""
 
     about: About = table(About)

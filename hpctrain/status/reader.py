@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
-from hpctrain.run.find_run import runs_flag
+from hpctrain.run.layout import runs_flag
 from hpctrain.status.status import Answer
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ again. If `sbatch` times out after it was accepted, or this process dies in betw
 command finds the job by its token and adopts it instead of starting a second one.
 
 Nodes that a preflight has found bad are kept out: no job gets them until their time is up
-(`kept_out`). `expected_environment` is what the ranks would get, as far as the login node knows.
+(`kept_out`).
 
 tests/unit/submit/test_kept_out_nodes.py, tests/slurm/test_two_writers.py and
 tests/slurm/test_node_check.py hold the promises.
@@ -29,9 +29,6 @@ from hpctrain.run.event_types import SubmitAdopted, SubmitFailed, SubmitIntent, 
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.check import node_range
-from hpctrain.site.environment import FLIGHT_RECORDER, Environment, Versions, derive, with_settings
-from hpctrain.site.preset import site_of
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
@@ -314,16 +311,3 @@ def kept_out(run: RunDir, spec: Spec, environ: Mapping[str, str]) -> dict[str, s
 def kept_out_notes(bad: Mapping[str, str]) -> list[str]:
     """The same for the user to read."""
     return [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
-
-
-def expected_environment(spec: Spec) -> Environment:
-    """What the preset and the run's settings give at the most nodes that the run may get.
-
-    Versions are the nodes' to tell, so conditions on them do not hold here; the job's own
-    environment, which wins over all of it, is not there yet either.
-    """
-    _, most = node_range(spec.settings.slurm.nodes)
-    derived = derive(site_of(spec), nodes=most, versions=Versions(), run_dir="")
-    values = {n: v for n, v in derived.values.items() if v.origin != FLIGHT_RECORDER}
-    given = Environment(values, derived.unset, derived.notes)
-    return with_settings(given, spec.env, spec.env_origins)

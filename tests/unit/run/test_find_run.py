@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.run.find_run import all_runs, find_run, runs_root
+from hpctrain.run.find_run import all_runs, find_run
+from hpctrain.run.layout import runs_root
 from tests.support.ledger_runs import Story, write_event
 
 
