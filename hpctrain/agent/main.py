@@ -215,6 +215,7 @@ def _task(spec: Spec, cpus: list[str]) -> object:
         script=entry.path if entry.kind == "script" else "",
         as_module=entry.module,
         program=entry.path if entry.kind == "program" else "",
+        local_rank=entry.local_rank,
         args=list(entry.args),
         cwd=entry.cwd,
         python_path=list(entry.python_path),

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,9 @@ def run_rank(task: RankTask) -> None:
     print_to(rank_log_path(attempt_dir, rank))
     configure(f"rank {rank}")
     bind(task.cpus)
+    if task.local_rank:
+        number = f"{task.local_rank}={os.environ['LOCAL_RANK']}"
+        task = replace(task, args=[number, *task.args], local_rank="")
     try:
         if not nsys.run_below(task, rank, attempt_dir):
             if task.program:

@@ -240,3 +240,5 @@ class RankTask:
     """Module to run as `python -m` does."""
     program: str = ""
     """Executable that is no Python of ours, to be started as a child."""
+    local_rank: str = ""
+    """Option with which the rank's number on its node stands in front of `args`."""

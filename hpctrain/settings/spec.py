@@ -34,6 +34,8 @@ class Entry:
     """Absolute path of the file as submitted (inside the snapshot where there is one)."""
     module: str = ""
     """Its name, of a module."""
+    local_rank: str = ""
+    """Option with which each rank gets its number on the node, in front of `args`."""
     args: list[str] = field(default_factory=list)
     cwd: str = ""
     """The ranks' working directory: where `submit` was called, so that relative paths hold."""
@@ -95,7 +97,8 @@ class Spec:
             "module": [self.python, "-m", entry.module],
             "program": [entry.path],
         }
-        return [*what.get(entry.kind, [self.python, entry.path]), *entry.args]
+        local_rank = [f"{entry.local_rank}=$LOCAL_RANK"] if entry.local_rank else []
+        return [*what.get(entry.kind, [self.python, entry.path]), *local_rank, *entry.args]
 
     def given(self) -> tuple[Settings, dict[str, str]]:
         """Settings and origins without the layer of what was chosen: defaults are below it."""

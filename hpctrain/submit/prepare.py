@@ -152,7 +152,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     chosen = check(given, origins)
     notes = [*program.notes, *site_choice.notes, *chosen.notes]
     notes += check_hooks_here(given, origins, request.cwd)
-    env, env_origins = _environment(request, config)
+    env, env_origins = _environment(request, config, program.env)
     unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
     if unlocked:
         notes.append(
@@ -178,6 +178,10 @@ def prepare(request: SubmitRequest) -> Prepared:
             "your job ends where somebody has put another run in the place of yours, and "
             f"{runs} {who}"
         )
+    if program.asked:
+        from hpctrain.submit.launchers import disagreements
+
+        notes += disagreements(program.asked, settings.slurm)
     notes += _without_effect(origins, cluster, entry)
     notes += cluster.notes(settings, site, accounting)
     notes += check_versions(settings, cluster.setup_lines(site))
@@ -388,9 +392,11 @@ def _program(request: SubmitRequest) -> NamedProgram:
 
 
 def _environment(
-    request: SubmitRequest, config: SettingsFile | None
+    request: SubmitRequest,
+    config: SettingsFile | None,
+    launcher: Mapping[str, tuple[str, str]],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What the user sets for the ranks, and where: hpctrain.toml < flags.
+    """What the user sets for the ranks, and where: hpctrain.toml < launcher's < flags.
 
     The site's part is derived for each attempt (`site/environment.py`), below all of this.
     """
@@ -401,6 +407,9 @@ def _environment(
         own = from_table(config.env, lambda name: where(ENV_SECTION, name))
         env |= own
         origins |= {name: where(ENV_SECTION, name) for name in own}
+    for name, (value, said) in launcher.items():
+        env[name] = value
+        origins[name] = said
     for text in request.env:
         name, value = from_flag(text)
         env[name] = value

@@ -1,7 +1,8 @@
 """What stands behind `--`: a Python script, a module, any other program, or a launcher's command.
 
 A Python script or module runs in the rank itself, which the agent has forked with torch imported;
-anything else is started by its rank (`agent/foreign.py`). The first bytes of a file decide which it
+anything else is started by its rank (`agent/foreign.py`); of a launcher's command what it starts is
+left (`launchers.py`). The first bytes of a file decide which it
 is, not its name: what would fail on the nodes, hours later, is refused here. Interpreters of our
 own (`python train.py`) are taken off, since the ranks are Python already.
 
@@ -25,9 +26,12 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.settings.layers import nearest
 from hpctrain.settings.spec import Entry
+from hpctrain.submit.launchers import LAUNCHERS, MODULES, inside, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpctrain.submit.launchers import Asked
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -42,10 +46,14 @@ class NamedProgram:
 
     Attributes:
         entry: As spec.json has it.
+        env: Variables that a launcher would have set, with the words that said so.
+        asked: The numbers of nodes and ranks that a launcher was given.
         notes: What was taken off the command, for the user to read.
     """
 
     entry: Entry
+    env: dict[str, tuple[str, str]] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -61,13 +69,29 @@ def read_program(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) 
         NotFound: there is no such file, module or command.
         UsageError: it is there, and cannot run.
     """
-    words, notes = list(command), []
-    if (rest := _without_python(words, cwd, environ)) is not None:
-        what = " ".join(rest[:2]) if rest[0] == "-m" else rest[0]
-        notes.append(f"{words[0]} is left out: the ranks are Python already, and run {what}")
-        words = rest
+    named = NamedProgram(Entry(kind="recipe"))
+    words, local_rank, is_final = list(command), "", False
+    while not is_final:
+        launched = unwrap(words)
+        if launched is not None:
+            words, is_final, local_rank = launched.command, launched.is_final, launched.local_rank
+            named.env.update(launched.env)
+            named.asked.extend(launched.asked)
+            named.notes.extend(launched.notes)
+        elif (rest := _without_python(words, cwd, environ)) is not None:
+            is_final = unwrap(rest) is None
+            if is_final:
+                what = " ".join(rest[:2]) if rest[0] == "-m" else rest[0]
+                named.notes.append(
+                    f"{words[0]} is left out: the ranks are Python already, and run {what}"
+                )
+            words = rest
+        else:
+            is_final = True
     entry = _module(words[1:], cwd) if words[0] == "-m" else _file(words, cwd, environ)
-    return NamedProgram(replace(entry, cwd=str(cwd)), notes)
+    entry = replace(entry, cwd=str(cwd), local_rank=local_rank)
+    named.notes.extend(_inner_launcher(entry))
+    return replace(named, entry=entry)
 
 
 def is_python(word: str) -> bool:
@@ -177,10 +201,6 @@ def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
     if path.is_dir():
         raise UsageError(f"{word} is a folder; name the script behind --, e.g. -- {word}/train.py")
     if not path.exists():
-        if word in {"torchrun", "accelerate", "deepspeed", "srun"}:
-            raise UsageError(
-                f'-- {word}: hpctrain starts the ranks; name the script first: "-- train.py"'
-            )
         on_path = None if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
         if on_path is not None:
             return Path(on_path).absolute()
@@ -190,6 +210,30 @@ def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
     if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
         raise UsageError(f"script {word} cannot be read; check its permissions")
     return path
+
+
+def _inner_launcher(entry: Entry) -> list[str]:
+    """Whether a program is, or calls, a launcher: each rank would start ranks of its own."""
+    if entry.kind != "program":
+        return []
+    name = Path(entry.path).name
+    words = [word for word in entry.args if not word.startswith("-")]
+    files = [Path(entry.path), *(Path(entry.cwd, word) for word in words[:1])]
+    for path in files:
+        with suppress(OSError, ValueError):
+            if not path.is_file() or not path.read_bytes()[:2].startswith(b"#!"):
+                continue
+            if (call := inside(path.read_text(errors="replace"))) is not None:
+                return [_nested(f"{path.name} line {call[1]}", call[0])]
+    nested = next((word for word in words[:3] if word in LAUNCHERS or word in MODULES), "")
+    return [_nested(name, nested)] if nested else []
+
+
+def _nested(where: str, launcher: str) -> str:
+    return (
+        f"{where} calls {launcher}, which would start ranks of its own in each rank: call the "
+        "program itself there, or start one rank per node for it"
+    )
 
 
 def _hint(path: Path) -> str:

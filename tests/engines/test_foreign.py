@@ -93,6 +93,25 @@ def test_a_module_runs_as_python_m_runs_it(tmp_path):
     assert log(run, 0) == f"relative beside __main__ pkg {package}/train.py --lr 1\n"
 
 
+def test_a_launchers_command_runs_as_that_launcher_would(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ['ACCELERATE_MIXED_PRECISION'])\n"
+    )
+    by_deepspeed = ["srun", "deepspeed", "--num_gpus", "2", "train.py", "--deepspeed"]
+    mixed = ["--env", "ACCELERATE_MIXED_PRECISION=bf16"]
+    run = start(tmp_path, "r", 1, 2, *mixed, "--", *by_deepspeed)
+
+    assert await_end(run)["reason"] == "completed"
+    assert log(run, 0) == "['--local_rank=0', '--deepspeed'] bf16\n"
+    assert log(run, 1) == "['--local_rank=1', '--deepspeed'] bf16\n"
+
+    by_accelerate = ["accelerate", "launch", "--mixed_precision", "fp16", "train.py"]
+    run = start(tmp_path, "r2", 1, 1, "--", *by_accelerate)
+
+    assert await_end(run)["reason"] == "completed"
+    assert log(run, 0) == "[] fp16\n"
+
+
 def test_an_exit_code_is_told_with_what_the_program_said_last(tmp_path):
     run = start(tmp_path, "r", 1, 2, "--", script(tmp_path, "fails.sh", FAILS))
 

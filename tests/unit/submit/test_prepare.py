@@ -171,7 +171,7 @@ def test_names_count_past_the_highest_that_there_is(tmp_path):
         ),
         ({"command": ("no/x.py",)}, NotFound, "script no/x.py is not there; looked in /"),
         ({"command": (".",)}, UsageError, "is a folder"),
-        ({"command": ("torchrun", "train.py")}, UsageError, "hpctrain starts the ranks"),
+        ({"command": ("mpirun", "train.py")}, UsageError, "hpctrain starts the ranks"),
         ({"command": ("-m", "no_such_package")}, NotFound, "no module no_such_package in /"),
         ({"cluster": "slurm"}, ClusterError, "no sbatch on PATH"),
         ({"sets": ("slurm.partiton=x",)}, UsageError, "did you mean slurm.partition"),
