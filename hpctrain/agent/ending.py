@@ -401,7 +401,7 @@ class AttemptEnding:
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
             # next attempt.
-            if deadline.is_told_to_stop():
+            if deadline.is_told_to_stop() or left.get("cause") is not None:
                 return "stopped"
             return "crashed" if not left and self._is_silent_end(attempt) else "done"
         if end.ending == "killed" or deadline.cause is not None:

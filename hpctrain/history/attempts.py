@@ -110,17 +110,31 @@ def attempts(
     ]
 
 
+def committed_steps(records: Sequence[AttemptRecord]) -> list[int | None]:
+    """The newest step that was committed by the end of each attempt; None where nobody knows."""
+    committed: list[int | None] = []
+    newest: int | None = 0
+    has_saved = False
+    for record in records:
+        saved, first = record.last_saved_step, record.restored_step
+        has_saved = has_saved or saved is not None
+        if record.own_loop and not has_saved:
+            newest = None
+        else:
+            newest = saved if saved is not None else first if first is not None else newest
+        committed.append(newest)
+    return committed
+
+
 def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
     """The steps that each attempt did in vain.
 
     The last step it did, less what the next attempt restored; less the newest checkpoint where no
     attempt came so far, or where a person went back on purpose. Nothing where it came to its end.
+    Where a program saves for itself and has told of no checkpoint, only the next attempt shows what
+    it kept.
     """
-    committed, newest = [], 0
-    for record in records:
-        saved, first = record.last_saved_step, record.restored_step
-        newest = saved if saved is not None else first if first is not None else newest
-        committed.append(newest)
+    committed = committed_steps(records)
     lost: list[int | None] = []
     restored: int | None = None
     for record, kept in zip(reversed(records), reversed(committed), strict=True):
@@ -128,8 +142,9 @@ def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
         went_on_from = restored if restored is not None and not record.went_back else kept
         last = record.last_step
         if record.reason is EndReason.COMPLETED and (restored is None or record.went_back):
-            went_on_from = last or 0  # its steps count, also where nobody tells of a checkpoint
-        lost.append(max(0, last - went_on_from) if is_over and last is not None else None)
+            went_on_from = last  # its steps count, also where nobody tells of a checkpoint
+        is_known = is_over and last is not None and went_on_from is not None
+        lost.append(max(0, (last or 0) - (went_on_from or 0)) if is_known else None)
         restored = restored if record.restored_step is None else record.restored_step
     return lost[::-1]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
+from hpctrain.history.attempts import committed_steps
 from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
@@ -156,23 +157,17 @@ def window(g: Goodput, since: float) -> Goodput:
 def kept_steps(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
     """The last step of each attempt that counts, by what later attempts restored.
 
-    Where none came so far, what an attempt committed counts; all of it where the run is done.
+    Where none came so far, what an attempt committed counts; all of it where the run is done, or
+    nobody knows what was kept.
     """
-    committed, newest = [], 0
-    for attempt in attempts:
-        saved_or_restored = (
-            attempt.restored_step if attempt.last_saved_step is None else attempt.last_saved_step
-        )
-        newest = newest if saved_or_restored is None else saved_or_restored
-        committed.append(newest)
     kept: dict[int, int] = {}
     lowest: int | None = None
-    for attempt, saved in zip(reversed(attempts), reversed(committed), strict=True):
+    for attempt, saved in zip(reversed(attempts), reversed(committed_steps(attempts)), strict=True):
         superseded = attempt is not attempts[-1]
         if lowest is not None:
             kept[attempt.number] = lowest
         elif (attempt.is_over or superseded) and attempt.reason is not EndReason.COMPLETED:
-            kept[attempt.number] = saved
+            kept |= {} if saved is None else {attempt.number: saved}
         if attempt.restored_step is not None:
             lowest = attempt.restored_step if lowest is None else min(lowest, attempt.restored_step)
     return kept

@@ -152,6 +152,7 @@ class AttemptRecord:
         restored: When they had it.
         restore_s: How long that took, where it was told.
         restored_step: Its step, 0 for none.
+        own_loop: Whether its program counts, saves and restores by itself, and has told the step.
         from_world_size: How many ranks had written it.
         from_checkpoint: Its name; None where it began at the beginning.
         skipped: Checkpoints it looked at and did not take.
@@ -204,6 +205,7 @@ class AttemptRecord:
     restored: float | None = None
     restore_s: float | None = None
     restored_step: int | None = None
+    own_loop: bool = False
     from_world_size: int | None = None
     from_checkpoint: str | None = None
     skipped: tuple[Skipped, ...] = ()
@@ -424,6 +426,7 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
     attempt.restore_s = fact.seconds
     attempt.restored_step = attempt.last_step = fact.step or 0
     attempt.moved(attempt.restored_step)
+    attempt.own_loop = fact.by == "program"
     attempt.from_world_size = fact.from_world_size
     attempt.from_checkpoint = fact.checkpoint
     attempt.skipped = fact.skipped

@@ -233,6 +233,8 @@ def _restored(attempt: AttemptRecord | None) -> str:
     step = None if attempt is None else attempt.restored_step
     if attempt is None or step is None or (attempt.number == 1 and step == 0):
         return ""
+    if attempt.own_loop:
+        return f"the program goes on from step {step:,}"
     if not attempt.from_checkpoint:
         return "no checkpoint, begins at step 0"
     before, now = attempt.from_world_size, attempt.world_size

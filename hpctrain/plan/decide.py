@@ -263,12 +263,15 @@ def attempts_without_progress(history: RunHistory) -> int:
     """How many attempts in a row, counted from the newest, committed no new step.
 
     Only attempts whose ranks reached the restore count: one that the scheduler took away before
-    that has cost next to nothing, and a script that does not use hpctrain's checkpoints cannot be
-    judged by them.
+    that has cost next to nothing, and a script that tells nothing of its steps cannot be judged by
+    them. One that saves for itself has come on where it begins at a later step than before.
     """
     newest, idle = 0, 0
     for attempt in since_resume(history):
-        newest = max(newest, attempt.restored_step or 0)
+        begun = attempt.restored_step or 0
+        if attempt.own_loop and begun > newest:  # so an earlier one has saved that for itself
+            idle = 0
+        newest = max(newest, begun)
         saved = max((save.step or 0 for save in attempt.saves), default=0)
         if saved > newest:
             newest, idle = saved, 0

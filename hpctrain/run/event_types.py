@@ -286,6 +286,9 @@ class CheckpointRestored(LedgerFact):
     """A checkpoint was read, or there was none; the event's time is the end of it."""
 
     step: int | None = maybe(check.count, "training goes on from here; 0 without a checkpoint")
+    by: str = maybe(
+        check.words, "`program` where it restores for itself and has told where it goes on"
+    )
     checkpoint: str | None = maybe(check.words, "its name; none where nothing was restored", None)
     from_world_size: int | None = maybe(check.count, "ranks that had written it")
     world_size: int | None = maybe(check.count, "ranks that read it")

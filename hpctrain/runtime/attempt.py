@@ -47,15 +47,16 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
 
 
 def write_outcome(
-    run: RunDir, attempt: Attempt, outcome: str, *, step: int, cause: StopCause | None
+    run: RunDir, attempt: Attempt, outcome: str, *, step: int | None, cause: StopCause | None
 ) -> None:
     """Leave word for the agent. Rank 0 calls it.
 
     Args:
         run: The run.
         attempt: The attempt.
-        outcome: "done"; "stopped" because of something; or "left": the program left its loop.
-        step: The step it came to.
+        outcome: "done"; "stopped" because of something; or "left": the program left its loop,
+            or has one of its own, which need not say when it ends.
+        step: The step it came to; None where that is for the ledger to tell.
         cause: Of a stop.
     """
     path = run.outcome(attempt.number)

@@ -1,8 +1,10 @@
 """The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
 Order of a step: exchange requests, leave if all agreed to, hand the step to the program, count it,
-save when due. Decisions that ranks must share go through `agreement.py`; nothing collective runs
-in a handler. tests/engines/test_resume.py and test_own_loop.py hold the promises.
+save when due. A program that has a loop of its own says where it is (`Run.at`), and saves and
+leaves by itself. Decisions that ranks must share go through `agreement.py`; nothing collective runs
+in a handler. tests/engines/test_resume.py, test_own_loop.py and
+test_told_steps.py hold the promises.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import time
 from dataclasses import asdict
 from functools import cached_property
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -53,6 +56,7 @@ from hpctrain.runtime.agreement import (
     StopRequest,
 )
 from hpctrain.runtime.attempt import join_attempt, write_outcome
+from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.requests import Rank0Requests
@@ -161,6 +165,8 @@ class Run:
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
         self._metrics: dict[str, float] = {}
+        self._own_loop: OwnLoop | None = None
+        self._has_loop = self._has_begun = self._told_stop = False
         self._has_stepped = self._told_late = False
         self._event(PhaseReached(name="initialised", device=device_name(world.device)))
 
@@ -221,6 +227,8 @@ class Run:
         Collective: every rank iterates. After a stop request all ranks save the same step and
         leave by `Stopped` (a SystemExit with code 0), which is raised out of the loop.
         """
+        self._refuse_two_loops(own=False)
+        self._has_loop = True
         self._restore()
         while self.step < total:
             self._obey(self._exchange())
@@ -242,16 +250,87 @@ class Run:
             self._count()
         self._finish()
 
-    def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop; for validation, warm-up and other long loops.
+    def at(self, step: int, **values: float) -> None:
+        """Say how many updates are applied now; for a program with a loop of its own.
 
-        Collective: every rank calls it equally often. After True, go back to the step loop: it
-        saves and leaves.
+        Instead of `steps`: a framework's trainer, or a script that saves and resumes by itself,
+        calls it before its loop and after each update, or after every so many. From it comes what
+        `hpctrain status` and `hpctrain report` know of the run. Nothing is saved, and nothing is
+        restored. Not collective, but every rank calls it.
+
+        The first call says where this start goes on: 0, or the step that the program has restored.
+        Where it comes with values, it comes after the first update. A step below the last one is
+        such a call too: the program has gone back to it. The same step again adds values to it.
+
+        A program that has said so and then returns, on every rank, is done.
+
+        Args:
+            step: Updates applied in the run's life, over all starts.
+            values: Scalars of the last update, as of `log`; rank 0's count.
+
+        Raises:
+            UsageError: the program uses `steps` too, or `step` is no whole number from 0 on.
+        """
+        step = step_number(step)
+        self._refuse_two_loops(own=True)
+        if self._own_loop is None:
+            self._own_loop = OwnLoop(
+                self._telemetry,
+                self._clock,
+                begin=self._begin_own_loop,
+                counted=self._count_first,
+                consumed=self._program.consumed,
+            )
+        numbers = {name: float(value) for name, value in values.items()}
+        self._own_loop.at(step, numbers)
+        self.step = step
+        self._log(step, numbers)
+        if step >= self._profiler.due:
+            self._profiler.at(step)
+        if self._program.engine is not None:
+            self._program.engine.at_step(step)
+
+    def should_stop(self) -> bool:
+        """Whether all ranks agreed to stop: a preemption, the job's time limit, a user's wish.
+
+        Collective: every rank calls it equally often. After True, a program that uses `steps` goes
+        back to that loop, which saves and leaves: so it belongs into validation, warm-up and other
+        long loops. One that uses `at` asks after each update, and when it is True saves as it
+        always does and calls `leave`. Near the job's end it is True while there is time for that:
+        `run.stop_margin_s`, and a save as long as the longest so far.
         """
         agreed = self._exchange()
         if agreed.cause is not None:
             self._cause = agreed.cause
+            if not self._has_loop:
+                self._tell_stop(agreed.cause)
         return self._cause is not None
+
+    def leave(self) -> NoReturn:
+        """End this process in order, in a program with a loop of its own: saved, or done.
+
+        Collective. After `should_stop` was True: the run goes on in its next start. Otherwise the
+        run is done. Either way `Stopped`, a SystemExit with code 0, is raised.
+
+        Raises:
+            UsageError: the program uses `steps`, which leaves by itself.
+        """
+        if self._has_loop:
+            raise UsageError("run.leave() is not for the loop of run.steps(), which leaves itself")
+        cause = self._cause
+        if cause is not None:
+            self._tell_stop(cause)
+        else:
+            self._telemetry.tell(at_end=True)
+        self._telemetry.flush()
+        if cause is not None:
+            self._go(cause)
+        self._event(TrainingDone(step=self._step_told))
+        self._write_outcome("done", None)
+        self._profiler.close()
+        if self._trackers is not None:
+            self._trackers.close()
+        raise Stopped(0)
 
     def timed(self, what: str) -> AbstractContextManager[None]:
         """Tell what a part of the loop waits for: ``with run.timed("data"): batch = next(it)``.
@@ -283,10 +362,8 @@ class Run:
         if self.world.rank != 0:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        self._metrics.update(numbers)
         self._telemetry.log(numbers)
-        if self._trackers is not None:
-            self._trackers.log(self.step + 1, numbers)
+        self._log(self.step + 1, numbers)
 
     def save(self) -> None:
         """Commit a checkpoint of the current step, unless there is one or no step was done.
@@ -295,7 +372,10 @@ class Run:
 
         Raises:
             CheckpointError: it was not committed; nothing is lost, the older ones stand.
+            UsageError: the program has a loop of its own (`at`), and saves by itself.
         """
+        if self._own_loop is not None:
+            raise UsageError("run.save() goes with run.steps(); with run.at() the program saves")
         if self._saves is None:
             return
         self._before_save()
@@ -390,7 +470,11 @@ class Run:
             self._before_save()
             self._saves.final(self.step, self._snapshot, self._left_s(cause))
             self._saves.close()
-        self._event(TrainingStopped(step=self.step))
+        self._go(cause)
+
+    def _go(self, cause: StopCause) -> NoReturn:
+        """Leave, with everything saved."""
+        self._event(TrainingStopped(step=self._step_told))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
@@ -412,11 +496,53 @@ class Run:
 
     def _count(self) -> None:
         self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
-            if self._saves is not None:
-                self._saves.warm_up(self._snapshot)
+        self._count_first()
+
+    def _count_first(self) -> None:
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
+        if self._saves is not None:
+            self._saves.warm_up(self._snapshot)
+        if self._own_loop is not None:
+            self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
+
+    # ---- a loop of the program's own
+
+    @property
+    def _step_told(self) -> int | None:
+        """Updates applied; None where the program has not said so."""
+        return self.step if self._has_loop or self._own_loop is not None else None
+
+    def _refuse_two_loops(self, *, own: bool) -> None:
+        if self._has_loop if own else self._own_loop is not None:
+            raise UsageError(
+                "run.at() is for a loop of the program's own, and run.steps() is hpctrain's: "
+                "use one of them"
+            )
+
+    def _begin_own_loop(self, step: int) -> None:
+        fact = CheckpointRestored(step=step, world_size=self.world.world_size, by="program")
+        self._event(fact)
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._open(step)
+        # What ends without another word is done; a failure shows otherwise.
+        self._leave_word("left", None, None)
+        # Not atexit, which a forked rank does not come by.
+        Finalize(None, self._telemetry.flush, exitpriority=0)
+        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
+            self._clock.earlier_s = earlier_save_s(self.dir, self.world.world_size)
+            self._start_trackers(self.dir, self._attempt, step)
+
+    def _tell_stop(self, cause: StopCause) -> None:
+        """All ranks will stop; a program that saves and returns without `leave` has stopped."""
+        if not self._told_stop:
+            self._told_stop = True
+            self._event(StopRequested(cause=cause, rank=self.world.rank))
+            self._leave_word("left", cause, self._step_told)
 
     # ---- state
 
@@ -449,6 +575,10 @@ class Run:
         if self.dir is not None and self._attempt is not None:
             restored = self._load(SavePlace(self.dir, self._attempt, self.settings.checkpoint))
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
+        self._open(self.step)
+
+    def _open(self, step: int) -> None:
+        """Training begins."""
         self._telemetry.open(
             self.dir,
             self._attempt,
@@ -457,7 +587,7 @@ class Run:
         )
         if self._program.state_bytes:
             self._clock.state_bytes = self._program.state_bytes
-        self._profiler.begin(self.step)
+        self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
         started = time.monotonic()
@@ -480,13 +610,7 @@ class Run:
         )
         self._event(fact)
         if self.world.rank == 0:
-            self._trackers = Trackers(
-                place.run,
-                self._spec,
-                attempt=place.attempt.number,
-                resumed_step=self.step,
-                world_size=self.world.world_size,
-            )
+            self._start_trackers(place.run, place.attempt, self.step)
         self._saves.start(self.step)
         return restored
 
@@ -498,6 +622,20 @@ class Run:
         return wanted
 
     # ---- small things
+
+    def _start_trackers(self, run: RunDir, attempt: Attempt, step: int) -> None:
+        self._trackers = Trackers(
+            run,
+            self._spec,
+            attempt=attempt.number,
+            resumed_step=step,
+            world_size=self.world.world_size,
+        )
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        self._metrics.update(numbers)
+        if self._trackers is not None:
+            self._trackers.log(step, numbers)
 
     def _make_profiler(self) -> Profiler:
         folder = None
@@ -531,8 +669,11 @@ class Run:
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
         if self._trackers is not None:
             self._trackers.flush()
+        self._leave_word(outcome, cause, self._step_told)
+
+    def _leave_word(self, outcome: str, cause: StopCause | None, step: int | None) -> None:
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            write_outcome(self.dir, self._attempt, outcome, step=self.step, cause=cause)
+            write_outcome(self.dir, self._attempt, outcome, step=step, cause=cause)
 
 
 def _sweep(place: SavePlace) -> None:

@@ -118,23 +118,31 @@ class StepLog:
         self,
         step: int,
         samples: tuple[int | None, int | None],
-        seconds: float,
+        seconds: float | None,
         values: Mapping[str, float],
+        *,
+        steps: int = 1,
     ) -> None:
         """Step `step` is done (that many updates are applied).
 
         Args:
             step: Its number.
             samples: Those consumed before the steps of this mark, and those consumed now.
-            seconds: It took, without what a save stopped it.
+            seconds: It took, without what a save stopped it; None where nobody knows.
             values: What the program said of it by `run.log`.
+            steps: How many were done, where the program tells of several at once.
         """
         if self._first is None:
-            self._first = step
+            self._first = step - steps + 1
             self._samples = samples
         self._last = step
         self._samples = (self._samples[0], samples[1])
-        self._times.add(seconds)
+        if seconds is not None:
+            self._times.add(seconds / steps)
+        self.tell(values)
+
+    def tell(self, values: Mapping[str, float]) -> None:
+        """What the program said of the last step, also after it was counted."""
         self._loss = values.get("loss", self._loss)
         self._grad_norm = values.get("grad_norm", self._grad_norm)
         for name in SUMMED:

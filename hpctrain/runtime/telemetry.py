@@ -129,6 +129,12 @@ class Telemetry:
         if self._writer is not None:
             self._told.update(values)
 
+    def log_late(self) -> None:
+        """What was logged since is of the last step; of the next one where that mark is written."""
+        if self._writer is not None and not self._writer.marks.is_empty:
+            self._writer.marks.tell(self._told)
+            self._told.clear()
+
     # ---- the loop
 
     def step_began(self, consumed: Callable[[], int | None]) -> None:
@@ -150,15 +156,25 @@ class Telemetry:
         self._own.step_began()
         self._step_at = self._clock()
 
-    def step_done(self, step: int, consumed: Callable[[], int | None]) -> float:
-        """Step `step` is done; returns its seconds, without what a save stopped it."""
+    def step_done(
+        self, step: int, consumed: Callable[[], int | None], *, steps: int = 1, timed: bool = True
+    ) -> float:
+        """Step `step` is done; returns its seconds, without what a save stopped it.
+
+        Args:
+            step: Its number.
+            consumed: See `step_began`.
+            steps: How many were done since `step_began`.
+            timed: Whether they were done since then; else their seconds are not known.
+        """
         stopped = self.saving.seconds - self._saving_before
         seconds = max(0.0, self._clock() - self._step_at - stopped)
         self._own.step_done()
-        self._steps += 1
+        self._steps += steps
         self._wall_s += seconds
         if self._writer is not None:
-            self._writer.marks.add(step, (self._before, consumed()), seconds, self._told)
+            took, samples = seconds if timed else None, (self._before, consumed())
+            self._writer.marks.add(step, samples, took, self._told, steps=steps)
             self._told.clear()
             self._writer.beat(step)
             self._land()

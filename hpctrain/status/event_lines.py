@@ -154,6 +154,8 @@ def _environment(fact: kinds.EnvironmentSet) -> str:
 
 def _restored(fact: kinds.CheckpointRestored) -> str:
     passed_over = f"{count(len(fact.skipped), 'checkpoint')} skipped" if fact.skipped else ""
+    if fact.by == "program":
+        return f"the program goes on from step {_step(fact.step)}"
     if not fact.checkpoint:
         return f"nothing to restore, begins at step 0{_in_brackets([passed_over])}"
     before, now = fact.from_world_size, fact.world_size

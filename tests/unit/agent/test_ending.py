@@ -265,6 +265,19 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
         assert "without a word of its last" in end["detail"]
 
 
+def test_a_program_with_its_own_loop_that_was_asked_to_stop_and_left_has_stopped(story):
+    word = {"outcome": "left", "step": 7, "cause": "clock"}
+    (story.run.attempt(1) / "outcome.json").write_text(json.dumps(word))
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    scheduler = Scheduler()
+    scheduler.requeue = lambda: None
+
+    ending(story, scheduler).conclude(1, RoundEnd("left"), deadline)
+
+    end = all_fields(last(story, "attempt_ended"))
+    assert (end["reason"], end["next"]) == (EndReason.TIMED_OUT, "requeue")
+
+
 def test_a_program_that_knows_nothing_of_hpctrain_is_done_when_it_leaves(tmp_path):
     story = Story(tmp_path / "gpt").submitted("7")
     number = take_attempt(story.run, job_id="7", restarts=1).number

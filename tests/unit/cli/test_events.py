@@ -70,6 +70,13 @@ def test_each_fact_is_a_line_with_its_time_and_attempt(story, capsys):
     ]
 
 
+def test_where_a_program_with_its_own_loop_goes_on_is_its_own_word(story, capsys):
+    story.started(3).add("restored", 3, step=40, by="program")
+    assert words(events("--kind", "restored", capsys=capsys)[1])[-1] == (
+        "the program goes on from step 40"
+    )
+
+
 def test_all_shows_each_step_mark(story, capsys):
     out = words(events("--all", "--kind", "steps", capsys=capsys)[1])
     assert [text.split(",")[0] for text in out] == [

@@ -177,19 +177,26 @@ def test_markers_tell_the_cause_the_loss_and_what_was_restored(runs, capsys):
     ]
 
 
-def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs):
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"step": 0, "checkpoint": None, "seconds": 0.0}, "no checkpoint, begins at step 0"),
+        ({"step": 1200, "by": "program"}, "the program goes on from step 1,200"),
+    ],
+)
+def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs, fields, told):
     story = Story(runs / "lm").submitted("17").started(1, "17").ended(1, "preempted", "requeue")
     story.started(2, "17", ("n1",))
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection(), live=True)
     printer.show(RunHistory.read(story.run), over=False)
-    story.add("restored", 2, step=0, checkpoint=None, seconds=0.0)
+    story.add("restored", 2, **fields)
     printer.show(RunHistory.read(story.run), over=False)
     printer.show(RunHistory.read(story.run), over=False)
     assert out.getvalue().decode().splitlines()[1:] == [
         marker("attempt 2 on n1", "job 17"),
         marker("attempt 1 ended: preempted", "requeued"),
-        marker("attempt 2: no checkpoint, begins at step 0"),
+        marker(f"attempt 2: {told}"),
     ]
 
 

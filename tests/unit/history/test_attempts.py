@@ -352,3 +352,31 @@ def test_of_step_marks_in_a_row_the_last_counts_and_none_is_lost_at_a_change_of_
     assert [view.last_step for view in attempts(RunHistory.read(story.run))] == [25, 29]
     assert lost(story) == [5, None]
     assert progress(RunHistory.read(story.run)).step == 29
+
+
+# ---- programs with a loop of their own ----------------------------------------------------------
+
+
+def own(story: Story, attempt: int, step: int) -> Story:
+    """An attempt of a program that restores for itself, and says where it goes on."""
+    return story.started(attempt).add("restored", attempt, step=step, by="program")
+
+
+def test_what_a_program_that_saves_for_itself_has_lost_is_known_once_it_goes_on(story):
+    own(story, 1, 0).steps(1, 1, 30).ended(1, "preempted", "requeue")
+    assert lost(story) == [None]
+
+    own(story, 2, 25).steps(2, 26, 40)
+    assert lost(story) == [5, None]
+
+
+def test_a_program_that_saves_for_itself_and_is_done_has_lost_nothing(story):
+    own(story, 1, 0).steps(1, 1, 30).add("done", 1, step=30).ended(1, "completed", "stop")
+    assert lost(story) == [0]
+
+
+def test_of_a_program_that_told_of_a_checkpoint_the_steps_since_then_are_lost(story):
+    own(story, 1, 0).steps(1, 1, 30).saved(1, 20).ended(1, "crashed", "requeue")
+    assert lost(story) == [10]
+    own(story, 2, 20).steps(2, 21, 24).ended(2, "crashed", "requeue")
+    assert lost(story) == [10, 4]

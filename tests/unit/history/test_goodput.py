@@ -167,6 +167,17 @@ def test_without_a_heartbeat_and_accounting_an_attempt_ends_with_its_last_word()
     assert "stall" not in spent
 
 
+def test_where_nobody_knows_what_a_program_has_saved_nothing_counts_as_redone():
+    log = Log().submitted(0.0).started(10.0, 1).at(20.0, "restored", 1, step=0, by="program")
+    log.at(20.0, "phase", 1, name="first_step").mark(50.0, 1, 1, 30)
+    log.at(50.0, "stop_requested", 1, cause="sigterm").at(55.0, "stopped", 1, step=30)
+    log.ended(55.0, 1, "preempted", "requeue")
+
+    spent = log.spent(55.0)
+    assert (spent["step"], spent["save"]) == (30.0, 5.0)
+    assert "redone" not in spent
+
+
 def test_before_the_next_attempt_came_the_newest_checkpoint_tells_what_will_be_redone():
     assert killed(heard=300.0, ended_at=400.0, step=95).spent(950)["redone"] == 95
 

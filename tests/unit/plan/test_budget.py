@@ -156,6 +156,16 @@ def test_a_step_that_was_committed_before_is_no_progress():
     assert attempts_without_progress([*fell_back, *attempt(4, restored=20, saved=[21])]) == 0
 
 
+def test_a_program_that_saves_for_itself_has_come_on_where_it_begins_at_a_later_step():
+    def begun(steps):
+        told = enumerate(({"step": step, "by": "program"} for step in steps), start=1)
+        return [event_of(float(number), "restored", number, fields) for number, fields in told]
+
+    assert attempts_without_progress(begun([0, 10, 20, 30])) == 1
+    assert attempts_without_progress(begun([0, 10, 10, 10])) == 3
+    assert attempts_without_progress(begun([0, 0, 0])) == 3
+
+
 def test_attempts_that_never_reached_the_restore_are_not_judged():
     idle = attempt(1, restored=0)
     taken_away = [event_of(2.0, "attempt_started", 2, {}), *ends(EndReason.PREEMPTED)]

@@ -1,0 +1,113 @@
+"""The loop of a program that counts its own steps: a framework's trainer, or a plain script's.
+
+Such a program says after each update how many are applied (`Run.at`). From that its steps are
+counted, timed and told, as those of hpctrain's own loop are; nothing is saved for it, and nothing
+here is collective. tests/engines/test_told_steps.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.history.run_history import RunHistory
+from hpctrain.plan import interval
+from hpctrain.runtime.telemetry import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.run.layout import RunDir
+    from hpctrain.runtime.save_policy import JobClock
+    from hpctrain.runtime.telemetry import Telemetry
+
+
+class OwnLoop:
+    """Counts updates by what the program says.
+
+    Attributes:
+        step: Updates applied; None before the program said so first.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        clock: JobClock,
+        *,
+        begin: Callable[[int], None],
+        counted: Callable[[], None],
+        consumed: Callable[[], int | None],
+    ) -> None:
+        """Nothing is counted before the first `at`.
+
+        Args:
+            telemetry: What the steps are told to.
+            clock: The job's, which learns what a step takes.
+            begin: Training begins with so many updates applied.
+            counted: A step was done and counted.
+            consumed: How many samples all ranks have consumed so far, where the data tells.
+        """
+        self.step: int | None = None
+        self._telemetry = telemetry
+        self._clock = clock
+        self._begin = begin
+        self._counted = counted
+        self._consumed = consumed
+
+    def at(self, step: int, values: dict[str, float]) -> None:
+        """`step` updates are applied; see `Run.at`."""
+        before, self.step = self.step, step
+        if before is None or step < before:
+            # Values are a step's: the update before them was done ere anybody was told of it.
+            before = max(0, step - 1) if values else step
+            self._telemetry.flush()
+            self._begin(before)
+            self._telemetry.step_began(self._consumed)
+            self._telemetry.log(values)
+            if before < step:
+                self._telemetry.step_done(step, self._consumed, timed=False)
+                self._clock.has_stepped = True
+                self._counted()
+                self._telemetry.step_began(self._consumed)
+            return
+        self._telemetry.log(values)
+        if step == before:
+            self._telemetry.log_late()
+        else:
+            steps = step - before
+            seconds = self._telemetry.step_done(step, self._consumed, steps=steps)
+            self._clock.stepped(seconds / steps)
+            self._counted()
+            self._telemetry.step_began(self._consumed)
+
+
+def earlier_save_s(run: RunDir, world_size: int) -> float | None:
+    """What the longest of the newest saves of earlier attempts took; None before the first."""
+    return interval.longest_save_s(RunHistory.read(run, marks="few"), world_size)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this rank holds between two steps; what it saves is not more."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(memory(device)["mem_peak_bytes"])
+
+
+def step_number(step: object) -> int:
+    """A number of updates.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(
+            f"run.at({step!r}): the step is how many updates are applied, a whole number from 0 on"
+        )
+    return number
