@@ -56,7 +56,16 @@ def test_what_is_shown_of_it_is_what_0_1_showed(old, name, capsys):
     assert main(COMMANDS[name].split()) == 0
 
     shown = capsys.readouterr().out.replace(str(old), "@HERE@")
+    if name == "status.json":
+        shown = without_new_keys(shown)
     assert shown == (SHOWN / name).read_text()
+
+
+def without_new_keys(text: str) -> str:
+    """What 0.1 did not have, and scripts that read it do not miss."""
+    state = json.loads(text)
+    assert state.pop("not_known") is None
+    return json.dumps(state, indent=2) + "\n"
 
 
 @pytest.mark.parametrize("name", ["gpt", "every-kind"])
