@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import foreign, nsys, signals
+from hpctrain.agent import foreign, nsys, signals, task_variables
 from hpctrain.agent.cpus import bind
 from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
 from hpctrain.base.files import read_plain, replace_text
@@ -64,6 +64,7 @@ def run_rank(task: RankTask) -> None:
     print_to(rank_log_path(attempt_dir, rank))
     configure(f"rank {rank}")
     bind(task.cpus)
+    os.environ.update(task_variables.of_rank(os.environ))
     if task.local_rank:
         number = f"{task.local_rank}={os.environ['LOCAL_RANK']}"
         task = replace(task, args=[number, *task.args], local_rank="")
