@@ -24,7 +24,7 @@ from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import EndReason, Next, StopCause
-from hpctrain.errors import ClusterError
+from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
 from hpctrain.history.causes import UNFIT, EndCause, told_in
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import (
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.node import RoundEnd
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
+    from hpctrain.errors import CheckpointError
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
@@ -348,6 +349,15 @@ class AttemptEnding:
         Returns the exit code of the task.
         """
         return self._decide(self._facts(attempt, "storage_failed", why=why, needs_mending=True))
+
+    def end_without_resume(self, attempt: int, error: CheckpointError) -> int:
+        """End an attempt that has no checkpoint to go on from, though its run has sealed some.
+
+        Returns the exit code of the task.
+        """
+        is_storage = isinstance(error, FileSystemFault | NotWritten)
+        outcome: Outcome = "storage_failed" if is_storage else "user_error"
+        return self._decide(self._facts(attempt, outcome, why=str(error)))
 
     def _decide(
         self,

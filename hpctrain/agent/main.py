@@ -124,10 +124,11 @@ def _run_rounds(
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from hpctrain.agent.node import NodeAgent, RoundHooks
+    from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.stop_deadline import StopDeadline
+    from hpctrain.checkpoint.sealed.start import resume_at_start
 
     imported = time.time()
     cpus = cpus_of_ranks(spec, os.environ, shared=context.on_this_machine)
@@ -164,6 +165,9 @@ def _run_rounds(
         ledger.append(run, begun, attempt=attempt.number)
         return attempt
 
+    def resume(attempt: Attempt) -> str | None:
+        return resume_at_start(run, attempt, spec.settings.checkpoint)
+
     def may_restart(failure: FailureReport | None) -> bool:
         return ending.after_crash(agent.attempt_number, failure)
 
@@ -187,7 +191,7 @@ def _run_rounds(
         master_addr=context.master_addr,
         master_port=context.port,
     )
-    hooks = RoundHooks(begin, deadline, may_restart) if context.node_rank == 0 else None
+    hooks = RoundHooks(begin, deadline, may_restart, resume) if context.node_rank == 0 else None
     agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],
@@ -202,6 +206,10 @@ def _run_rounds(
         if hooks is None or agent.end is None:
             return 0
         return ending.conclude(agent.attempt_number, agent.end, deadline)
+    except NothingToResume as error:
+        if hooks is None:
+            return 0
+        return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
 

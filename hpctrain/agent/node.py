@@ -25,8 +25,9 @@ from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.signals import Orphans, kept
-from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR
+from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_RESUME
 from hpctrain.base.records import FailureReport
+from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ questions. The last one's report is looked for at once."""
 GOODBYE_S = 5.0
 """How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
+RESUME_S = 6 * 3600.0
+"""So long may node 0 take to prove what the ranks go on from."""
 
 Ending = Literal["left", "failed", "killed"]
 
@@ -77,13 +80,22 @@ class RoundEnd:
     silent_nodes: list[int] = field(default_factory=list)
 
 
+class NothingToResume(Exception):
+    """Before any rank was started: the run has sealed checkpoints, and none can be had."""
+
+    def __init__(self, why: CheckpointError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 @dataclass
 class RoundHooks:
     """What node 0's agent does around a round; None on the other nodes.
 
     Attributes:
-        begin: Takes the attempt's number; called before the ranks start, with host names and world
-        size.
+        begin: Takes the attempt's number; called before the ranks start, with their number.
+        resume: What the ranks of this attempt go on from; may take long, since it reads what it
+            names. A CheckpointError of it ends the round before any rank is started.
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
     """
@@ -91,6 +103,7 @@ class RoundHooks:
     begin: Callable[[int], Attempt]
     deadline: StopDeadline
     may_restart: Callable[[FailureReport | None], bool]
+    resume: Callable[[Attempt], str | None] = lambda _: None
 
 
 @dataclass
@@ -160,6 +173,7 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks = before_ranks
         self._secret = secret
         self._signed: SignedStore | None = None
+        self._refused: CheckpointError | None = None
         self._round = 0
         self._news = self._published = 0
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
@@ -195,6 +209,7 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks(self.attempt_number)
         os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
         os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
+        self._set_resume()
         with kept():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         for process in self._processes():
@@ -229,9 +244,34 @@ class NodeAgent(LocalElasticAgent):
         if self._hooks is not None:
             attempt = self._hooks.begin(group.workers[0].world_size)
             self._news_store.set(key, asdict(attempt))
+            self._news_store.set(f"resume/{self._round}", self._chosen(self._hooks, attempt))
         limit_s = self._meeting_place.timeout.total_seconds()
         taken: dict[str, Any] = self._news_store.wait(key, limit_s)
         return taken
+
+    def _chosen(self, hooks: RoundHooks, attempt: Attempt) -> dict[str, Any]:
+        try:
+            return {"path": hooks.resume(attempt)}
+        except Fenced:
+            raise
+        except CheckpointError as error:
+            self._refused = error
+            return {"refused": str(error)}
+
+    def _set_resume(self) -> None:
+        """Node 0 may read terabytes first; if it dies, the store dies, and this raises.
+
+        Raises:
+            NothingToResume: on every node.
+        """
+        said = self._news_store.wait(f"resume/{self._round}", RESUME_S)
+        if said.get("refused"):
+            self._say_goodbye()
+            raise NothingToResume(self._refused or CheckpointError(said["refused"]))
+        if said["path"]:
+            os.environ[HPCTRAIN_RESUME] = said["path"]
+        else:
+            os.environ.pop(HPCTRAIN_RESUME, None)
 
     def _watch_round(self) -> RoundEnd:
         reported = False

@@ -46,6 +46,9 @@ HPCTRAIN_PYTHON = "HPCTRAIN_PYTHON"
 Set by submit, or in a batch file of one's own; read by the batch script."""
 HPCTRAIN_RESTARTS = "HPCTRAIN_RESTARTS"
 """How often the job was restarted. Set by the batch script and agents; read by users' programs."""
+HPCTRAIN_RESUME = "HPCTRAIN_RESUME"
+"""Path of the program's newest whole sealed checkpoint; unset without one.
+Set by agents; read by ranks and users' programs."""
 HPCTRAIN_RUN_DIR = "HPCTRAIN_RUN_DIR"
 """The run's directory.
 Set by submit, agents and `hpctrain train`; read by the batch script and ranks."""

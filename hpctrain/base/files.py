@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 64 << 20
 """More than any file has that is read in one piece."""
+NOT_PLAIN = "not an ordinary file"
 ROOT = 0
 GROUP = 0o070
 OTHERS_WRITE = 0o002
@@ -80,7 +81,7 @@ def _refuse_odd(path: Path, descriptor: int) -> None:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+        raise OSError(errno.EINVAL, NOT_PLAIN, str(path))
 
 
 def read_plain(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:

@@ -90,8 +90,8 @@ class SaveRecord:
     Attributes:
         t: When it was told.
         attempt: Whose.
-        kind: "saved", "save_failed" or "save_skipped".
-        step: Of the state.
+        kind: "saved", "sealed", "save_failed" or "save_skipped".
+        step: Of the state; None where nobody knows.
         restores: How many times the run had restored a checkpoint before.
         leaving: Whether the attempt had been asked to stop.
         seconds: From its beginning until it was committed.
@@ -118,7 +118,7 @@ class SaveRecord:
     @property
     def committed(self) -> bool:
         """Whether it can be loaded."""
-        return self.kind == "saved"
+        return self.kind in {"saved", "sealed"}
 
     @property
     def cost_s(self) -> float | None:
@@ -156,6 +156,7 @@ class AttemptRecord:
         from_world_size: How many ranks had written it.
         from_checkpoint: Its name; None where it began at the beginning.
         skipped: Checkpoints it looked at and did not take.
+        resumed: Which sealed checkpoint its program was given; None where nothing was sealed.
         first_step: When the first step was done.
         base: Seconds of data and saves that count for the time before the first step was done.
         marks: Step marks, in order.
@@ -209,6 +210,7 @@ class AttemptRecord:
     from_world_size: int | None = None
     from_checkpoint: str | None = None
     skipped: tuple[Skipped, ...] = ()
+    resumed: facts.ResumeChosen | None = None
     first_step: float | None = None
     base: tuple[float, float] = (0.0, 0.0)
     marks: list[StepMark] = field(default_factory=list)
@@ -290,6 +292,7 @@ class RunHistory:
         restored_t: When one last did.
         seen: When a step, a save or a restore was last heard of.
         asked_step: The step of `resume --from STEP`, until an attempt has restored it.
+        asked_seal: The same, until an attempt has chosen among sealed checkpoints.
         newest_saved: The newest step that was saved or imported since the run last began at the
             beginning.
         kept_save: The newest committed save that was not gone back behind: its step, when, and its
@@ -320,6 +323,7 @@ class RunHistory:
     restored_t: float | None = None
     seen: float | None = None
     asked_step: int | None = None
+    asked_seal: int | None = None
     newest_saved: int | None = None
     kept_save: tuple[int | None, float | None, int | None] | None = None
     total_steps: int | None = None
@@ -433,6 +437,14 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
     attempt.marks_before = len(attempt.marks)
 
 
+def _resumed(attempt: AttemptRecord, _: float, fact: facts.ResumeChosen) -> None:
+    attempt.resumed = fact
+    attempt.skipped = fact.skipped
+    attempt.from_checkpoint = fact.name or None
+    if fact.step is not None or not fact.path:
+        attempt.restored_step = fact.step or 0
+
+
 def _steps(attempt: AttemptRecord, t: float, fact: facts.StepsDone) -> None:
     if fact.last is None:
         return
@@ -504,6 +516,7 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.PhaseReached: _phase,
     facts.MeshBuilt: _mesh,
     facts.CheckpointRestored: _restored,
+    facts.ResumeChosen: _resumed,
     facts.StepsDone: _steps,
     facts.SaveFailed: _save_due,
     facts.SaveSkipped: _save_due,
@@ -546,7 +559,7 @@ def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Submitt
     run.resumes += 1
     run.ends_since_resume = []
     run.job_times.append(t)
-    run.asked_step = fact.from_step
+    run.asked_step = run.asked_seal = fact.from_step
     if fact.from_step is not None and run.attempts:
         run.attempts[-1].went_back = True
     if fact.total_steps is not None:
@@ -589,10 +602,25 @@ def _run_restored(
     run.restores += 1
     run.restored_t = run.seen = t
     run.asked_step = None
-    if run.kept_save is not None and step < (run.kept_save[0] or 0):
-        run.kept_save = (step or None, None, None)
+    _went_behind(run, step)
     if fact.step == 0 and not fact.checkpoint:
         run.newest_saved = None
+
+
+def _went_behind(run: RunHistory, step: int) -> None:
+    if run.kept_save is not None and step < (run.kept_save[0] or 0):
+        run.kept_save = (step or None, None, None)
+
+
+def _run_resumed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.ResumeChosen) -> None:
+    run.asked_seal = None
+    run.restores += 1
+    run.restored_t = run.seen = t
+    if fact.path and fact.step is None:
+        return  # where training goes on, only the program knows
+    step = fact.step or 0
+    run.training.append(Restore(t, None if attempt is None else attempt.number, step))
+    _went_behind(run, step)
 
 
 def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: facts.StepsDone) -> None:
@@ -623,6 +651,29 @@ def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointS
         attempt.moved(fact.step)
         attempt.saves.append(save)
         attempt.last_saved_step = fact.step
+
+
+def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSealed) -> None:
+    """It tells of no step that was done: the program may be far beyond it."""
+    save = SaveRecord(
+        t=t,
+        attempt=None if attempt is None else attempt.number,
+        kind=fact.kind,
+        step=fact.step,
+        restores=run.restores,
+        leaving=attempt is not None and attempt.stopping is not None,
+        seconds=fact.seconds,
+        stall_s=fact.seconds if fact.by == "program" else 0.0,
+        size_bytes=fact.bytes,
+        mode="sealed",
+    )
+    run.saves.append(save)
+    run.seen = t
+    run.kept_save = (fact.step, t, fact.bytes)
+    if attempt is not None:
+        attempt.saves.append(save)
+        if fact.step is not None:
+            attempt.last_saved_step = fact.step
 
 
 def _not_saved(
@@ -676,8 +727,10 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.CancelRequested: _cancelled,
     facts.AttemptStarted: _attempt_started,
     facts.CheckpointRestored: _run_restored,
+    facts.ResumeChosen: _run_resumed,
     facts.StepsDone: _run_steps,
     facts.CheckpointSaved: _saved,
+    facts.CheckpointSealed: _sealed,
     facts.SaveFailed: _not_saved,
     facts.SaveSkipped: _not_saved,
     facts.CheckpointImported: _imported,

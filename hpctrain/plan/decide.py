@@ -273,11 +273,17 @@ def attempts_without_progress(history: RunHistory) -> int:
             idle = 0
         newest = max(newest, begun)
         saved = max((save.step or 0 for save in attempt.saves), default=0)
-        if saved > newest:
-            newest, idle = saved, 0
-        elif attempt.restored is not None:
+        if saved > newest or any(save.step is None for save in attempt.saves):
+            newest, idle = max(saved, newest), 0
+        elif attempt.restored is not None or _had_time_to_seal(attempt):
             idle += 1
     return idle
+
+
+def _had_time_to_seal(attempt: AttemptRecord) -> bool:
+    """Of a run that has sealed: nothing tells when its program has loaded what it was given."""
+    began, until = attempt.started, _end_of(attempt)
+    return attempt.resumed is not None and began is not None and until - began >= LONG_S
 
 
 def since_resume(history: RunHistory) -> list[AttemptRecord]:

@@ -119,7 +119,7 @@ def costs(history: RunHistory) -> Costs | None:
     The median, since one slow moment of the file system says little about the next save. Saves on
     the way out are left out: training is over by then, and waits for all of the write.
     """
-    saves = [save for save in history.saves if save.committed and not save.leaving]
+    saves = [save for save in history.saves if save.kind == "saved" and not save.leaving]
     both = ((s.seconds if s.stall_s is None else s.stall_s, s.seconds or 0.0) for s in saves)
     durations = [(stall, max(stall, write)) for stall, write in both if stall is not None]
     newest = durations[-SAVES_COUNTED:]
@@ -142,7 +142,7 @@ def longest_save_s(history: RunHistory, world_size: int) -> float | None:
     durations = [
         save.seconds * max(1.0, sizes.get(save.attempt or 0, 0) / world_size)
         for save in history.saves
-        if save.committed and save.seconds is not None
+        if save.kind == "saved" and save.seconds is not None
     ]
     return max(durations[-SAVES_COUNTED:], default=None)
 

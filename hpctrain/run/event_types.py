@@ -340,6 +340,36 @@ class CheckpointSaved(LedgerFact):
     same_as_before: bool | None = maybe(check.flag, "not a bit differs from the one before", None)
 
 
+@event("sealed", by="rank 0 or the agent of node 0")
+class CheckpointSealed(LedgerFact):
+    """A checkpoint that the program has saved in its own way has its digests, and can be chosen."""
+
+    step: int | None = maybe(check.count, "updates in it, where that is known")
+    path: str = maybe(check.path, "the file or folder")
+    bytes: int | None = maybe(check.count, "its size")
+    seconds: float | None = maybe(
+        check.seconds, "that it took to read it and, of a copy, to write it"
+    )
+    by: str = maybe(check.words, "`program` for `run.sealed`, or `agent`")
+    name: str = maybe(check.words, "the seal's")
+    is_copy: bool = maybe(check.flag, "the run has its bytes too")
+
+
+@event("resume_chosen", by="the agent of node 0, or rank 0 without one")
+class ResumeChosen(LedgerFact):
+    """Before the ranks start: which sealed checkpoint the program may go on from."""
+
+    step: int | None = maybe(check.count, "its step, where that is known")
+    path: str = maybe(check.path, "the file or folder; empty where none was taken")
+    name: str = maybe(check.words, "the seal's")
+    seconds: float | None = maybe(check.seconds, "that the proof took")
+    bytes_read: int | None = maybe(check.count, "for it")
+    put_back: bool = maybe(check.flag, "the run's copy was put in the place of a torn one")
+    skipped: tuple[Skipped, ...] = maybe(
+        check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
+    )
+
+
 @event("save_failed", by="rank 0")
 class SaveFailed(LedgerFact):
     """A save did not become a checkpoint; training goes on."""
@@ -372,11 +402,11 @@ class CheckpointVerified(LedgerFact):
     name: str = maybe(check.words, "its name")
 
 
-@event("checkpoint_set_aside", by="rank 0")
+@event("checkpoint_set_aside", by="rank 0, or the agent of node 0 for a sealed one")
 class CheckpointSetAside(LedgerFact):
     """A damaged checkpoint was moved out of the way of the loads."""
 
-    name: str = maybe(check.words, "its name")
+    name: str = maybe(check.words, "its name; of a sealed one the path that it had")
     step: int | None = maybe(check.count, "the step")
     reason: str = maybe(check.words, "what is wrong with it")
 

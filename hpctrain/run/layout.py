@@ -65,6 +65,16 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def sealed(self) -> Path:
+        """What proves the program's own checkpoints whole: see `checkpoint/sealed`."""
+        return self.root / "sealed"
+
+    @property
+    def output(self) -> Path:
+        """Where the program may write what is its own."""
+        return self.root / "output"
+
+    @property
     def jobs(self) -> Path:
         """Batch scripts as submitted, one per submission token, and the batch side's output."""
         return self.root / "jobs"

@@ -30,7 +30,7 @@ from hpctrain.base.env import (
 )
 from hpctrain.base.log import configure
 from hpctrain.base.records import Skipped, StopCause
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
 from hpctrain.checkpoint.store.retention import sweep
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
@@ -47,6 +47,7 @@ from hpctrain.run.event_types import (
 )
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import program as program_state
+from hpctrain.runtime import sealed
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
     STOP_INTERRUPT,
@@ -119,7 +120,9 @@ def init(settings: Settings | None = None) -> Run:
     attempt = join_attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
-    return Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
+    run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
+    run.resume_path = sealed.resume_path(run_dir, attempt, world, settings.checkpoint)
+    return run
 
 
 class Run:
@@ -130,6 +133,9 @@ class Run:
         settings: The run's settings.
         step: Updates applied so far.
         dir: Where the run's files lie; None outside hpctrain.
+        resume_path: The newest whole checkpoint that was sealed, a file or a folder, as it was at
+            this start; the same on every rank, and in `HPCTRAIN_RESUME`. None where the run has
+            sealed nothing.
     """
 
     def __init__(
@@ -147,6 +153,7 @@ class Run:
         self.settings = settings
         self.step = 0
         self.dir = run_dir
+        self.resume_path: Path | None = None
         self._attempt = attempt
         self._spec = spec
         self._signals = signals
@@ -381,6 +388,39 @@ class Run:
         self._before_save()
         with self._telemetry.saving:
             self._saves.now(self.step, self._snapshot)
+
+    def sealed(self, step: int, path: str | Path) -> None:
+        """Take a checkpoint that the program has written in its own way under the run's care.
+
+        Every file is read once and its digest noted; from then on it is listed, verified, and the
+        newest whole one is `resume_path` at the next start. Where each save writes over the same
+        path, the run keeps a copy: a kill in the middle of a save destroys the only file. Outside
+        hpctrain it does nothing.
+
+        Collective: every rank calls it, once it has returned from writing.
+
+        Args:
+            step: Updates applied.
+            path: A file, or a folder with all files of the checkpoint; on a disk that all nodes
+                see. Rank 0's counts.
+
+        Raises:
+            CheckpointError: it was not sealed; nothing is lost, the older ones stand.
+        """
+        if self.dir is None or self._attempt is None:
+            return
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+            raise UsageError(f"run.sealed takes a step from 0 on, not {step!r}")
+        self._before_save()
+        with self._telemetry.saving:
+            sealed.seal(
+                self.dir,
+                self._attempt,
+                self.world,
+                self.settings.checkpoint,
+                step=step,
+                path=Path(path),
+            )
 
     # ---- the loop's parts
 

@@ -170,6 +170,9 @@ class CheckpointSettings(Table):
     keep_last: int = setting(
         3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2
     )
+    keep_sealed: int = setting(
+        2, "newest copies kept of a program's own sealed checkpoints", least=1
+    )
     keep_every: int = setting(
         0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
     )

@@ -190,6 +190,29 @@ def _saved(fact: kinds.CheckpointSaved) -> str:
     return f"saved step {_step(fact.step)}{_in_brackets(facts)}"
 
 
+def _sealed(fact: kinds.CheckpointSealed) -> str:
+    facts = [
+        " in ".join(filter(None, [_bytes(fact.bytes), _seconds(fact.seconds)])),
+        f"by the {fact.by}" if fact.by else "",
+        "with a copy" if fact.is_copy else "",
+    ]
+    step = "" if fact.step is None else f"step {fact.step:,}: "
+    return f"sealed {step}{fact.path}{_in_brackets(facts)}"
+
+
+def _resumed(fact: kinds.ResumeChosen) -> str:
+    facts = [
+        _seconds(fact.seconds),
+        _bytes(fact.bytes_read),
+        "put back from the run's copy" if fact.put_back else "",
+        f"{count(len(fact.skipped), 'checkpoint')} skipped" if fact.skipped else "",
+    ]
+    if not fact.path:
+        return f"no sealed checkpoint to go on from{_in_brackets(facts[3:])}"
+    step = "" if fact.step is None else f"step {fact.step:,}: "
+    return f"the program may go on from {step}{fact.path}{_in_brackets(facts)}"
+
+
 def _missed(what: str) -> Callable[[Any], str]:
     return lambda fact: f"{what} at step {_step(fact.step)}{_because(fact.why)}"
 
@@ -272,6 +295,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "steps": _steps,
     "interval": _interval,
     "saved": _saved,
+    "sealed": _sealed,
+    "resume_chosen": _resumed,
     "save_mode": lambda fact: f"saves are {fact.mode}{_because(fact.why)}",
     "save_failed": _missed("save failed"),
     "save_skipped": _missed("save left out"),

@@ -64,6 +64,7 @@ Run.world
 Run.settings
 Run.step
 Run.dir
+Run.resume_path
 Run.parallelize(self, model: 'nn.Module', optimizer: 'Optimizer', *, plan: 'ModelPlan | None' = None) -> 'Engine'
 Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
@@ -73,6 +74,7 @@ Run.leave(self) -> 'NoReturn'
 Run.timed(self, what: 'str') -> 'AbstractContextManager[None]'
 Run.log(self, **values: 'float') -> 'None'
 Run.save(self) -> 'None'
+Run.sealed(self, step: 'int', path: 'str | Path') -> 'None'
 SampleOrder(size: 'int', seed: 'int') -> 'None'
 SampleOrder.index(self, position: 'int') -> 'int'
 SampleOrder.indices(self, first: 'int', last: 'int') -> 'list[int]'

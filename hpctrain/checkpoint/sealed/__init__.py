@@ -1,0 +1,1 @@
+"""A program's own checkpoint files, with a manifest of ours that proves them whole."""

@@ -1,0 +1,371 @@
+"""The newest whole sealed checkpoint at a start, proved by its digests; torn ones set aside.
+
+The first agent asks once for each start, before any rank is there, so nothing writes meanwhile. A
+path of which the run has its own copy is put back when a kill has torn it. What is set aside is
+renamed beside itself, never deleted. An error of the file system is no damage: it is retried, then
+raised. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpctrain.base.files import NOT_PLAIN
+from hpctrain.base.records import Skipped
+from hpctrain.base.text import size
+from hpctrain.checkpoint.format.patience import Patience, proves_absence
+from hpctrain.checkpoint.format.reader import in_threads
+from hpctrain.checkpoint.sealed import files as unit
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.sealed.proof import proves_itself
+from hpctrain.checkpoint.store.commit import flush_directory
+from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotWritten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.checkpoint.sealed.manifest import SealedFile
+    from hpctrain.checkpoint.sealed.seals import StoredSeal
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+
+log = logging.getLogger("hpctrain.checkpoint")
+
+T = TypeVar("T")
+
+THREADS = 4
+TELL_S = 10.0
+"""Between two words about a verification that takes long."""
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a start goes on from.
+
+    Attributes:
+        path: The file or folder, whole where the program saved it; None where there is none.
+        step: Its step, where that is known.
+        name: Its seal's.
+        put_back: Whether it was put back from the run's copy.
+        size_bytes: Its size.
+        read_bytes: How many bytes were read to prove it and those before it.
+        seconds: How long that took.
+        skipped: Newer ones that were not taken, each with the reason.
+        set_aside: Paths that were renamed, and why; their old names.
+    """
+
+    path: Path | None = None
+    step: int | None = None
+    name: str = ""
+    put_back: bool = False
+    size_bytes: int = 0
+    read_bytes: int = 0
+    seconds: float = 0.0
+    skipped: tuple[Skipped, ...] = ()
+    set_aside: tuple[Skipped, ...] = ()
+
+
+@dataclass
+class Verdict:
+    """What became of a checkpoint's files since they were sealed.
+
+    Attributes:
+        problems: One line for each file that is not as it was sealed.
+        gone: Nothing of it is there any more.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    gone: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is as it was sealed."""
+        return not self.problems and not self.gone
+
+    @property
+    def why(self) -> str:
+        """The problems in one line."""
+        more = f" (and {len(self.problems) - SHOWN} more)" if len(self.problems) > SHOWN else ""
+        return "; ".join(self.problems[:SHOWN]) + more
+
+
+class BytesRead:
+    """How many bytes were read; says so now and then where it takes long. Threads share one."""
+
+    def __init__(self, what: str = "") -> None:
+        self.bytes = 0
+        self._what = what
+        self._next = time.monotonic() + TELL_S
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        """So many more."""
+        with self._lock:
+            self.bytes += count
+            if self._what and time.monotonic() > self._next:
+                self._next = time.monotonic() + TELL_S
+                log.info("%s: %s read so far", self._what, size(self.bytes))
+
+
+def verify(
+    path: Path,
+    files: Sequence[SealedFile],
+    *,
+    is_folder: bool,
+    deep: bool = True,
+    patience: Patience | None = None,
+    threads: int = THREADS,
+    on_bytes: BytesRead | None = None,
+) -> Verdict:
+    """Whether a checkpoint's files are as they were sealed. Files beside them do not matter.
+
+    Args:
+        path: The file or folder.
+        files: As they were sealed.
+        is_folder: Which of the two was sealed.
+        deep: Read every byte; else sizes alone.
+        patience: For a file system that gives errors.
+        threads: How many read at a time.
+        on_bytes: Told what was read.
+
+    Raises:
+        FileSystemFault: the file system gave an error that is no damage.
+    """
+    again = patience or Patience()
+    root = unit.root_of(path, is_folder=is_folder)
+    problems: dict[str, str] = {}
+
+    def work(share: Iterator[SealedFile]) -> int:
+        for file in share:
+            problem = _problem(root / file.name, file, again, on_bytes, deep=deep)
+            if problem is not None:
+                problems[file.name] = problem
+        return 0
+
+    largest_first = sorted(files, key=lambda file: -file.size)
+    in_threads(largest_first, min(threads, len(files)), work)
+    is_gone = len(problems) == len(files) and not os.path.lexists(path)
+    lines = [f"{name} {problem}" for name, problem in sorted(problems.items())]
+    return Verdict([] if is_gone else lines, gone=is_gone)
+
+
+def _problem(
+    place: Path, file: SealedFile, again: Patience, on_bytes: BytesRead | None, *, deep: bool
+) -> str | None:
+    digest: str | None = file.digest
+    try:
+        size_now = again(lambda: _or_none(lambda: os.lstat(place).st_size))
+        if deep and size_now == file.size:
+            digest = again(lambda: _or_none(lambda: unit.digest_of(place, on_bytes)))
+    except OSError as error:
+        raise FileSystemFault(f"{place} cannot be read: {error}") from error
+    if size_now is None or digest is None:
+        return "is missing"
+    if size_now != file.size:
+        return f"is {size_now:,} bytes, sealed were {file.size:,}"
+    return None if digest == file.digest else "has other bytes than were sealed"
+
+
+def _or_none(act: Callable[[], T]) -> T | None:
+    """What an action returns; None where no ordinary file is there, which need not be retried."""
+    try:
+        return act()
+    except OSError as error:
+        if proves_absence(error) or error.strerror == NOT_PLAIN:
+            return None
+        raise
+
+
+class Choice:
+    """Goes through the seals of a run, newest first, until one is whole."""
+
+    def __init__(self, run: RunDir, attempt: Attempt, *, patience_s: float) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._patience = Patience(patience_s)
+        self._reading = BytesRead(f"verifying the sealed checkpoints of {run.name}")
+        self._skipped: list[Skipped] = []
+        self._aside: list[Skipped] = []
+        self._looked_at = set[Path]()
+
+    def choose(self, *, at_step: int | None = None) -> Resume:
+        """The newest whole one, ready to be loaded; nothing where the run has sealed nothing.
+
+        Args:
+            at_step: Only this step will do; 0 is the beginning. Newer seals are forgotten then.
+
+        Raises:
+            NoCheckpoint: `at_step` cannot be had; or the run has sealed, and none is whole: it
+                would forget all that it has done.
+            FileSystemFault: the file system gave errors for too long.
+            CheckpointError: a torn one cannot be moved, or a copy not be put back.
+            Fenced: a newer attempt has taken the run over.
+        """
+        started = time.monotonic()
+        seals.sweep(self._run)
+        everything = self._patience(lambda: seals.listing(self._run))
+        wanted = [s for s in everything if at_step is None or _step(s) == at_step]
+        taken = None
+        for stored in wanted:
+            taken = self._try(stored)
+            if taken is not None:
+                break
+        if at_step is not None and everything:
+            self._go_back(everything, at_step, taken)
+        elif taken is None and everything:
+            self._refuse_to_forget(everything)
+        return Resume(
+            **(taken or {}),
+            read_bytes=self._reading.bytes,
+            seconds=time.monotonic() - started,
+            skipped=tuple(self._skipped),
+            set_aside=tuple(self._aside),
+        )
+
+    def _try(self, stored: StoredSeal) -> dict[str, Any] | None:
+        if stored.doubt:
+            raise FileSystemFault(f"{stored.name}: {stored.problem}")
+        seal = stored.seal
+        if seal is None:
+            self._skip(stored, stored.problem)
+            return None
+        path = Path(seal.path)
+        taken: dict[str, Any] = {
+            "path": path,
+            "step": seal.step,
+            "name": stored.name,
+            "size_bytes": seal.size,
+        }
+        verdict = self._verify(path, seal.files, is_folder=seal.is_folder)
+        if verdict.is_whole:
+            return taken
+        if stored.copy is None:
+            if verdict.gone:
+                self._skip(stored, f"{path} was removed")
+            else:
+                self._skip(stored, verdict.why)
+                self._set_aside(path, seal.step, verdict.why)
+            return None
+        newer = None if verdict.gone else self._seal_newer(stored, path)
+        if newer is not None:
+            return newer
+        copy = self._verify(stored.copy, seal.files, is_folder=seal.is_folder)
+        if not copy.is_whole:
+            self._skip(stored, f"its copy is damaged: {copy.why or 'it is missing'}")
+            return None
+        if not verdict.gone:
+            self._set_aside(path, seal.step, verdict.why)
+        self._put_back(stored.copy, path)
+        return taken | {"put_back": True}
+
+    def _seal_newer(self, stored: StoredSeal, path: Path) -> dict[str, Any] | None:
+        """Seal a file that was saved after the newest seal, where its own checksums prove it.
+
+        The kill came between the save and its seal. Of a folder nobody could say that no file of it
+        is missing.
+        """
+        if path in self._looked_at or stored.seal is None or stored.seal.is_folder:
+            return None
+        self._looked_at.add(path)
+        status = self._patience(lambda: os.lstat(path))
+        if status.st_mtime_ns <= stored.seal.files[0].mtime_ns:
+            return None
+        taken = seal_proved(self._run, self._attempt, path, self._patience, self._reading)
+        if taken is None or taken.seal is None:
+            return None
+        return {"path": path, "name": taken.name, "size_bytes": taken.seal.size}
+
+    def _verify(self, path: Path, files: Sequence[SealedFile], *, is_folder: bool) -> Verdict:
+        return verify(
+            path, files, is_folder=is_folder, patience=self._patience, on_bytes=self._reading
+        )
+
+    def _set_aside(self, path: Path, step: int | None, why: str) -> None:
+        """Rename what is torn: the program must not come upon it, a person may want it."""
+        if not os.path.lexists(path):
+            return
+        aside = free_name(path, self._attempt.number)
+        try:
+            path.rename(aside)
+            flush_directory(path.parent)
+        except OSError as error:
+            raise CheckpointError(f"{path} is torn and cannot be set aside: {error}") from error
+        log.warning("%s is not as it was sealed (%s); it is %s now", path, why, aside.name)
+        self._aside.append(Skipped(step or 0, str(path), f"{why}; renamed to {aside.name}"))
+
+    def _put_back(self, copy: Path, path: Path) -> None:
+        try:
+            unit.put_back(copy, path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be put back from {copy}: {error}") from error
+        log.warning("%s was put back from the run's copy of it", path)
+
+    def _skip(self, stored: StoredSeal, why: str) -> None:
+        self._skipped.append(Skipped(_step(stored) or 0, stored.name, why))
+
+    def _go_back(
+        self, everything: Sequence[StoredSeal], at_step: int, taken: dict[str, Any] | None
+    ) -> None:
+        if taken is None and at_step:
+            steps = sorted({step for s in everything if (step := _step(s)) is not None})
+            raise NoCheckpoint(
+                f"{self._run.name} has no whole sealed checkpoint of step {at_step}; sealed steps: "
+                f"{', '.join(map(str, steps)) or 'none'}"
+            )
+        for stored in everything:
+            if taken is not None and stored.name == taken["name"]:
+                return
+            seals.forget(self._run, self._attempt, stored)
+
+    def _refuse_to_forget(self, everything: Sequence[StoredSeal]) -> None:
+        shown = [f"{row.name}: {row.reason}" for row in self._skipped[:SHOWN]]
+        more = f"; and {len(everything) - SHOWN} more" if len(everything) > SHOWN else ""
+        raise NoCheckpoint(
+            f"{self._run.name} has sealed {len(everything)} checkpoints, and none is whole: "
+            f"{'; '.join(shown)}{more}. It does not begin anew unasked: bring one back, or "
+            f"`hpctrain resume {self._run.name} --from 0`"
+        )
+
+
+def seal_proved(
+    run: RunDir, attempt: Attempt, path: Path, patience: Patience, on_bytes: BytesRead
+) -> StoredSeal | None:
+    """Seal a file that its own checksums prove whole, with a copy; None where they do not.
+
+    Raises:
+        FileSystemFault: the file system gave errors for too long.
+        CheckpointError: it cannot be sealed.
+    """
+    try:
+        if not patience(lambda: _or_none(lambda: proves_itself(path, on_bytes))):
+            return None
+    except OSError as error:
+        raise FileSystemFault(f"{path} cannot be read: {error}") from error
+    plan = seals.begin(run, attempt, path, step=None, copy=True)
+    try:
+        sealed = [plan.seal_file(file) for file in plan.files]
+        return seals.commit(run, attempt, plan, sealed, step=None, by="agent")
+    except OSError as error:
+        raise NotWritten(f"{path} cannot be sealed: {error}") from error
+    finally:
+        seals.discard(plan)
+
+
+def free_name(path: Path, attempt: int) -> Path:
+    """The name of a torn path: ``<name>.torn-<attempt>``, counted on where that is taken."""
+    target, number = path.with_name(f"{path.name}.torn-{attempt}"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.torn-{attempt}.{number}")
+    return target
+
+
+def _step(stored: StoredSeal) -> int | None:
+    return None if stored.seal is None else stored.seal.step

@@ -1,0 +1,385 @@
+"""The seals of a run: which there are, how one is committed, and which are removed.
+
+A seal is staged beside the others, with its copy where it has one, flushed, and renamed under the
+run's lock by the newest attempt alone. Whatever dies in between leaves a staged folder, which
+nobody looks at. tests/unit/checkpoint/sealed/test_seals.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.base.files import ROOT
+from hpctrain.checkpoint.format.manifest import MAX_STEP
+from hpctrain.checkpoint.format.patience import proves_absence
+from hpctrain.checkpoint.sealed import files as unit
+from hpctrain.checkpoint.sealed import manifest
+from hpctrain.checkpoint.sealed.manifest import FILES_NAME, SEAL_NAME, Seal
+from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_tree
+from hpctrain.errors import (
+    CheckpointError,
+    FileSystemFault,
+    NewerFormat,
+    NotWritten,
+    TornCheckpoint,
+)
+from hpctrain.run.fence import publishing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.checkpoint.sealed.files import UnitFile
+    from hpctrain.checkpoint.sealed.manifest import SealedFile, Writer
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
+
+STAGED, DELETING, FORGOTTEN = "staged-", "deleting-", ".forgotten"
+KEEP_GONE = 10
+"""Newest seals whose files the program has removed that are still shown."""
+
+
+@dataclass(frozen=True)
+class StoredSeal:
+    """A committed seal.
+
+    Attributes:
+        number: The higher one is the newer one.
+        folder: Where it lies.
+        seal: What it says; None where it could not be read.
+        problem: Why it could not.
+        doubt: Whether nobody could judge it: the disk refused, or a newer hpctrain wrote it.
+    """
+
+    number: int
+    folder: Path
+    seal: Seal | None
+    problem: str = ""
+    doubt: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its folder's name."""
+        return self.folder.name
+
+    @property
+    def copy(self) -> Path | None:
+        """Where its own copy lies; None for one that was sealed in place."""
+        if self.seal is None or not self.seal.is_copy:
+            return None
+        copies = self.folder / FILES_NAME
+        return copies if self.seal.is_folder else copies / Path(self.seal.path).name
+
+
+@dataclass(frozen=True)
+class SealPlan:
+    """What is about to be sealed; plain data, the same on every rank.
+
+    Attributes:
+        path: The file or folder.
+        is_folder: Which of the two.
+        files: Every file of it.
+        staged: Where the seal is put together.
+        is_copy: The bytes are copied too.
+        began: Seconds since the epoch.
+    """
+
+    path: Path
+    is_folder: bool
+    files: tuple[UnitFile, ...]
+    staged: Path
+    is_copy: bool
+    began: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def seal_file(self, file: UnitFile) -> SealedFile:
+        """Read one of the files, and copy it where that is wanted; see `files.sealed_file`."""
+        source = unit.root_of(self.path, is_folder=self.is_folder) / file.name
+        copy = self.staged / FILES_NAME / file.name if self.is_copy else None
+        return unit.sealed_file(source, file, copy)
+
+
+def listing(run: RunDir) -> list[StoredSeal]:
+    """Every committed seal, newest first.
+
+    Raises:
+        FileSystemFault: the folder cannot be listed.
+    """
+    numbers = [n for name in _names(run) if (n := manifest.parse_seal(name)) is not None]
+    return [_stored(run, number) for number in sorted(numbers, reverse=True)]
+
+
+def has_any(run: RunDir) -> bool:
+    """Whether the run ever sealed something that is still on record.
+
+    Raises:
+        FileSystemFault: nobody can tell.
+    """
+    return any(manifest.parse_seal(name) is not None for name in _names(run))
+
+
+def _names(run: RunDir) -> list[str]:
+    try:
+        return [path.name for path in run.sealed.iterdir()]
+    except OSError as error:
+        if proves_absence(error):
+            return []
+        raise FileSystemFault(f"seals of {run.name} cannot be listed: {error}") from error
+
+
+def _stored(run: RunDir, number: int) -> StoredSeal:
+    folder = run.sealed / manifest.seal_name(number)
+    path = folder / SEAL_NAME
+    try:
+        if not anybodys(run) and os.lstat(path).st_uid not in {os.geteuid(), ROOT}:
+            return StoredSeal(number, folder, None, f"{SEAL_NAME} belongs to another user")
+        return StoredSeal(number, folder, manifest.load(path))
+    except TornCheckpoint as error:
+        return StoredSeal(number, folder, None, str(error))
+    except (FileSystemFault, NewerFormat) as error:
+        return StoredSeal(number, folder, None, str(error), doubt=True)
+    except OSError as error:
+        absent = proves_absence(error)
+        why = f"{SEAL_NAME} is missing" if absent else f"{SEAL_NAME}: {error.strerror}"
+        return StoredSeal(number, folder, None, why, doubt=not absent)
+
+
+def anybodys(run: RunDir) -> bool:
+    """Whether the run's group may write into it: then files may be any member's.
+
+    Raises:
+        OSError: the run's folder cannot be asked.
+    """
+    return bool(run.root.stat().st_mode & stat.S_IWGRP)
+
+
+def begin(
+    run: RunDir, attempt: Attempt, path: Path, *, step: int | None, copy: bool | None = None
+) -> SealPlan:
+    """List what is to be sealed, and make the folder in which the seal is put together.
+
+    Args:
+        run: The run.
+        attempt: Who seals.
+        path: The file or folder; links in it are resolved.
+        step: Its step, by which is told whether each save has a new name.
+        copy: Whether the seal has the bytes too; None decides by the name.
+
+    Raises:
+        CheckpointError: it cannot be sealed; see `files.unit_files`.
+        NotWritten: the seal's folder cannot be made.
+    """
+    path = _resolved(path)
+    refuse_own(run, path)
+    try:
+        files = tuple(unit.unit_files(path, anybodys=anybodys(run)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is not there; nothing was sealed") from error
+    except OSError as error:
+        raise FileSystemFault(f"{path} cannot be sealed: {error}") from error
+    copies = _is_written_over(listing(run), path, step) if copy is None else copy
+    staged = run.sealed / f"{STAGED}{attempt.number:04d}-{secrets.token_hex(4)}"
+    try:
+        run.sealed.mkdir(exist_ok=True)
+        flush_directory(run.root)
+        staged.mkdir()
+    except OSError as error:
+        raise NotWritten(f"{path} cannot be sealed: {describe(error, run.sealed)}") from error
+    return SealPlan(path, path.is_dir(), files, staged, copies, time.time())
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there; nothing was sealed") from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be sealed: {error}") from error
+
+
+def refuse_own(run: RunDir, path: Path) -> None:
+    """Refuse what is the run's own, or holds it; its `output` is the program's.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    root = run.root.resolve()
+    output = root / run.output.name
+    if path in {root, output} or root.is_relative_to(path):
+        raise CheckpointError(f"{path} holds the run's own files; seal what the program wrote")
+    if path.is_relative_to(root) and not path.is_relative_to(output):
+        raise CheckpointError(f"{path} is one of the run's own files; programs write to {output}")
+
+
+def _is_written_over(seals: Sequence[StoredSeal], path: Path, step: int | None) -> bool:
+    """Whether the next save may write over this one, which then needs a copy.
+
+    Not where the step is part of the name, nor where the run has sealed before and never this path.
+    The first one without a number is copied: a kill in the middle of the second save would leave
+    nothing.
+    """
+    if step is not None and step in numbers_in(path.name):
+        return False
+    earlier = [stored.seal.path for stored in seals if stored.seal is not None]
+    return not earlier or str(path) in earlier
+
+
+def numbers_in(name: str) -> list[int]:
+    """The numbers in a name, e.g. of ``epoch=3-step=50.ckpt`` 3 and 50."""
+    digits = "".join(c if c.isascii() and c.isdigit() else " " for c in name)
+    return [int(number) for number in digits.split() if len(number) <= len(str(MAX_STEP))]
+
+
+def commit(
+    run: RunDir,
+    attempt: Attempt,
+    plan: SealPlan,
+    files: Sequence[SealedFile],
+    *,
+    step: int | None,
+    by: Writer,
+) -> StoredSeal:
+    """Make a staged seal the newest one of the run.
+
+    Raises:
+        NotWritten: the disk refused; nothing is there.
+        Fenced: a newer attempt has taken the run over.
+    """
+    seal = Seal(
+        path=str(plan.path),
+        is_folder=plan.is_folder,
+        step=step,
+        attempt=attempt.number,
+        created=round(plan.began, 3),
+        by=by,
+        is_copy=plan.is_copy,
+        files=tuple(files),
+    )
+    try:
+        _write(plan.staged / SEAL_NAME, manifest.dump(seal))
+        unit.flush_tree(plan.staged)
+        if not plan.is_copy:  # the names of what was sealed must be as durable as the seal
+            _flush_names(plan)
+        with publishing(run, attempt):
+            numbers = [n for name in _names(run) if (n := _any_number(name)) is not None]
+            number = max(numbers, default=0) + 1
+            target = run.sealed / manifest.seal_name(number)
+            plan.staged.rename(target)
+            flush_directory(run.sealed)
+    except OSError as error:
+        raise NotWritten(f"{plan.path} cannot be sealed: {describe(error, run.sealed)}") from error
+    return StoredSeal(number, target, seal)
+
+
+def _flush_names(plan: SealPlan) -> None:
+    root = unit.root_of(plan.path, is_folder=plan.is_folder)
+    for folder in {(root / file.name).parent for file in plan.files} | {plan.path.parent}:
+        with contextlib.suppress(PermissionError):  # a folder that may be entered but not read
+            flush_directory(folder)
+
+
+def _any_number(name: str) -> int | None:
+    """Also of one that was forgotten: its number is not given again."""
+    return manifest.parse_seal(name.removesuffix(FORGOTTEN))
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def discard(plan: SealPlan) -> None:
+    """Remove what was staged; a disk that refuses costs room and nothing else."""
+    with contextlib.suppress(OSError):
+        remove_tree(plan.staged)
+
+
+def sweep(run: RunDir) -> None:
+    """Remove what earlier attempts have begun and not committed. The newest attempt calls it."""
+    for name in _names(run):
+        if name.startswith((STAGED, DELETING)):
+            with contextlib.suppress(OSError):
+                remove_tree(run.sealed / name)
+
+
+def remove(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
+    """Remove a seal and its copy; what it names elsewhere stays.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+        Fenced: a newer attempt has taken the run over.
+    """
+    going = run.sealed / f"{DELETING}{secrets.token_hex(4)}"
+    try:
+        with publishing(run, attempt):
+            stored.folder.rename(going)
+        remove_tree(going)
+    except OSError as error:
+        raise CheckpointError(f"{stored.name} cannot be removed: {error}") from error
+
+
+def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
+    """Take a seal out of the choice, for good: the run went back behind it.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+        Fenced: a newer attempt has taken the run over.
+    """
+    try:
+        with publishing(run, attempt):
+            stored.folder.rename(stored.folder.with_name(stored.name + FORGOTTEN))
+            flush_directory(run.sealed)
+    except OSError as error:
+        raise CheckpointError(f"{stored.name} cannot be renamed: {error}") from error
+
+
+def superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:
+    """Seals that need not be kept: older copies, and words about files that are no more.
+
+    Args:
+        seals: All, newest first.
+        keep: How many copies stay.
+
+    Returns:
+        Those that may go. One that could not be read stays.
+    """
+    going: list[StoredSeal] = []
+    copies, gone, paths = 0, 0, set[str]()
+    for stored in seals:
+        if stored.seal is None:
+            continue
+        if stored.seal.is_copy:
+            copies += 1
+            going += [stored] if copies > keep else []
+            continue
+        # A newer seal of the same path says what lies there now.
+        is_old = stored.seal.path in paths
+        paths.add(stored.seal.path)
+        gone += not is_old and not os.path.lexists(stored.seal.path)
+        going += [stored] if is_old or gone > KEEP_GONE else []
+    return going
+
+
+def prune(run: RunDir, attempt: Attempt, keep: int) -> list[StoredSeal]:
+    """Remove what need not be kept; returns it.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+        Fenced: a newer attempt has taken the run over.
+    """
+    going = superfluous(listing(run), keep)
+    for stored in going:
+        remove(run, attempt, stored)
+    return going

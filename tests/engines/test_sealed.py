@@ -1,0 +1,103 @@
+"""`run.sealed`: what the ranks have written is proved, and found again at the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
+from tests.support.gloo import launch
+from tests.support.ledger_runs import all_fields
+
+
+def program(root, out, steps=(), *, late_rank=None, sealed=None):
+    """What a program with its own checkpoints does; returns what each rank has seen."""
+    import hpctrain
+
+    os.environ["HPCTRAIN_RUN_DIR"] = str(root)
+    run = hpctrain.init()
+    errors = []
+    for step in steps:
+        folder = Path(out) / f"global_step{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if run.world.rank == late_rank:
+            time.sleep(0.5)  # the others have long called `sealed`
+        torch.save({"step": step, "rank": run.world.rank}, folder / f"rank_{run.world.rank}.pt")
+        try:
+            run.sealed(step, sealed or folder)
+        except hpctrain.errors.CheckpointError as error:
+            errors.append(str(error))
+    return str(run.resume_path), errors
+
+
+def test_all_that_the_ranks_have_written_is_sealed_also_by_the_last_of_them(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    out = tmp_path / "out"
+
+    first = launch(program, 3, root=run.root, out=out, steps=(50, 100), late_rank=2)
+    again = launch(program, 2, root=run.root, out=out)
+
+    assert first == [("None", [])] * 3
+    assert again == [(str(out / "global_step100"), [])] * 2, "the same on every rank"
+    newest, before = seals.listing(run)
+    assert [file.name for file in newest.seal.files] == ["rank_0.pt", "rank_1.pt", "rank_2.pt"]
+    assert (newest.seal.step, before.seal.step, newest.seal.by) == (100, 50, "program")
+    told = [all_fields(e) for e in ledger.read(run) if e.kind in {"sealed", "resume_chosen"}]
+    assert [fact["step"] for fact in told] == [50, 100, 100]
+    assert told[1]["bytes"] == newest.seal.size
+    assert told[2]["path"] == str(out / "global_step100")
+
+
+def test_what_cannot_be_sealed_is_an_error_on_every_rank_and_training_can_go_on(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+
+    ranks = launch(
+        program, 2, root=run.root, out=tmp_path / "out", steps=(5,), sealed=tmp_path / "nowhere"
+    )
+
+    assert ranks == [("None", [f"{tmp_path / 'nowhere'} is not there; nothing was sealed"])] * 2
+    assert not list(run.sealed.iterdir()) if run.sealed.exists() else True
+
+
+def test_a_file_that_a_kill_has_torn_is_put_back_before_the_program_sees_it(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    path = tmp_path / "ckpt.pt"
+
+    launch(program_with_one_path, 1, root=run.root, path=path, step=10)
+    whole = path.read_bytes()
+    launch(program_with_one_path, 1, root=run.root, path=path, step=20, cut=100, may_fail=True)
+    assert path.read_bytes() != whole
+    seen = launch(program_with_one_path, 1, root=run.root, path=path)
+
+    assert seen == [(str(path), 10)]
+    assert path.read_bytes() == whole
+
+
+def program_with_one_path(root, path, step=None, cut=None):
+    """Saves over one file; is killed after so many bytes of it."""
+    import hpctrain
+
+    os.environ["HPCTRAIN_RUN_DIR"] = str(root)
+    run = hpctrain.init()
+    step_found = torch.load(run.resume_path)["step"] if run.resume_path else None
+    if step is not None:
+        state = {"step": step, "weights": torch.full((1000,), float(step))}
+        if cut is not None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            with contextlib.suppress(OSError):
+                path.write_bytes(buffer.getvalue()[:cut])
+            os.kill(os.getpid(), 9)
+        torch.save(state, path)
+        run.sealed(step, path)
+    return str(run.resume_path), step_found
