@@ -8,13 +8,16 @@ and `errors`; everything below `hpctrain.` is internal and may change with any v
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import VERSION
 
 if TYPE_CHECKING:
     from hpctrain import errors
+    from hpctrain.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
     from hpctrain.checkpoint.tensors import dcp
     from hpctrain.data.batches import (
         GlobalBatches,
@@ -28,16 +31,21 @@ if TYPE_CHECKING:
     from hpctrain.engines.engine import Engine, Microbatch
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+    from hpctrain.history.attempts import AttemptView
     from hpctrain.plan.mesh import ModelShape
     from hpctrain.runtime.run import Run, Stopped, init
     from hpctrain.runtime.trackers import TrackedRun, Tracker
     from hpctrain.settings.schema import Settings
+    from hpctrain.status.status import Checkpoint
     from hpctrain.testing import faults
     from hpctrain.world import World, broadcast
 
 __version__ = VERSION
 
 _HOMES = {
+    "AttemptView": "hpctrain.history.attempts",
+    "CancelledJob": "hpctrain.api",
+    "Checkpoint": "hpctrain.status.status",
     "CheckpointError": "hpctrain.errors",
     "Engine": "hpctrain.engines.engine",
     "GlobalBatches": "hpctrain.data.batches",
@@ -50,6 +58,8 @@ _HOMES = {
     "Run": "hpctrain.runtime.run",
     "SampleOrder": "hpctrain.data.order",
     "Settings": "hpctrain.settings.schema",
+    "StartedJob": "hpctrain.api",
+    "Status": "hpctrain.api",
     "StepBatch": "hpctrain.data.batches",
     "Stopped": "hpctrain.runtime.run",
     "TokenFile": "hpctrain.data.tokens",
@@ -58,16 +68,23 @@ _HOMES = {
     "UsageError": "hpctrain.errors",
     "World": "hpctrain.world",
     "broadcast": "hpctrain.world",
+    "cancel": "hpctrain.api",
     "cut_step": "hpctrain.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",
     "faults": "hpctrain.testing.faults",
     "init": "hpctrain.runtime.run",
+    "resume": "hpctrain.api",
+    "status": "hpctrain.api",
+    "submit": "hpctrain.api",
     "write_tokens": "hpctrain.data.tokens",
 }
 """Module of each name; a name that its module ends with is that module itself."""
 
 __all__ = [
+    "AttemptView",
+    "CancelledJob",
+    "Checkpoint",
     "CheckpointError",
     "Engine",
     "GlobalBatches",
@@ -80,6 +97,8 @@ __all__ = [
     "Run",
     "SampleOrder",
     "Settings",
+    "StartedJob",
+    "Status",
     "StepBatch",
     "Stopped",
     "TokenFile",
@@ -89,13 +108,33 @@ __all__ = [
     "World",
     "__version__",
     "broadcast",
+    "cancel",
     "cut_step",
     "dcp",
     "errors",
     "faults",
     "init",
+    "resume",
+    "status",
+    "submit",
     "write_tokens",
 ]
+
+
+class _Package(ModuleType):
+    """This package: two of its rooms are named like functions of its users.
+
+    As a room is imported Python sets it over the function of its name; `import hpctrain` would then
+    mean one or the other by what ran before.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType) and value.__name__ != _HOMES[name]:
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

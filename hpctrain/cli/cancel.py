@@ -36,20 +36,14 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.base.files import follow_folder
+    from hpctrain.api import cancel
     from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import own_spec
-    from hpctrain.status.reader import ask
-    from hpctrain.submit.cancel import cancel_run
+    from hpctrain.run.layout import RunDir
     from hpctrain.terminal import echo_json
 
-    run_dir = find_run(run, runs=runs)
-    follow_folder(run_dir.root)
-    cluster = own_spec(run_dir, named=run, foreign=foreign).cluster
+    ended = cancel(run, save=save, foreign=foreign, runs=runs)
+    run_dir, job_id, saves = RunDir(ended.dir), ended.job_id, ended.saves
     history = RunHistory.read(run_dir)
-    answer = ask(run_dir, cluster, history)
-    job_id, saves = cancel_run(run_dir, cluster, history, answer, save=save)
     inside = run_dir.root.parent == runs
     name = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
     if as_json:

@@ -86,22 +86,21 @@ def command(
     from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
-    from hpctrain.settings.check import engine_flags, profile_flags
     from hpctrain.settings.secrets import hide, secrets_in
-    from hpctrain.submit.resume import ResumeRequest, prepare_resume, resume_run
+    from hpctrain.submit.resume import prepare_resume, resume_request, resume_run
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")
     run_dir = find_run(run, runs=runs)
-    changes: dict[str, tuple[str, object]] = {
-        f"slurm.{name}": (f"--{name.replace('_', '-')}", value) for name, value in flags.items()
-    }
-    request = ResumeRequest(
-        changes | engine_flags(engine, mesh) | profile_flags(profile, nsys),
+    request = resume_request(
+        flags,
         sets,
         from_step,
+        engine=engine,
+        mesh=mesh,
+        profile=profile,
+        nsys=nsys,
         allow_locked=allow_locked,
-        ask_accounting=True,
     )
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)

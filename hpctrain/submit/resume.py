@@ -20,7 +20,7 @@ from hpctrain.run import events as ledger
 from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.fence import look_anew
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.check import check
+from hpctrain.settings.check import check, engine_flags, profile_flags
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.preset import site_of
@@ -67,6 +67,39 @@ class ResumeRequest:
     """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
     alone: bool = False
     """One process will train, whatever the nodes are set to."""
+
+
+def resume_request(
+    slurm: Mapping[str, object],
+    sets: Sequence[str] = (),
+    from_step: int | None = None,
+    *,
+    engine: str | None = None,
+    mesh: Mapping[str, str] | None = None,
+    profile: Mapping[str, object] | None = None,
+    nsys: int | None = None,
+    allow_locked: bool = False,
+) -> ResumeRequest:
+    """What was asked, from the flags; None was not given.
+
+    Args:
+        slurm: Keys of [slurm] with their values.
+        sets: What stood behind each `--set`.
+        from_step: Go on from this checkpoint.
+        engine: As `--engine`.
+        mesh: What `parse_mesh` made of `--mesh`.
+        profile: What `parse_profile` made of `--profile`.
+        nsys: As `--nsys`.
+        allow_locked: See `ResumeRequest`.
+    """
+    changes = {f"slurm.{key}": (f"--{key.replace('_', '-')}", slurm[key]) for key in slurm}
+    return ResumeRequest(
+        changes | engine_flags(engine, mesh) | profile_flags(profile, nsys),
+        sets,
+        from_step,
+        allow_locked=allow_locked,
+        ask_accounting=True,
+    )
 
 
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:

@@ -20,11 +20,47 @@ SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examp
 """Where users see what to import."""
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
 MODULES["faults"] = "hpctrain.testing.faults"
-MADE_BY_US = {"Engine", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
+MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
+MADE_BY_US |= {"Engine", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
 """Users are given these; how they are made is no promise."""
 OURS = {f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")}
 """What the run calls on an engine, and no program."""
 PUBLIC = """\
+AttemptView
+AttemptView.number: int
+AttemptView.job_id: str
+AttemptView.nodes: tuple[str, ...]
+AttemptView.world_size: int
+AttemptView.by: str
+AttemptView.started: float
+AttemptView.ended: float | None
+AttemptView.reason: EndReason | None
+AttemptView.next: Next | None
+AttemptView.detail: str
+AttemptView.stop_cause: str | None
+AttemptView.from_checkpoint: str | None
+AttemptView.first_step: int | None
+AttemptView.last_step: int | None
+AttemptView.last_saved_step: int | None
+AttemptView.steps_lost: int | None
+AttemptView.skipped: tuple[Skipped, ...]
+AttemptView.failure: Failure | None
+AttemptView.cause: EndCause | None
+AttemptView.allocated: float | None
+AttemptView.queued_s: float | None
+AttemptView.ready_s: float | None
+AttemptView.heard: float | None
+AttemptView.released: float | None
+CancelledJob
+CancelledJob.run: str
+CancelledJob.dir: Path
+CancelledJob.job_id: str
+CancelledJob.saves: bool
+Checkpoint
+Checkpoint.name: str
+Checkpoint.step: int
+Checkpoint.t: float | None
+Checkpoint.size_bytes: int | None
 CheckpointError(HpctrainError)
 Engine
 Engine.kind
@@ -78,6 +114,35 @@ Run.sealed(self, step: 'int', path: 'str | Path') -> 'None'
 SampleOrder(size: 'int', seed: 'int') -> 'None'
 SampleOrder.index(self, position: 'int') -> 'int'
 SampleOrder.indices(self, first: 'int', last: 'int') -> 'list[int]'
+StartedJob
+StartedJob.run: str
+StartedJob.dir: Path
+StartedJob.job_id: str | None
+StartedJob.step: int
+StartedJob.checkpoint: str | None
+StartedJob.notes: tuple[str, ...]
+Status
+Status.run: str
+Status.dir: Path
+Status.state: str
+Status.over: bool
+Status.words: str
+Status.step: int | None
+Status.total_steps: int | None
+Status.loss: float | None
+Status.step_s: float | None
+Status.last_seen: float | None
+Status.cluster: str
+Status.job_id: str | None
+Status.why: str | None
+Status.exit_code: int | None
+Status.cluster_problem: str | None
+Status.attempts: tuple[AttemptView, ...]
+Status.steps_lost: int | None
+Status.checkpoint: Checkpoint | None
+Status.failure: str | None
+Status.failure_log: Path | None
+Status.facts: Mapping[str, Any]
 StepBatch
 StepBatch.first: int
 StepBatch.last: int
@@ -111,8 +176,12 @@ World.control: dist.ProcessGroup | None
 World.ranks_per_node: int
 World.is_distributed
 broadcast(world: 'World', value: 'Any') -> 'Any'
+cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'CancelledJob'
 cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
 init(settings: 'Settings | None' = None) -> 'Run'
+resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'StartedJob'
+status(run: 'str' = '-', *, runs: 'Runs' = None) -> 'Status'
+submit(command: 'Sequence[str | os.PathLike[str]]' = (), *, name: 'str | None' = None, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, site: 'str | None' = None, cluster: 'str | None' = None, config: 'str | os.PathLike[str] | None' = None, settings: 'Mapping[str, Any] | None' = None, env: 'Mapping[str, str] | None' = None, snapshot: 'bool | None' = None, allow_locked: 'bool' = False, runs: 'Runs' = None, start: 'bool' = True) -> 'StartedJob'
 write_tokens(path: 'Path', chunks: 'Iterable[bytes]', *, dtype: 'str', vocabulary: 'int', source: 'Mapping[str, Any]') -> 'TokenFile'
 """
 

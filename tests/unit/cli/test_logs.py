@@ -24,6 +24,7 @@ from hpctrain.logs.printer import LogSelection, Printer
 from hpctrain.logs.sections import Trouble, is_trouble
 from hpctrain.run.events import read
 from hpctrain.run.log_files import LogFile, LogMark, mark_line, tail_offset, times_path
+from hpctrain.status import reader
 from hpctrain.status.status import Answer
 from tests.support.ledger_runs import Story, local_job
 
@@ -597,7 +598,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     watch.add(read(story.run))
     start = time.time() + 3600
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
-    monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: Answer(job))
+    monkeypatch.setattr(reader, "ask", lambda *_: Answer(job))
     assert not watch.is_over()
     follower = log_follow.Follower(printer, log_follow.LedgerTail(story.run), watch)
     for _ in range(3):
@@ -611,7 +612,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
 
 def test_a_scheduler_is_not_asked_while_the_run_is_heard_of(runs, monkeypatch):
     asked = []
-    monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: asked.append(1) or Answer(None))
+    monkeypatch.setattr(reader, "ask", lambda *_: asked.append(1) or Answer(None))
     story = Story(runs / "lm").submitted("17").started(1, "17", ("n1",))
     watch = log_follow.EndWatch(story.run, None, lambda _text: None)
     watch.add(read(story.run))

@@ -22,11 +22,14 @@ from hpctrain.drawing import drawn
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import read
+from hpctrain.scheduler import base
+from hpctrain.status import reader as reader_module
 from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
 from hpctrain.status.screen import RunsScreen, StatusScreen, apportioned
 from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
 from hpctrain.status.text import explained
+from hpctrain.submit import launch, resume
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
@@ -193,8 +196,8 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
         setup_lines=lambda _: [],
     )
     # Whatever is imported meanwhile would keep the patched name for ever.
-    for module in ("hpctrain.submit.launch", "hpctrain.submit.resume", "hpctrain.scheduler.base"):
-        monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
+    for module in (launch, resume, base):
+        monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)
     _, screen, _ = run("lm", capsys=capsys)
@@ -745,10 +748,8 @@ def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
 
 def test_while_watching_accounting_is_asked_when_a_job_began_or_seldom(runs, story, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "hpctrain.status.reader.job_starts", lambda *_: asked.append("starts") or ([], "")
-    )
-    monkeypatch.setattr("hpctrain.status.reader.ask", lambda *_: asked.append("job") or Answer())
+    monkeypatch.setattr(reader_module, "job_starts", lambda *_: asked.append("starts") or ([], ""))
+    monkeypatch.setattr(reader_module, "ask", lambda *_: asked.append("job") or Answer())
     reader = StatusReader(runs, ask_every_s=1000, account_every_s=1000)
     reader.look(story.run)
     reader.look(story.run)

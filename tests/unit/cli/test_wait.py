@@ -11,6 +11,7 @@ from hpctrain.base.records import JobInfo
 from hpctrain.cli import wait
 from hpctrain.cli.main import main
 from hpctrain.errors import EXIT_CODES
+from hpctrain.status import reader
 from hpctrain.status.status import Answer
 from tests.support.ledger_runs import Story
 
@@ -33,7 +34,7 @@ def world(monkeypatch):
         at.asked += 1
         return Answer(at.job)
 
-    monkeypatch.setattr("hpctrain.status.reader.ask", ask)
+    monkeypatch.setattr(reader, "ask", ask)
     clock = {"sleep": sleep, "monotonic": lambda: at.t, "time": lambda: 1_763_800_000.0}
     monkeypatch.setattr(wait, "time", SimpleNamespace(**clock))
     return at

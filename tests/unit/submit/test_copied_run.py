@@ -12,6 +12,7 @@ from hpctrain.cli.main import main
 from hpctrain.errors import ClusterError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
+from hpctrain.scheduler import base
 from hpctrain.scheduler.base import Cluster
 from hpctrain.scheduler.local.client import LocalCluster
 from hpctrain.scheduler.slurm.client import SlurmCluster
@@ -160,8 +161,8 @@ class Scheduler(Cluster):
 
 def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
-        monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
+    for module in (launch, base):
+        monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
     before = load_spec(original.run.spec)
     raw = json.loads(copy.spec.read_text())
     raw["entry"] |= {"kind": "script", "path": f"{original.run.root}/snapshot/train.py"}
@@ -180,8 +181,8 @@ def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys)
 
 def test_the_original_is_not_submitted_beside_its_job(original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    for module in ("hpctrain.submit.launch", "hpctrain.scheduler.base"):
-        monkeypatch.setattr(f"{module}.get_cluster", lambda _: scheduler)
+    for module in (launch, base):
+        monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
 
     assert main(["resume", "lm"]) == 5
 

@@ -39,6 +39,7 @@ from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli.main import main
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
+from hpctrain.submit import launch
 from tests.support.exchange import (
     bits,
     loaded,
@@ -415,7 +416,8 @@ def test_a_live_run_and_a_taken_step_are_refused(run, call, tmp_path, monkeypatc
 
     assert "step 5 of lm-1 is there already" in call.refused(*words)
     monkeypatch.setattr(
-        "hpctrain.submit.launch.live_job",
+        launch,
+        "live_job",
         lambda *_: JobInfo("77", JobState.RUNNING, alive=True),
     )
     words = (*words[:-1], 6)
