@@ -325,19 +325,19 @@ def cancel(
     return CancelledJob(run_dir.name, run_dir.root, ended.job_id, ended.saves)
 
 
-def _public(found: RunStatus) -> Status:
+def _public(seen: RunStatus) -> Status:
     from hpctrain.history.run_state import OVER
     from hpctrain.status.as_json import as_json
 
-    facts = as_json(found)
+    facts = as_json(seen)
     return Status(
         **{name: facts[name] for name in _AS_IN_JSON},
-        dir=Path(found.root),
-        over=found.state in OVER,
-        attempts=tuple(found.attempts),
-        checkpoint=found.checkpoint,
-        failure=found.failure.summary if found.failure else None,
-        failure_log=Path(found.failure_log) if found.failure_log else None,
+        dir=Path(seen.root),
+        over=seen.state in OVER,
+        attempts=tuple(seen.attempts),
+        checkpoint=seen.checkpoint,
+        failure=seen.failure.summary if seen.failure else None,
+        failure_log=Path(seen.failure_log) if seen.failure_log else None,
         facts=facts,
     )
 
