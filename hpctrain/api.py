@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
-from hpctrain.run.find_run import LATEST, find_run, runs_root
+from hpctrain.run.find_run import LATEST, find_run
+from hpctrain.run.layout import runs_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.status.status import Checkpoint, RunStatus
 
-Runs = str | os.PathLike[str] | None
+Runs = str | Path | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class StartedJob:
         run: The run's name.
         dir: The run's directory, absolute.
         job_id: Of the job; None where none was to be started.
-        step: The step from which it goes on; 0 for the beginning.
+        step: The step from which it goes on; 0 for the beginning, None where nobody knows.
         checkpoint: The name of the checkpoint that it goes on from; None for the beginning.
         notes: What was adapted, has no effect, or should be known; a line each.
     """
@@ -41,7 +42,7 @@ class StartedJob:
     run: str
     dir: Path
     job_id: str | None
-    step: int = 0
+    step: int | None = 0
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
 

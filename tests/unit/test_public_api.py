@@ -118,7 +118,7 @@ StartedJob
 StartedJob.run: str
 StartedJob.dir: Path
 StartedJob.job_id: str | None
-StartedJob.step: int
+StartedJob.step: int | None
 StartedJob.checkpoint: str | None
 StartedJob.notes: tuple[str, ...]
 Status
