@@ -52,6 +52,7 @@ class Program:
         hears: It leaves when it is told to, having saved.
         result: A regular expression for the line of its result; group 1 is equal, to the bit, in
             a run that was disturbed and in one that was not. Empty where the program is not so.
+        hurry: Arguments with which it does the same without waiting.
         folder: Where it is submitted, if not in the test's own folder.
     """
 
@@ -63,6 +64,7 @@ class Program:
     every: int | None = None
     hears: bool = False
     result: str = ""
+    hurry: tuple[str, ...] = ()
     folder: Path | None = None
 
     def may_lose(self, kind: str) -> int | None:
@@ -208,7 +210,11 @@ def undisturbed(program: Program, folder: Path) -> str:
     folder.mkdir()
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     done = subprocess.run(
-        [*words, *program.words], cwd=folder, capture_output=True, text=True, check=False
+        [*words, *program.words, *program.hurry],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return result_of(program, done.stdout)
@@ -218,6 +224,7 @@ ONE_FILE = Program(
     "one file",
     (str(SCRIPTS / "one_file.py"), "--steps=3000", "--every=100"),
     result=r"^result (\S+)",
+    hurry=("--step-s=0",),
 )
 PROGRAMS = {
     "one file, never told to go on from it": ONE_FILE,
