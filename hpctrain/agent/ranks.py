@@ -210,6 +210,9 @@ def _exit_even_if_stuck(code: int) -> None:
 
 def _end_children() -> None:
     """Kill worker processes that are left: they ignore SIGTERM, and Python's exit awaits them."""
+    # torch's own handler raises where a DataLoader's worker is killed: a run that is done would
+    # end as a crash.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -22,6 +22,13 @@ CHILD = """
 import multiprocessing, signal
 multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True).start()
 """
+READERS = """
+import sys, warnings
+from torch.utils.data import DataLoader
+warnings.simplefilter("ignore")  # more workers than CPUs
+sys.kept = iter(DataLoader(range(100), num_workers=8, multiprocessing_context="fork"))
+print(next(sys.kept).item())
+"""
 STUCK = """
 import signal, threading
 threading.Thread(target=threading.Event().wait).start()
@@ -72,6 +79,13 @@ def test_a_child_that_no_signal_ends_does_not_keep_its_rank(rank):
     process.join(PATIENCE_S)
 
     assert process.exitcode == 0
+
+
+def test_a_program_that_ends_while_its_data_loader_still_reads_has_not_failed(rank, tmp_path):
+    process = rank(READERS)
+    process.join(PATIENCE_S)
+
+    assert (process.exitcode, log(tmp_path)) == (0, "0\n")
 
 
 def test_a_rank_that_raised_is_gone_though_its_threads_are_not(rank, tmp_path):
