@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StepBatch,
         cut_step,
     )
+    from hpctrain.data.loader import Loader
     from hpctrain.data.order import SampleOrder
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
@@ -50,6 +51,7 @@ _HOMES = {
     "Engine": "hpctrain.engines.engine",
     "GlobalBatches": "hpctrain.data.batches",
     "HpctrainError": "hpctrain.errors",
+    "Loader": "hpctrain.data.loader",
     "Microbatch": "hpctrain.engines.engine",
     "MicrobatchRules": "hpctrain.data.batches",
     "MicrobatchSamples": "hpctrain.data.batches",
@@ -89,6 +91,7 @@ __all__ = [
     "Engine",
     "GlobalBatches",
     "HpctrainError",
+    "Loader",
     "Microbatch",
     "MicrobatchRules",
     "MicrobatchSamples",

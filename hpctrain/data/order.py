@@ -1,4 +1,6 @@
-"""The order of the samples, as a function of seed and position alone. Standard library only.
+"""The order of the samples, as a function of seed and position alone.
+
+Standard library, with numpy where many positions are asked for at once.
 
 World size, node count, worker count and batch size do not enter, so the only state of the data is
 one number: how many samples have been consumed. The promises are held by
@@ -8,10 +10,48 @@ tests/unit/data/test_order.py.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
 ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MANY = 48
+"""From so many positions on numpy is faster than a loop."""
+
+
+class Order(Protocol):
+    """What a loader walks through: a sample for each global position, counted over all epochs."""
+
+    @property
+    def size(self) -> int:
+        """Samples of an epoch."""
+
+    @property
+    def seed(self) -> int | None:
+        """None where nothing is shuffled."""
+
+    def take(self, positions: Sequence[int]) -> list[int]:
+        """The samples at these global positions."""
+
+
+class FileOrder:
+    """The samples as they lie, epoch after epoch."""
+
+    seed = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def take(self, positions: Sequence[int]) -> list[int]:
+        """The samples at these global positions."""
+        return [position % self.size for position in positions]
 
 
 class SampleOrder:
@@ -26,8 +66,8 @@ class SampleOrder:
     def __init__(self, size: int, seed: int) -> None:
         if size < 1:
             raise ValueError(f"an order needs at least one sample, got size {size}")
-        self.size = size
-        self.seed = seed
+        self.size: int = size
+        self.seed: int = seed
         self._half_bits = ((size - 1).bit_length() + 1) // 2
 
     def index(self, position: int) -> int:
@@ -36,14 +76,61 @@ class SampleOrder:
             raise IndexError(f"position {position} is before the first sample")
         epoch, index = divmod(position, self.size)
         keys = _round_keys(self.seed, epoch)
-        index = self._permute(index, keys)
-        while index >= self.size:
-            index = self._permute(index, keys)
-        return index
+        return self._walk_inside(self._permute(index, keys), keys)
 
     def indices(self, first: int, last: int) -> list[int]:
         """The samples at the global positions [first, last)."""
-        return [self.index(position) for position in range(first, last)]
+        return self.take(range(first, last))
+
+    def take(self, positions: Sequence[int]) -> list[int]:
+        """The samples at these global positions, in the order in which they are given."""
+        if len(positions) < _MANY:
+            return [self.index(position) for position in positions]
+        import numpy as np
+
+        offsets = np.asarray(positions, np.int64)
+        if offsets.min() < 0:
+            raise IndexError(f"position {offsets.min()} is before the first sample")
+        epochs = offsets // self.size
+        indices = (offsets - epochs * self.size).astype(np.uint64)
+        if epochs.min() == epochs.max():
+            indices = self._permute_epoch(indices, int(epochs[0]))
+        else:
+            for epoch in np.unique(epochs):
+                among = epochs == epoch
+                indices[among] = self._permute_epoch(indices[among], int(epoch))
+        samples: list[int] = indices.tolist()
+        return samples
+
+    def _permute_epoch(self, offsets: npt.NDArray[np.uint64], epoch: int) -> npt.NDArray[np.uint64]:
+        import numpy as np
+
+        keys = _round_keys(self.seed, epoch)
+        indices = self._permute_many(offsets, keys)
+        outside = np.flatnonzero(indices >= self.size)
+        while len(outside) >= _MANY:
+            again = self._permute_many(indices[outside], keys)
+            indices[outside] = again
+            outside = outside[again >= self.size]
+        for place in outside.tolist():
+            indices[place] = self._walk_inside(int(indices[place]), keys)
+        return indices
+
+    def _walk_inside(self, value: int, keys: tuple[int, ...]) -> int:
+        while value >= self.size:
+            value = self._permute(value, keys)
+        return value
+
+    def _permute_many(
+        self, values: npt.NDArray[np.uint64], keys: tuple[int, ...]
+    ) -> npt.NDArray[np.uint64]:
+        import numpy as np
+
+        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for key in keys:
+            left, right = right, left ^ (_mix_many(right ^ np.uint64(key)) & mask)
+        return left << bits | right
 
     def _permute(self, value: int, keys: tuple[int, ...]) -> int:
         mask = (1 << self._half_bits) - 1
@@ -63,6 +150,17 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def _mix(value: int) -> int:
     """A bijection of 64-bit numbers; every input bit moves every output bit (SplitMix64)."""
     value = (value + _GOLDEN) & _MASK_64
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK_64
+    value = ((value ^ value >> 30) * _FACTORS[0]) & _MASK_64
+    value = ((value ^ value >> 27) * _FACTORS[1]) & _MASK_64
     return value ^ value >> 31
+
+
+def _mix_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix` of each; numpy's arrays of 64 bits drop what overflows."""
+    import numpy as np
+
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(_FACTORS[0])
+    values = (values ^ values >> np.uint64(27)) * np.uint64(_FACTORS[1])
+    mixed: npt.NDArray[np.uint64] = values ^ values >> np.uint64(31)
+    return mixed

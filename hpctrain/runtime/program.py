@@ -16,8 +16,9 @@ import torch
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
+from hpctrain.data.loader import DataPlace
 from hpctrain.engines import state as names
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +94,28 @@ class Program:
             return 0
         whole = sum(_whole_numel(p) * p.element_size() for p in self.model.parameters())
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
+
+    def add_data(self, name: str, loader: Stateful) -> None:
+        """Take a loader; the one named "data" is the position in the data.
+
+        Raises:
+            UsageError: there is one of that name.
+        """
+        taken = {"model", "optimizer", *self.tracked, *(["data"] if self.data is not None else [])}
+        if name in taken:
+            raise UsageError(
+                f"run.loader: {name!r} is tracked already; give this loader another name (name=...)"
+            )
+        if name == "data":
+            self.data = loader
+        else:
+            self.tracked[name] = loader
+
+    def data_place(self) -> DataPlace:
+        """Which part of every batch this rank reads; the engine's word where there is one."""
+        if self.engine is None:
+            return DataPlace(self._world.rank, self._world.world_size)
+        return DataPlace(self.engine.data_rank, self.engine.data_ranks, self.engine.passes)
 
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""

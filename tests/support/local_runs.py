@@ -28,7 +28,7 @@ def hpctrain(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def start(folder: Path, name: str, nodes: int, ranks: int, *words: str) -> Path:
+def start(folder: Path, name: str, nodes: int | str, ranks: int, *words: str) -> Path:
     """Submit a run of nodes x ranks; `words` are flags, "--", script and arguments."""
     where = ["--cluster", "local", "--no-snapshot", "--name", name]
     hpctrain(

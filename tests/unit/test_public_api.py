@@ -21,7 +21,7 @@ SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examp
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
 MODULES["faults"] = "hpctrain.testing.faults"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
-MADE_BY_US |= {"Engine", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
+MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
 """Users are given these; how they are made is no promise."""
 OURS = {f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")}
 """What the run calls on an engine, and no program."""
@@ -86,6 +86,15 @@ GlobalBatches.next_step(self) -> 'StepBatch'
 GlobalBatches.state_dict(self) -> 'dict[str, int]'
 GlobalBatches.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 HpctrainError(Exception)
+Loader
+Loader.dataset
+Loader.consumed
+Loader.taken
+Loader.epoch
+Loader.weight
+Loader.close(self) -> 'None'
+Loader.state_dict(self) -> 'dict[str, Any]'
+Loader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 Microbatch(inputs: 'torch.Tensor', targets: 'Any', leaf: 'int | None' = None) -> None
 MicrobatchRules(equal: 'bool' = False, at_least: 'int' = 1, multiple_of: 'int' = 1, leaves: 'bool' = False) -> None
 MicrobatchRules.count(self, needed: 'int') -> 'int'
@@ -103,6 +112,7 @@ Run.dir
 Run.resume_path
 Run.parallelize(self, model: 'nn.Module', optimizer: 'Optimizer', *, plan: 'ModelPlan | None' = None) -> 'Engine'
 Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
+Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, collate_fn: 'Callable[[list[Any]], Any] | None' = None, workers: 'int' = 0, start_method: 'str | None' = None, prefetch: 'int' = 2, pin_memory: 'bool | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Any') -> 'Loader'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
 Run.at(self, step: 'int', **values: 'float') -> 'None'
 Run.should_stop(self) -> 'bool'
@@ -114,6 +124,7 @@ Run.sealed(self, step: 'int', path: 'str | Path') -> 'None'
 SampleOrder(size: 'int', seed: 'int') -> 'None'
 SampleOrder.index(self, position: 'int') -> 'int'
 SampleOrder.indices(self, first: 'int', last: 'int') -> 'list[int]'
+SampleOrder.take(self, positions: 'Sequence[int]') -> 'list[int]'
 StartedJob
 StartedJob.run: str
 StartedJob.dir: Path

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.order import FileOrder, SampleOrder
 
 SEEDS = st.integers(0, 2**64 - 1)
 GOLDEN_10 = [2, 7, 5, 0, 8, 3, 4, 1, 6, 9, 9, 2, 5, 0, 3, 7, 8, 4, 6, 1]
@@ -54,6 +54,31 @@ def test_the_order_is_the_same_in_every_version_of_hpctrain():
     assert SampleOrder(10, seed=1234).indices(0, 20) == GOLDEN_10
     assert SampleOrder(1000, seed=0).indices(995, 1005) == GOLDEN_1000
     assert SampleOrder(10**12, seed=2**63).indices(10**15, 10**15 + 3) == GOLDEN_HUGE
+
+
+@settings(max_examples=100)
+@given(
+    size=st.integers(1, 2**61),
+    seed=SEEDS,
+    first=st.integers(0, 2**62),
+    count=st.integers(0, 130),
+    stride=st.integers(1, 5),
+)
+def test_many_at_once_are_the_same_as_each_alone(size, seed, first, count, stride):
+    order = SampleOrder(size, seed)
+    positions = range(first, first + count * stride, stride)
+
+    assert order.take(positions) == [order.index(position) for position in positions]
+
+
+def test_positions_before_the_first_are_refused_however_many_there_are():
+    for count in (1, 100):
+        with pytest.raises(IndexError, match="position -1 is before"):
+            SampleOrder(10, seed=1).take([-1] * count)
+
+
+def test_an_order_that_is_not_shuffled_is_the_datasets_own():
+    assert FileOrder(3).take(range(7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():

@@ -1,0 +1,67 @@
+"""A loader with spawned workers through five preemptions: each sample once, from both records."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import time
+
+from hpctrain.data.order import SampleOrder
+from tests.support import local_runs
+
+SCRIPT = local_runs.SCRIPTS / "loader.py"
+RANKS = [4, 2, 3, 2, 3, 2]
+PATIENCE_S = 120.0
+
+
+def test_each_sample_is_trained_on_once_through_five_preemptions_over_4_2_and_3_ranks(tmp_path):
+    """Workers read ahead, and what they read in vain they read again after a restart.
+
+    So the promise is about what steps trained on: each of those samples is one that a worker has
+    delivered, and all of them together are each sample once per epoch.
+    """
+    run = local_runs.start(tmp_path, "loader", "2-4", 1, "--", str(SCRIPT))
+    for attempt, ranks in enumerate(RANKS[1:], start=1):
+        await_file(tmp_path / f"waits-{attempt}", run)
+        local_runs.hpctrain(
+            tmp_path, "local", "preempt", "loader", f"--leave={ranks}", "--grace=60"
+        )
+    local_runs.await_end(run, attempts=len(RANKS), patience_s=PATIENCE_S)
+
+    script = runpy.run_path(str(SCRIPT))
+    starts = local_runs.events(run, "attempt_started")
+    assert [start["world_size"] for start in starts] == RANKS
+    workers = {
+        int(path.stem.removeprefix("worker-")): dict(
+            tuple(map(int, line.split())) for line in path.read_text().splitlines()
+        )
+        for path in tmp_path.glob("worker-*.txt")
+    }
+    steps = {}
+    for path in tmp_path.glob("steps-*.txt"):
+        rank = int(path.stem.split("-")[2])
+        for step, first, samples in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault(step, {})[rank] = (first, samples)
+    trained = [
+        sample
+        for step in sorted(steps)
+        for _, (_, own) in sorted(steps[step].items())
+        for sample in own
+    ]
+    assert sorted(steps) == list(range(script["STEPS"]))
+    assert all(workers[pid][reading] == index for pid, reading, index in trained)
+    assert len({(pid, reading) for pid, reading, _ in trained}) == len(trained)
+    used = {pid for pid, _, _ in trained}
+    assert len(used) > sum(RANKS)  # several of each rank's four
+    order = SampleOrder(script["SIZE"], seed=1234)
+    assert [index for _, _, index in trained] == order.indices(0, 2 * script["SIZE"])
+    ended = local_runs.events(run, "attempt_ended")
+    assert [end.get("steps_lost", 0) for end in ended] == [0] * len(RANKS)
+
+
+def await_file(path, run):
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        logs = sorted(run.glob("attempts/*/rank-*.log"))
+        assert time.monotonic() < deadline, {log.name: log.read_text() for log in logs}
+        time.sleep(local_runs.POLL_S)
