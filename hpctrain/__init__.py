@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StepBatch,
         cut_step,
     )
-    from hpctrain.data.loader import Loader
+    from hpctrain.data.loader import Loader, LoaderOptions
     from hpctrain.data.order import SampleOrder
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
@@ -52,6 +52,7 @@ _HOMES = {
     "GlobalBatches": "hpctrain.data.batches",
     "HpctrainError": "hpctrain.errors",
     "Loader": "hpctrain.data.loader",
+    "LoaderOptions": "hpctrain.data.loader",
     "Microbatch": "hpctrain.engines.engine",
     "MicrobatchRules": "hpctrain.data.batches",
     "MicrobatchSamples": "hpctrain.data.batches",
@@ -92,6 +93,7 @@ __all__ = [
     "GlobalBatches",
     "HpctrainError",
     "Loader",
+    "LoaderOptions",
     "Microbatch",
     "MicrobatchRules",
     "MicrobatchSamples",

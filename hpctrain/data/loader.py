@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hpctrain.data.batches import ANY_PASSES, MicrobatchRules, StepBatch, cut_step
+from hpctrain.data.order import FileOrder, SampleOrder
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from hpctrain.data.order import Order
+    from hpctrain.data.order import WalkOrder
 
 log = logging.getLogger("hpctrain.data")
 
@@ -32,14 +32,31 @@ OURS = {
     "batch_sampler": "global_batch",
     "batch_size": "global_batch",
     "generator": "seed",
-    "in_order": "nothing: the order is the same always",
     "multiprocessing_context": "start_method",
     "num_workers": "workers",
-    "persistent_workers": "nothing: workers live as long as the loader",
     "prefetch_factor": "prefetch",
     "sampler": "seed or shuffle",
 }
-"""Options of torch's DataLoader that the loader sets, and what a program sets instead."""
+"""Options of torch's DataLoader that have another name here."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """How a loader reads; none of it changes which samples are in which batch."""
+
+    workers: int
+    """Processes of each rank that read; with 0, the default, the rank reads by itself."""
+    start_method: str | None
+    """Of the workers: "fork", "spawn" or "forkserver"; Python's own where None."""
+    prefetch: int
+    """Batches that each worker reads ahead; 2."""
+    collate_fn: Callable[[list[Any]], Any] | None
+    """Makes a batch of a list of samples; torch's own where None."""
+    pin_memory: bool
+    """Whether batches are copied into pinned memory; where there is a GPU they are."""
+    worker_init_fn: Callable[[int], None] | None
+    """Called in each worker with its number."""
+    timeout: float
+    """Seconds to wait for a batch of the workers, then an error; 0, the default, waits for ever."""
 
 
 class DataPlace(NamedTuple):
@@ -53,13 +70,15 @@ class DataPlace(NamedTuple):
     """What the engine asks of micro-batches."""
 
 
-class BatchPlan(NamedTuple):
-    """How a loader cuts its order into batches; see `Run.loader`."""
+class BatchRules(NamedTuple):
+    """What a loader's batches are; see `Run.loader`."""
 
     global_batch: int
-    micro_batch: int | None
+    micro_batch: int | None = None
     """Samples of a pass at most, 0 for any number; None where a rank's part is one batch."""
-    drop_last: bool
+    drop_last: bool = False
+    seed: int | None = None
+    """None where nothing is shuffled."""
 
 
 class Loader:
@@ -83,23 +102,23 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        order: Order,
-        plan: BatchPlan,
+        order: WalkOrder,
+        rules: BatchRules,
         *,
         place: Callable[[], DataPlace],
-        watch: AbstractContextManager[None] | None = None,
-        **options: Any,
+        watch: AbstractContextManager[None],
+        options: Mapping[str, Any],
     ) -> None:
         """Use `Run.loader`."""
         self.dataset = dataset
         self.consumed = 0
         self._order = order
-        self._plan = plan
+        self._rules = rules
         self._place = place
-        self._watch: AbstractContextManager[None] = watch if watch is not None else nullcontext()
+        self._watch = watch
         self._options = options
-        self._at = _Place(0, 0)
-        self._planned: deque[tuple[_Place, StepBatch]] = deque()
+        self._at = _EpochPlace(0, 0)
+        self._planned: deque[tuple[_EpochPlace, StepBatch]] = deque()
         self._stream: Iterator[Any] | None = None
         self._has_warned = False
 
@@ -128,8 +147,8 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        whole, rest = divmod(self._order.size, self._plan.global_batch)
-        return whole + (rest > 0 and not self._plan.drop_last)
+        whole, rest = divmod(self._order.size, self._rules.global_batch)
+        return whole + (rest > 0 and not self._rules.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch; a whole one if nothing of it was consumed."""
@@ -153,7 +172,7 @@ class Loader:
         self._planned.popleft()
         self._at, self.taken = after, step
         self.consumed += step.last - step.first
-        return pieces[0] if self._plan.micro_batch is None else pieces
+        return pieces[0] if self._rules.micro_batch is None else pieces
 
     def close(self) -> None:
         """End the workers; the next batch starts new ones. What they have read ahead is dropped."""
@@ -168,7 +187,7 @@ class Loader:
             "epoch_samples": self._at.offset,
             "seed": self._order.seed,
             "size": self._order.size,
-            "global_batch": self._plan.global_batch,
+            "global_batch": self._rules.global_batch,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,19 +208,19 @@ class Loader:
         epoch, offset = divmod(consumed, self._order.size)
         if "epoch" in state:  # GlobalBatches has none: it leaves nothing out at an epoch's end
             epoch, offset = _count(state, "epoch"), _count(state, "epoch_samples")
-        self._at, self.consumed = _Place(epoch, offset), consumed
+        self._at, self.consumed = _EpochPlace(epoch, offset), consumed
 
     # ---- the walk
 
-    def _next_place(self, at: _Place) -> _Place:
+    def _next_place(self, at: _EpochPlace) -> _EpochPlace:
         """Where the next batch begins: here, or at the next epoch where this one has none left."""
-        needed = self._plan.global_batch if self._plan.drop_last else 1
-        return at if at.offset + needed <= self._order.size else _Place(at.epoch + 1, 0)
+        needed = self._rules.global_batch if self._rules.drop_last else 1
+        return at if at.offset + needed <= self._order.size else _EpochPlace(at.epoch + 1, 0)
 
     def _walk(self) -> Iterator[list[int]]:
         """Lists of samples for torch's DataLoader, one for each pass; notes each batch's plan."""
         place, at = self._place(), self._at
-        per_rank = max(1, self._plan.global_batch // place.ranks)
+        per_rank = max(1, self._rules.global_batch // place.ranks)
         most, count = min(AHEAD_STEPS, max(1, AHEAD_SAMPLES // per_rank)), 1
         cuts: dict[int, StepBatch] = {}  # of so many samples, with offsets for indices
         while True:
@@ -209,7 +228,7 @@ class Loader:
             spans = []
             for _ in range(count):
                 at = self._next_place(at)
-                size = min(self._plan.global_batch, self._order.size - at.offset)
+                size = min(self._rules.global_batch, self._order.size - at.offset)
                 if size not in cuts:
                     cuts[size] = self._cut(size, place)
                 spans.append((at, size))
@@ -243,7 +262,7 @@ class Loader:
                 size,
                 place.ranks,
             )
-        micro_batch = self._plan.micro_batch
+        micro_batch = self._rules.micro_batch
         return cut_step(
             range(size),
             place.rank,
@@ -272,7 +291,7 @@ class Loader:
         return iter(reader)
 
 
-class _Place(NamedTuple):
+class _EpochPlace(NamedTuple):
     """A place in the order: so many samples of an epoch have been handed out or left out."""
 
     epoch: int
@@ -310,55 +329,59 @@ def length_of(dataset: Any) -> int:
     return size
 
 
-def loader_options(
+def make_loader(
+    dataset: Any,
+    rules: BatchRules,
+    options: LoaderOptions,
     *,
-    workers: int,
-    start_method: str | None,
-    prefetch: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    pin_memory: bool,
-    others: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The options of torch's DataLoader.
+    place: Callable[[], DataPlace],
+    watch: AbstractContextManager[None],
+) -> Loader:
+    """A loader, or a line that says why there can be none.
 
     Raises:
-        UsageError: a number makes no sense, or an option is one that the loader sets.
+        UsageError: the dataset has no length or no samples, or a number makes no sense.
     """
-    for name, instead in OURS.items():
-        if name in others:
-            raise UsageError(f"run.loader: {name} is set by the loader; set {instead}")
+    size = length_of(dataset)
+    _check(rules, size)
+    order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
+    torchs = _torch_options(options)
+    return Loader(dataset, order, rules, place=place, watch=watch, options=torchs)
+
+
+def _torch_options(options: LoaderOptions) -> dict[str, Any]:
+    """The options as torch's DataLoader has them."""
+    for name in options.keys() - LoaderOptions.__annotations__.keys():
+        instead = (
+            f"set {OURS[name]}"
+            if name in OURS
+            else f"there are {', '.join(LoaderOptions.__annotations__)}"
+        )
+        raise UsageError(f"run.loader: {name} is not an option of the loader; {instead}")
+    others: dict[str, Any] = dict(options)
+    workers, prefetch = others.pop("workers", 0), others.pop("prefetch", 2)
+    start_method = others.pop("start_method", None)
     if workers < 0:
         raise UsageError(f"run.loader: workers={workers} is less than 0")
     if prefetch < 1:
         raise UsageError(f"run.loader: prefetch={prefetch} is not a number of batches; 1 or more")
-    return {
-        **others,
-        "num_workers": workers,
-        "multiprocessing_context": start_method if workers else None,
-        "prefetch_factor": prefetch if workers else None,
-        "collate_fn": collate_fn,
-        "pin_memory": pin_memory,
-    }
+    if workers:
+        others |= {"multiprocessing_context": start_method, "prefetch_factor": prefetch}
+    return {**others, "num_workers": workers}
 
 
-def batch_plan(
-    size: int, global_batch: int, micro_batch: int | None, *, drop_last: bool
-) -> BatchPlan:
-    """How a loader cuts so many samples.
-
-    Raises:
-        UsageError: the numbers make no batch.
-    """
-    if global_batch < 1:
-        raise UsageError(f"run.loader: global_batch={global_batch} is not a number of samples")
-    if micro_batch is not None and micro_batch < 0:
-        raise UsageError(f"run.loader: micro_batch={micro_batch} is less than 0")
-    if drop_last and size < global_batch:
+def _check(rules: BatchRules, size: int) -> None:
+    if rules.global_batch < 1:
+        raise UsageError(
+            f"run.loader: global_batch={rules.global_batch} is not a number of samples"
+        )
+    if rules.micro_batch is not None and rules.micro_batch < 0:
+        raise UsageError(f"run.loader: micro_batch={rules.micro_batch} is less than 0")
+    if rules.drop_last and size < rules.global_batch:
         raise UsageError(
             f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
-            f"global_batch={global_batch}; take a smaller batch, or drop_last=False"
+            f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
         )
-    return BatchPlan(global_batch, micro_batch, drop_last)
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:

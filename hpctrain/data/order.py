@@ -26,7 +26,7 @@ _MANY = 48
 """From so many positions on numpy is faster than a loop."""
 
 
-class Order(Protocol):
+class WalkOrder(Protocol):
     """What a loader walks through: a sample for each global position, counted over all epochs."""
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import cached_property
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 
@@ -72,14 +72,14 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.world import World, device_name, join_world, on_rank_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.optim import Optimizer
 
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.data.loader import Loader
+    from hpctrain.data.loader import Loader, LoaderOptions
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.run.event_types import LedgerFact
@@ -235,16 +235,11 @@ class Run:
         *,
         global_batch: int,
         micro_batch: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        workers: int = 0,
-        start_method: str | None = None,
-        prefetch: int = 2,
-        pin_memory: bool | None = None,
         seed: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         name: str = "data",
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> Loader:
         """A torch DataLoader that uses each sample once per epoch, however often it is stopped.
 
@@ -258,42 +253,24 @@ class Run:
             micro_batch: Samples of one forward and backward pass at most, 0 for any number. Then
                 each batch comes as a list, equally long on every rank and as the engine asks, of
                 batches; `Loader.taken` has their weights.
-            collate_fn: Makes a batch of a list of samples; torch's own where None.
-            workers: Processes that read; 0 reads in this one.
-            start_method: Of the workers: "fork", "spawn" or "forkserver"; Python's own where None.
-            prefetch: Batches that each worker reads ahead.
-            pin_memory: Whether batches are copied into pinned memory; None for: on a GPU.
             seed: Of the order; None for ``train.seed``.
             shuffle: Each epoch in an order of its own; False for the order of the dataset.
             drop_last: Leave out what an epoch has beyond whole batches; else its last batch is
                 smaller.
             name: Under which a checkpoint holds the state. "data" is what the ledger counts samples
                 by; a second loader needs another name.
-            options: Others of torch's DataLoader: `worker_init_fn`, `timeout` and the like.
+            options: How it is read: `LoaderOptions`.
 
         Raises:
             UsageError: the dataset has no length or no samples, or a number makes no sense.
         """
-        from hpctrain.data import loader as loaders
-        from hpctrain.data.order import FileOrder, SampleOrder
+        from hpctrain.data.loader import BatchRules, make_loader
 
-        size = loaders.length_of(dataset)
         seed = self.settings.train.seed if seed is None else seed
-        loader = loaders.Loader(
-            dataset,
-            SampleOrder(size, seed) if shuffle else FileOrder(size),
-            loaders.batch_plan(size, global_batch, micro_batch, drop_last=drop_last),
-            place=self._program.data_place,
-            watch=self.timed("data"),
-            **loaders.loader_options(
-                workers=workers,
-                start_method=start_method,
-                prefetch=prefetch,
-                collate_fn=collate_fn,
-                pin_memory=self.world.device.type == "cuda" if pin_memory is None else pin_memory,
-                others=options,
-            ),
-        )
+        options.setdefault("pin_memory", self.world.device.type == "cuda")
+        rules = BatchRules(global_batch, micro_batch, drop_last, seed if shuffle else None)
+        place, watch = self._program.data_place, self.timed("data")
+        loader = make_loader(dataset, rules, options, place=place, watch=watch)
         self._program.add_data(name, loader)
         return loader
 

@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,14 @@ Loader.weight
 Loader.close(self) -> 'None'
 Loader.state_dict(self) -> 'dict[str, Any]'
 Loader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
+LoaderOptions
+LoaderOptions.workers: int
+LoaderOptions.start_method: str | None
+LoaderOptions.prefetch: int
+LoaderOptions.collate_fn: Callable[[list[Any]], Any] | None
+LoaderOptions.pin_memory: bool
+LoaderOptions.worker_init_fn: Callable[[int], None] | None
+LoaderOptions.timeout: float
 Microbatch(inputs: 'torch.Tensor', targets: 'Any', leaf: 'int | None' = None) -> None
 MicrobatchRules(equal: 'bool' = False, at_least: 'int' = 1, multiple_of: 'int' = 1, leaves: 'bool' = False) -> None
 MicrobatchRules.count(self, needed: 'int') -> 'int'
@@ -112,7 +121,7 @@ Run.dir
 Run.resume_path
 Run.parallelize(self, model: 'nn.Module', optimizer: 'Optimizer', *, plan: 'ModelPlan | None' = None) -> 'Engine'
 Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
-Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, collate_fn: 'Callable[[list[Any]], Any] | None' = None, workers: 'int' = 0, start_method: 'str | None' = None, prefetch: 'int' = 2, pin_memory: 'bool | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Any') -> 'Loader'
+Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'Loader'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
 Run.at(self, step: 'int', **values: 'float') -> 'None'
 Run.should_stop(self) -> 'bool'
@@ -203,6 +212,9 @@ def described(name, thing):
         return [f"{name}{inspect.signature(thing)}"]
     if issubclass(thing, BaseException):
         return [f"{name}({thing.__base__.__name__})"]
+    if typing.is_typeddict(thing):
+        kinds = {key: kind.__forward_arg__ for key, kind in thing.__annotations__.items()}
+        return [name, *(f"{name}.{key}: {kind}" for key, kind in kinds.items())]
     protocol = getattr(thing, "_is_protocol", False)
     fixed = name in MADE_BY_US or protocol
     lines = [name if fixed else f"{name}{inspect.signature(thing)}"]

@@ -1,7 +1,9 @@
 """A loader over any dataset: each sample once per epoch, in one order, whatever stops it."""
 
+import inspect
 import json
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,12 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hpctrain.data.batches import MicrobatchRules, rank_positions
 from hpctrain.data.loader import (
     OURS,
-    BatchPlan,
+    BatchRules,
     DataPlace,
-    Loader,
-    batch_plan,
+    LoaderOptions,
     length_of,
-    loader_options,
+    make_loader,
 )
 from hpctrain.data.order import FileOrder, SampleOrder
 from hpctrain.errors import CheckpointError, UsageError
@@ -50,26 +51,17 @@ def make(
     global_batch=4,
     micro_batch=None,
     drop_last=False,
-    order=None,
+    seed=SEED,
     dataset=None,
     passes=None,
-    workers=0,
-    start_method=None,
-    **others,
+    **options,
 ):
-    return Loader(
+    return make_loader(
         dataset if dataset is not None else Squares(size),
-        order or SampleOrder(size, SEED),
-        batch_plan(size, global_batch, micro_batch, drop_last=drop_last),
+        BatchRules(global_batch, micro_batch, drop_last, seed),
+        options,
         place=lambda: DataPlace(rank, ranks, passes or MicrobatchRules()),
-        **loader_options(
-            workers=workers,
-            start_method=start_method,
-            prefetch=2,
-            collate_fn=None,
-            pin_memory=False,
-            others=others,
-        ),
+        watch=nullcontext(),
     )
 
 
@@ -119,7 +111,7 @@ def test_any_stops_ranks_and_batch_sizes_use_each_sample_once_in_the_same_order(
     size, lives, shuffle
 ):
     order = SampleOrder(size, SEED) if shuffle else FileOrder(size)
-    life = Life(size=size, order=order)
+    life = Life(size=size, seed=SEED if shuffle else None)
 
     for ranks, steps, global_batch in lives:
         life.attempt(ranks, steps, global_batch=global_batch)
@@ -245,27 +237,10 @@ def test_the_programs_own_random_numbers_do_not_depend_on_restarts():
 
 def test_batches_are_collated_by_torch_or_by_the_programs_own_function():
     plain = next(make())
-    own = next(make_collated(lambda samples: samples))
+    own = next(make(collate_fn=lambda samples: samples))
 
     assert isinstance(plain[0], torch.Tensor)
     assert own == list(zip(plain[0].tolist(), plain[1].tolist(), strict=True))
-
-
-def make_collated(collate_fn):
-    return Loader(
-        Squares(23),
-        SampleOrder(23, SEED),
-        BatchPlan(4, None, drop_last=False),
-        place=lambda: DataPlace(0, 1),
-        **loader_options(
-            workers=0,
-            start_method=None,
-            prefetch=2,
-            collate_fn=collate_fn,
-            pin_memory=False,
-            others={},
-        ),
-    )
 
 
 # ---- epochs
@@ -370,16 +345,17 @@ def test_an_empty_dataset_is_refused():
         length_of(Squares(0))
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_options_that_the_loader_sets_are_refused(name):
-    with pytest.raises(UsageError, match=f"{name} is set by the loader"):
+@pytest.mark.parametrize("name", [*OURS, "in_order"])
+def test_options_that_are_torchs_and_not_the_loaders_are_refused(name):
+    with pytest.raises(UsageError, match=f"{name} is not an option of the loader; "):
         make(**{name: 1})
 
 
-def test_every_refused_option_is_one_of_torchs():
-    import inspect
+def test_torch_has_every_option_that_is_named():
+    torchs = inspect.signature(DataLoader).parameters.keys()
 
-    assert OURS.keys() < inspect.signature(DataLoader).parameters.keys()
+    renamed = {"workers", "start_method", "prefetch"}
+    assert OURS.keys() | LoaderOptions.__annotations__.keys() - renamed <= torchs
 
 
 @pytest.mark.parametrize(
