@@ -17,7 +17,7 @@ from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.engines import state as engine_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -109,9 +109,9 @@ def replicated(params: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def fill(tensors: dict[str, torch.Tensor], world: World) -> None:
+def fill(tensors: Mapping[str, torch.Tensor], world: World) -> None:
     """Give every element a value that follows from its tensor's name and its place."""
-    for box in held(State(tensors), world):
+    for box in held(State({**tensors}), world):
         local = box.local.view(-1).numpy()
         for low, values in _values(box):
             local[low : low + len(values)] = values
@@ -123,9 +123,9 @@ def blank(tensors: dict[str, torch.Tensor]) -> None:
         _local(tensor).fill_(-7.0)
 
 
-def require_right(tensors: dict[str, torch.Tensor], world: World, who: str) -> None:
+def require_right(tensors: Mapping[str, torch.Tensor], world: World, who: str) -> None:
     """A load that gives wrong values is not worth being measured."""
-    for box in held(State(tensors), world):
+    for box in held(State({**tensors}), world):
         local = box.local.view(-1).numpy()
         for low, values in _values(box):
             if not np.array_equal(local[low : low + len(values)], values):

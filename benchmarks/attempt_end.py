@@ -10,6 +10,7 @@ several; the ratios hold on any machine.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.ledger_read import ATTEMPTS, many_attempts, one_attempt, parse_all
 from hpctrain.agent.ending import AttemptEnding
-from hpctrain.base.records import JobContext, JobFacts, StopCause
+from hpctrain.base.records import JobContext, JobFacts, JobState, StopCause
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec, load_spec
 
@@ -45,7 +46,7 @@ class Scheduler:
 
     def facts(self) -> JobFacts:
         """Preempted."""
-        return JobFacts("RUNNING", preempt_time=1.0)
+        return JobFacts(JobState.RUNNING, preempt_time=1.0)
 
     def requeue(self) -> None:
         """The decision has been written."""
@@ -67,9 +68,9 @@ def main() -> None:
             ("1,000 attempts", ATTEMPTS, list(many_attempts())[:-4]),
         ):
             run = _run(folder, name, attempt, lines)
-            parse_s = _best(lambda run=run: _pass(run), run)
-            agent_s = _best(lambda run=run, attempt=attempt: _agent(run, attempt), run)
-            batch_s = _best(lambda run=run, n=attempt: _batch_side(run, n, scontrol), run)
+            parse_s = _best(functools.partial(_pass, run), run)
+            agent_s = _best(functools.partial(_agent, run, attempt), run)
+            batch_s = _best(functools.partial(_batch_side, run, attempt, scontrol), run)
             print(
                 f"{name}: {run.events.stat().st_size / 1e6:.0f} MB; every line parsed "
                 f"{parse_s:.3f} s, decided {agent_s:.3f} s (goal: below {GOAL_S:g}), "

@@ -65,6 +65,10 @@ def _beside(asked: Options, folder: Path) -> list[Line]:
     return lines
 
 
+def _is_before(end: float) -> bool:
+    return time.perf_counter() < end
+
+
 _WINDOWS = ("idle", "ours", "dcp", "gap")
 
 
@@ -96,7 +100,7 @@ def _beside_rank(
             seen = rates[work] if turn else dict.fromkeys(("idle", "ours", "dcp"), 0.0)
             dist.barrier(group=world.control)
             until = time.perf_counter() + IDLE_S
-            _note(seen, "idle", _rate(act, lambda end=until: time.perf_counter() < end))
+            _note(seen, "idle", _rate(act, functools.partial(_is_before, until)))
             step += 1
             saver.begin(State(own=tensors), manifest(place, world, step))
             _note(seen, "ours", _rate(act, lambda: saver.in_flight))

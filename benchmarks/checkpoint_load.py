@@ -241,7 +241,7 @@ def _replicated_rank(world: World, place: SavePlace, folder: Path, params: int) 
 def _verify(asked: Options, place: SavePlace) -> list[Line]:
     from hpctrain.checkpoint.store import find, verify
 
-    found = find.choose(place.run).found
+    found = find.choose(place.run).checkpoint
     assert found is not None
     assert found.manifest is not None
     seconds = []

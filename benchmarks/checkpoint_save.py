@@ -188,7 +188,11 @@ def _behind_rank(
     _model.fill(trained.tensors, world)
     # In this order: each one's memory is counted from where it begins.
     copy = _Memcpy(trained)
-    acts = {"memcpy": copy, "ours": _Ours(world, place, trained), "dcp": _Theirs(folder, trained)}
+    acts: dict[str, Any] = {
+        "memcpy": copy,
+        "ours": _Ours(world, place, trained),
+        "dcp": _Theirs(folder, trained),
+    }
 
     def after(name: str) -> None:
         acts[name].land()
@@ -246,7 +250,7 @@ class _Ours:
         from hpctrain.runtime import program
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
-        return State(tensors, program.capture(self._world))
+        return State({**tensors}, program.capture(self._world))
 
     def begin(self) -> None:
         from _model import manifest

@@ -48,8 +48,8 @@ def _choose(root: Path) -> list[Line]:
     run = RunDir(root)
     _checkpoints(run)
     chosen = find.choose(run)
-    assert chosen.found is not None
-    assert chosen.found.step == 1
+    assert chosen.checkpoint is not None
+    assert chosen.checkpoint.step == 1
     assert len(chosen.skipped) == CHECKPOINTS - 1
     seconds = _best(lambda: find.choose(run))
     listed = _best(lambda: _stat_all(run.checkpoints))

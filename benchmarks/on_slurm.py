@@ -13,6 +13,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support.slurm_cluster import SlurmCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +32,7 @@ def main() -> None:
         _restart(slurm, Path(folder))
 
 
-def _submit(slurm, folder: Path) -> None:  # noqa: ANN001
+def _submit(slurm: SlurmCluster, folder: Path) -> None:
     from tests.support.scenario import submit
 
     ours, bare = [], []
@@ -56,7 +60,8 @@ def _submit(slurm, folder: Path) -> None:  # noqa: ANN001
     slurm.drain_all()
 
 
-def _restart(slurm, folder: Path) -> None:  # noqa: ANN001
+def _restart(slurm: SlurmCluster, folder: Path) -> None:
+    from hpctrain.run.event_types import AttemptStarted, PhaseReached
     from tests.support.scenario import submit
 
     sets = {"train.steps": 400, "train.step_delay_s": 0.1}
@@ -76,16 +81,19 @@ def _restart(slurm, folder: Path) -> None:  # noqa: ANN001
     slurm.cancel(urgent)
     run.wait_step(20, attempt=2)
     first = {e.kind: e.t for e in run.events(attempt=1)}
-    second = run.events("attempt_started", attempt=2)[0]
-    phases = {e.fact.name: e.t for e in run.events("phase", attempt=2)}
+    events = run.events(attempt=2)
+    began, second = next((e.t, e.fact) for e in events if isinstance(e.fact, AttemptStarted))
+    phases = {e.fact.name: e.t for e in events if isinstance(e.fact, PhaseReached)}
+    batch_started, agent_started = second.batch_started or 0.0, second.agent_started or 0.0
+    imported = second.imported or 0.0
     marks = [
         ("noticed, saved", first["stop_requested"], first["stopped"]),
         ("ranks gone, decided", first["stopped"], first["attempt_ended"]),
-        ("SLURM's own wait", first["attempt_ended"], second.fact.batch_started),
-        ("batch side, srun", second.fact.batch_started, second.fact.agent_started),
-        ("imports, once per node", second.fact.agent_started, second.fact.imported),
-        ("rendezvous of the agents", second.fact.imported, second.t),
-        ("start of the ranks", second.t, phases["initialised"]),
+        ("SLURM's own wait", first["attempt_ended"], batch_started),
+        ("batch side, srun", batch_started, agent_started),
+        ("imports, once per node", agent_started, imported),
+        ("rendezvous of the agents", imported, began),
+        ("start of the ranks", began, phases["initialised"]),
         ("model, restore", phases["initialised"], run.events("restored", attempt=2)[0].t),
         ("first step", run.events("restored", attempt=2)[0].t, phases["first_step"]),
     ]

@@ -49,6 +49,7 @@ def timed(command: list[str], done: Path, env: dict[str, str]) -> float:
 def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     """A job of one local node with 8 ranks: seconds from its start on, and from its imports on."""
     from hpctrain.run import events
+    from hpctrain.run.event_types import AttemptStarted
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.local import client
     from hpctrain.settings.schema import RunSettings, Settings, SlurmSettings
@@ -72,8 +73,10 @@ def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
         done,
         {"HPCTRAIN_LOCAL_DIR": str(root / "local")},
     )
-    begun = next(e for e in events.read(RunDir(root)) if e.kind == "attempt_started")
-    return seconds, seconds - (float(begun.fact.imported) - started)
+    begun = next(
+        event.fact for event in events.read(RunDir(root)) if isinstance(event.fact, AttemptStarted)
+    )
+    return seconds, seconds - ((begun.imported or 0.0) - started)
 
 
 def main() -> None:

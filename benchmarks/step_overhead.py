@@ -16,6 +16,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.run.layout import RunDir
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -98,7 +104,7 @@ def main() -> None:
     print(f"median ratio {statistics.median(ratios):.4f} (goal: at most {GOAL})")
 
 
-def _with_run(run, loop, ranks: int) -> list:  # noqa: ANN001 - a table of either loop
+def _with_run(run: RunDir, loop: Callable[[], Any], ranks: int) -> list[Any]:
     import json
     import os
     from dataclasses import asdict

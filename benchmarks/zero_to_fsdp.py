@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from _measure import Options
 
+    from hpctrain.checkpoint.tensors.boxes import Flat, State
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.engines.engine import Engine
     from hpctrain.world import World
@@ -104,11 +105,11 @@ def _save(world: World, place: SavePlace, folder: Path, params: int) -> dict[str
 
     engine = _engine("zero3", world, params)
     state = engine.state()
-    for name, flat in state.shared.items():
+    for name, flat in _flats(state):
         if not name.endswith(".step"):
             _fill(name, flat.local, flat.first)
     engine.apply(dict(state.shared))
-    shards = sum(flat.local.nbytes for flat in state.shared.values() if hasattr(flat, "first"))
+    shards = sum(flat.local.nbytes for _, flat in _flats(state))
     del state
     peak = measure.Peak()
     ours = measure.turn(
@@ -158,11 +159,17 @@ def _load_universal(world: World, folder: Path, params: int) -> dict[str, float]
     )
     load_peak = peak.nbytes
     kept = 0
-    for name, flat in engine.state().shared.items():
-        if hasattr(flat, "first"):
-            kept += flat.local.nbytes
-            _require(name, flat.local, flat.first)
+    for name, flat in _flats(engine.state()):
+        kept += flat.local.nbytes
+        _require(name, flat.local, flat.first)
     return {"load_s": found.wall, "load_peak": load_peak, "shards": kept}
+
+
+def _flats(state: State) -> list[tuple[str, Flat]]:
+    """What ZeRO-3 has cut, by name."""
+    from hpctrain.checkpoint.tensors.boxes import Flat
+
+    return [(name, flat) for name, flat in state.shared.items() if isinstance(flat, Flat)]
 
 
 def _convert(folder: Path) -> float:

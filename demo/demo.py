@@ -13,16 +13,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import (
+    AttemptEnded,
+    AttemptStarted,
+    PhaseReached,
+    Requeued,
+    RunStopped,
+    StepsDone,
+    TrainingDone,
+)
 from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.run.events import Event
+    from hpctrain.run.event_types import LedgerFact
 
+F = TypeVar("F", bound="LedgerFact")
 TOP = Path(__file__).resolve().parents[1]
 RUNS = Path(os.environ.get("HPCTRAIN_RUNS") or TOP / "runs").absolute()
 SETTINGS = (
@@ -68,17 +78,17 @@ def _tell(run: RunDir) -> None:
 
     _say("Somebody's urgent job takes two of the four nodes; there are 30 s to leave.")
     _hpctrain("local", "preempt", run.name, "--leave=2", "--grace=30")
-    _wait(run, "its requeue", lambda: _events(run, "requeued"))
+    _wait(run, "its requeue", lambda: _facts(run, Requeued))
     _hpctrain("checkpoints", "list", run.name)
 
     _say("It saved, left, and asked to be run again. Now it comes back on the two nodes left.")
-    _wait(run, "the step after it", lambda: len(_events(run, "phase", name="first_step")) > 1)
+    _wait(run, "the step after it", lambda: _first_steps(run) > 1)
     _hpctrain("status", run.name)
-    _wait(run, "its end", lambda: _events(run, "done") and _ended(run))
+    _wait(run, "its end", lambda: _facts(run, TrainingDone) and _ended(run))
 
     _say("Done. What became of each attempt:")
     _hpctrain("status", run.name)
-    print("\n".join(_curve(_events(run, "steps"))), flush=True)
+    print("\n".join(_curve(_events(run, StepsDone))), flush=True)
     _say(_verdict(run))
 
 
@@ -114,35 +124,39 @@ def _wait(run: RunDir, what: str, reached: Callable[[], object]) -> None:
     print(f"\n  ... waiting for {what}", flush=True)
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
-        stopped = _events(run, "run_stopped")
+        stopped = _facts(run, RunStopped)
         if stopped or time.monotonic() > deadline:
-            why = stopped[0].fact.detail if stopped else f"it took more than {PATIENCE_S:.0f} s"
+            why = stopped[0].detail if stopped else f"it took more than {PATIENCE_S:.0f} s"
             _hpctrain("status", run.name)
             sys.exit(f"demo: {what} did not come: {why}; see {run.root}")
         time.sleep(POLL_S)
 
 
-def _events(run: RunDir, kind: str, **data: object) -> list[Event]:
-    return [
-        event
-        for event in ledger.read(run)
-        if event.kind == kind
-        and all(getattr(event.fact, name, None) == value for name, value in data.items())
-    ]
+def _events(run: RunDir, kind: type[F]) -> list[tuple[int, F]]:
+    """Attempt and fact of each event of a kind."""
+    return [(e.attempt or 0, e.fact) for e in ledger.read(run) if isinstance(e.fact, kind)]
+
+
+def _facts(run: RunDir, kind: type[F]) -> list[F]:
+    return [fact for _, fact in _events(run, kind)]
+
+
+def _first_steps(run: RunDir) -> int:
+    return sum(phase.name == "first_step" for phase in _facts(run, PhaseReached))
 
 
 def _newest_step(run: RunDir) -> int:
-    return max((int(event.fact.last) for event in _events(run, "steps")), default=0)
+    return max((mark.last or 0 for mark in _facts(run, StepsDone)), default=0)
 
 
 def _ended(run: RunDir) -> bool:
-    ends = _events(run, "attempt_ended")
-    return bool(ends) and ends[-1].fact.next == "stop"
+    ends = _facts(run, AttemptEnded)
+    return bool(ends) and ends[-1].next == "stop"
 
 
-def _curve(marks: Sequence[Event]) -> list[str]:
+def _curve(marks: Sequence[tuple[int, StepsDone]]) -> list[str]:
     """The loss over the steps; the digit is the attempt in which a step was done."""
-    points = [(int(e.fact.last), float(e.fact.loss), e.attempt or 0) for e in marks]
+    points = [(m.last, m.loss, n) for n, m in marks if m.last and m.loss is not None]
     last = max(step for step, _, _ in points)
     low, high = min(loss for _, loss, _ in points), max(loss for _, loss, _ in points)
     grid = [[" "] * (COLUMNS + 1) for _ in range(ROWS + 1)]
@@ -157,13 +171,15 @@ def _curve(marks: Sequence[Event]) -> list[str]:
 
 def _verdict(run: RunDir) -> str:
     """Whether each step was done once, and each sample used once, as the ledger has it."""
-    marks = sorted(_events(run, "steps"), key=lambda e: int(e.fact.first))
     step = sample = 0
-    for mark in marks:
-        if (mark.fact.first, mark.fact.sample_first) != (step + 1, sample):
-            sys.exit(f"demo: step {mark.fact.first} does not follow step {step}")
-        step, sample = int(mark.fact.last), int(mark.fact.sample_last)
-    sizes = [int(e.fact.world_size) for e in _events(run, "attempt_started")]
+    for mark in sorted(_facts(run, StepsDone), key=lambda mark: mark.first or 0):
+        if (mark.first, mark.sample_first) != (step + 1, sample) or None in (
+            mark.last,
+            mark.sample_last,
+        ):
+            sys.exit(f"demo: step {mark.first} does not follow step {step}")
+        step, sample = mark.last or 0, mark.sample_last or 0
+    sizes = [start.world_size for start in _facts(run, AttemptStarted)]
     shape = ", then ".join(f"{size} ranks" for size in sizes)
     return (
         f"{shape}: {step} steps, none done twice; {sample} samples, none skipped, none seen twice."

@@ -85,15 +85,15 @@ def _of_quote(quote: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, 
         found.append((key, "" if words in text else f"is said by {words!r}, not of the line"))
     for key in quote.get("masks", []):
         masks = [int(mask, 16) for mask in re.findall(r"(?:0x|\b)([0-9a-f]{2,})\b", text)]
-        told = [{cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1} for mask in masks]
+        masked = [{cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1} for mask in masks]
         here = [set(cpus_of(item)) for item in values.get(key, [])]
-        found.append((key, "" if here == told else "is not what the masks say"))
+        found.append((key, "" if here == masked else "is not what the masks say"))
     return [(key, why if key in values else "is no value of the preset") for key, why in found]
 
 
 def _apart(quote: dict[str, Any]) -> str:
     """The line, or its cells apart; nothing where they are not the line's."""
-    cells, text = quote.get("cells", []), quote["text"]
+    cells, text = quote.get("cells", []), str(quote["text"])
     if not cells:
         return text
     return " | ".join(cells) if "".join("".join(cells).split()) in "".join(text.split()) else ""

@@ -9,7 +9,7 @@ import configparser
 import tomllib
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,7 +108,7 @@ def _room(module: str) -> str:
     return module.split(" ", 1)[0].split(".")[1]
 
 
-def _box(raw: dict[str, list[str] | list[int] | str]) -> Box:
+def _box(raw: dict[str, Any]) -> Box:
     column, row = raw["at"]
     rooms = [(", ".join(map(str, raw["rooms"])), True)] if "rooms" in raw else []
     lines = [(str(line), False) for line in raw.get("text", [])]

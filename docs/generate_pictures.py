@@ -164,11 +164,13 @@ def _events() -> list[Event]:
 def _running_status() -> RunStatus:
     """As it was while the second attempt ran."""
     from hpctrain.base.records import JobInfo, JobState
+    from hpctrain.run.event_types import AttemptStarted
 
     events = _events()
     last = next(n for n, e in enumerate(events) if getattr(e.fact, "last", None) == RUNNING_AT_STEP)
-    started = [e for e in events[:last] if e.kind == "attempt_started"][-1].fact
-    job = JobInfo(started.job_id, JobState.RUNNING, alive=True, nodes=",".join(started.nodes))
+    started = [e.fact for e in events[:last] if isinstance(e.fact, AttemptStarted)][-1]
+    nodes = ",".join(started.nodes or ())
+    job = JobInfo(started.job_id or "", JobState.RUNNING, alive=True, nodes=nodes)
     return _status_of(events[: last + 1], job)
 
 
@@ -178,17 +180,18 @@ def _done_status() -> RunStatus:
 
 def _status_of(events: list[Event], job: Any) -> RunStatus:
     from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.event_types import CheckpointSaved
     from hpctrain.status.status import Answer, Checkpoint, status_of
 
-    saved = [event for event in events if event.kind == "saved"][-1]
-    name, size_bytes = saved.fact.checkpoint, saved.fact.bytes
+    t, saved = [(e.t, e.fact) for e in events if isinstance(e.fact, CheckpointSaved)][-1]
+    checkpoint = Checkpoint(saved.checkpoint or "", saved.step or 0, t, saved.bytes or 0)
     return status_of(
         RunHistory.of(events),
         Answer(job),
         name="demo",
         root=ROOT,
         cluster="local",
-        checkpoint=Checkpoint(name, saved.fact.step, saved.t, size_bytes),
+        checkpoint=checkpoint,
         label="demo",
         now=events[-1].t + 0.5,
     )
