@@ -28,7 +28,7 @@ BATCHES, TURNS = 250, 9
 GOAL = 0.95
 
 
-class Rows(Dataset):
+class Rows(Dataset[Any]):
     """Sequences of tokens in a file."""
 
     def __init__(self, path: Path) -> None:
