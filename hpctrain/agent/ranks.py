@@ -129,13 +129,23 @@ def is_echo(report: FailureReport) -> bool:
     return report.kind == "exception" and any(sign in report.summary for sign in ECHOES)
 
 
+def import_path(task: RankTask) -> list[str]:
+    """Where the rank looks for modules, but for its script's own folder.
+
+    PYTHONPATH as `--env` or a preset gives it was not there when the agent's interpreter started,
+    and a forked rank starts none.
+    """
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return list(dict.fromkeys([*task.python_path, *named, *sys.path]))
+
+
 def _run_program(task: RankTask) -> None:
     from hpctrain.engines.torch_private import let_groups_go_last
 
     let_groups_go_last()
     if task.cwd:
         os.chdir(task.cwd)
-    sys.path[:0] = task.python_path
+    sys.path[:] = import_path(task)
     sys.argv = [task.script or task.as_module or task.module, *task.args]
     if task.as_module:
         runpy.run_module(task.as_module, run_name="__main__", alter_sys=True)
