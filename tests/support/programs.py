@@ -144,6 +144,8 @@ class Campaign:
         """Wait until the program has done so many steps in an attempt or a later one."""
 
         def done() -> bool:
+            ends = self.run.ends()
+            assert not ends or ends[-1][1] != "stop", self.run.story()
             return len(self.steps(max(attempt, self.attempt()))) >= count
 
         self.run.wait(f"{count} steps of attempt {attempt}", done, PATIENCE_S)
@@ -220,13 +222,36 @@ def undisturbed(program: Program, folder: Path) -> str:
     return result_of(program, done.stdout)
 
 
+RESULT = r"^result (\S+)"
 ONE_FILE = Program(
     "one file",
     (str(SCRIPTS / "one_file.py"), "--steps=3000", "--every=100"),
-    result=r"^result (\S+)",
+    result=RESULT,
     hurry=("--step-s=0",),
 )
-PROGRAMS = {
-    "one file, never told to go on from it": ONE_FILE,
-}
-"""By what a program is told."""
+ONE_FILE_TOLD = Program(
+    "one file, with hpctrain's lines",
+    (str(SCRIPTS / "one_file_told.py"), "--steps=3000", "--every=100"),
+    every=100,
+    hears=True,
+    result=RESULT,
+    hurry=("--step-s=0",),
+)
+ACCELERATE = Program(
+    "Accelerate's loop",
+    (str(SCRIPTS / "accelerate_loop.py"), "--steps=3000", "--every=100"),
+    every=100,
+    hears=True,
+    result=RESULT,
+    hurry=("--step-s=0",),
+)
+DEEPSPEED = Program(
+    "DeepSpeed's engine",
+    (str(SCRIPTS / "deepspeed_loop.py"), "--steps=3000", "--every=100"),
+    every=100,
+    hears=True,
+    result=RESULT,
+    hurry=("--step-s=0",),
+)
+PROGRAMS = {program.name: program for program in (ONE_FILE, ONE_FILE_TOLD, ACCELERATE, DEEPSPEED)}
+"""By name."""
