@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from hpctrain.data.loader import Loader, LoaderOptions
     from hpctrain.data.order import SampleOrder
+    from hpctrain.data.streams import TokenSequences
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
     from hpctrain.engines.parallelize import ModelPlan
@@ -66,6 +67,7 @@ _HOMES = {
     "StepBatch": "hpctrain.data.batches",
     "Stopped": "hpctrain.runtime.run",
     "TokenFile": "hpctrain.data.tokens",
+    "TokenSequences": "hpctrain.data.streams",
     "TrackedRun": "hpctrain.runtime.trackers",
     "Tracker": "hpctrain.runtime.trackers",
     "UsageError": "hpctrain.errors",
@@ -107,6 +109,7 @@ __all__ = [
     "StepBatch",
     "Stopped",
     "TokenFile",
+    "TokenSequences",
     "TrackedRun",
     "Tracker",
     "UsageError",

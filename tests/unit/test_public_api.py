@@ -174,6 +174,9 @@ TokenFile.len_sequences(self, seq_len: 'int') -> 'int'
 TokenFile.sequence(self, i: 'int', seq_len: 'int') -> 'npt.NDArray[np.int64]'
 TokenFile.batch(self, indices: 'Sequence[int]', seq_len: 'int') -> 'npt.NDArray[np.int64]'
 TokenFile.verify(self) -> 'None'
+TokenSequences(path: 'str | Path', seq_len: 'int', *, dtype: 'str | None' = None, column: 'str' = 'input_ids') -> 'None'
+TokenSequences.stream
+TokenSequences.seq_len
 TrackedRun
 TrackedRun.run_id: str
 TrackedRun.name: str
