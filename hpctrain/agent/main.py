@@ -127,6 +127,7 @@ def _run_rounds(
     from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.checkpoint.sealed.start import resume_at_start
 
@@ -166,7 +167,16 @@ def _run_rounds(
         return attempt
 
     def resume(attempt: Attempt) -> str | None:
-        return resume_at_start(run, attempt, spec.settings.checkpoint)
+        return resume_at_start(run, attempt, spec.settings.checkpoint, cwd=spec.entry.cwd)
+
+    def sealing(attempt: Attempt) -> SealWatch:
+        return SealWatch(
+            run,
+            attempt,
+            spec.settings.checkpoint,
+            spec.entry.cwd,
+            is_stopping=deadline.is_told_to_stop,
+        )
 
     def may_restart(failure: FailureReport | None) -> bool:
         return ending.after_crash(agent.attempt_number, failure)
@@ -191,7 +201,9 @@ def _run_rounds(
         master_addr=context.master_addr,
         master_port=context.port,
     )
-    hooks = RoundHooks(begin, deadline, may_restart, resume) if context.node_rank == 0 else None
+    hooks = None
+    if context.node_rank == 0:
+        hooks = RoundHooks(begin, deadline, may_restart, resume, sealing)
     agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],

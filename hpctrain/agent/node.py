@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,11 +33,13 @@ from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.run.fence import Attempt
 
@@ -96,6 +99,7 @@ class RoundHooks:
         begin: Takes the attempt's number; called before the ranks start, with their number.
         resume: What the ranks of this attempt go on from; may take long, since it reads what it
             names. A CheckpointError of it ends the round before any rank is started.
+        sealing: Seals what the program saves, beside the ranks of an attempt.
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
     """
@@ -104,6 +108,7 @@ class RoundHooks:
     deadline: StopDeadline
     may_restart: Callable[[FailureReport | None], bool]
     resume: Callable[[Attempt], str | None] = lambda _: None
+    sealing: Callable[[Attempt], SealWatch] | None = None
 
 
 @dataclass
@@ -174,6 +179,7 @@ class NodeAgent(LocalElasticAgent):
         self._secret = secret
         self._signed: SignedStore | None = None
         self._refused: CheckpointError | None = None
+        self._sealing: AbstractContextManager[SealWatch | None] = nullcontext()
         self._round = 0
         self._news = self._published = 0
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
@@ -187,9 +193,14 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         self._initialize_workers(group)
         while True:
-            with LogIndexer(self._logs(), in_all=group.workers[0].world_size):
+            with (
+                LogIndexer(self._logs(), in_all=group.workers[0].world_size),
+                self._sealing as seal,
+            ):
                 end = self._watch_round()
                 self._stop_workers(group)
+                if seal is not None:
+                    seal.returned = end.ending == "left"
             orphans.end(spare=telling())
             self.end = end
             if end.restart:
@@ -244,6 +255,8 @@ class NodeAgent(LocalElasticAgent):
         if self._hooks is not None:
             attempt = self._hooks.begin(group.workers[0].world_size)
             self._news_store.set(key, asdict(attempt))
+            if self._hooks.sealing is not None:
+                self._sealing = self._hooks.sealing(attempt)
             self._news_store.set(f"resume/{self._round}", self._chosen(self._hooks, attempt))
         limit_s = self._meeting_place.timeout.total_seconds()
         taken: dict[str, Any] = self._news_store.wait(key, limit_s)

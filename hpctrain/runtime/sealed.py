@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,6 @@ from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_RESUME
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.manifest import FILES_NAME
 from hpctrain.errors import CheckpointError, FileSystemFault
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSealed, PruneFailed
 from hpctrain.world import gather, gather_on_0, on_rank_0, one_line
 
 if TYPE_CHECKING:
@@ -106,17 +103,7 @@ def _commit(
 ) -> None:
     files.sort(key=lambda file: file.name)
     stored = seals.commit(run, attempt, plan, files, step=step, by="program")
-    fact = CheckpointSealed(
-        step=step,
-        path=str(plan.path),
-        bytes=plan.size,
-        seconds=round(max(0.0, time.time() - plan.began), 3),
-        by="program",
-        name=stored.name,
-        is_copy=plan.is_copy,
-    )
-    ledger.record(run, fact, attempt=attempt.number)
-    prune(run, attempt, settings.keep_sealed, step)
+    seals.sealed_now(run, attempt, plan, stored, settings.keep_sealed)
 
 
 def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFile:
@@ -130,14 +117,6 @@ def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFi
         return plan.seal_file(file)
     except OSError as error:
         raise FileSystemFault(f"{plan.path} cannot be sealed: {error}") from error
-
-
-def prune(run: RunDir, attempt: Attempt, keep: int, step: int | None) -> None:
-    """Housekeeping: where the disk refuses, room is lost and nothing else."""
-    try:
-        seals.prune(run, attempt, keep)
-    except CheckpointError as error:
-        ledger.record(run, PruneFailed(step=step, why=str(error)), attempt=attempt.number)
 
 
 def resume_path(

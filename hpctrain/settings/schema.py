@@ -170,6 +170,14 @@ class CheckpointSettings(Table):
     keep_last: int = setting(
         3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2
     )
+    sealed: list[str] = setting(
+        [],
+        "the program's own checkpoints, sealed by the agent: names or patterns, relative to its "
+        "working directory and to the run's output folder, e.g. out/checkpoint-*",
+    )
+    seal_settle_s: float = setting(
+        10.0, "such a file or folder is sealed once it has not changed for so long"
+    )
     keep_sealed: int = setting(
         2, "newest copies kept of a program's own sealed checkpoints", least=1
     )

@@ -91,6 +91,23 @@ def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path)
     return [f"{place} names {program}, which is not here; it must be on the job's first node"]
 
 
+def check_sealed(settings: Settings, cwd: str, run: Path) -> None:
+    """Look at the patterns of the program's own checkpoints.
+
+    Args:
+        settings: The run's.
+        cwd: The program's working directory, "" where it has none of its own.
+        run: The run's directory.
+
+    Raises:
+        UsageError: one of them would seal nothing, or the run's own files.
+    """
+    if settings.checkpoint.sealed:
+        from hpctrain.checkpoint.sealed.patterns import refuse_wrong
+
+        refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
+
+
 def take_ds_config(
     settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
 ) -> tuple[Settings, list[str]]:

@@ -34,7 +34,13 @@ from hpctrain.settings.layers import (
 )
 from hpctrain.settings.secrets import secret_warnings, secrets_of
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit.checks import check_hooks_here, check_versions, nsys_notes, take_ds_config
+from hpctrain.submit.checks import (
+    check_hooks_here,
+    check_sealed,
+    check_versions,
+    nsys_notes,
+    take_ds_config,
+)
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.site_choice import (
     changed,
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.scheduler.base import Accounting, Cluster
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
     from hpctrain.submit.program import NamedProgram
@@ -192,7 +199,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     ranks = [mesh.data_ranks for mesh in planned.values()]
     settings, more = take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
     notes += more
-    name, new_parent = _find_place(request, runs, entry)
+    name, new_parent = _find_place(request, runs, entry, settings)
     spec = Spec(
         name=name,
         run_id=os.urandom(8).hex(),
@@ -417,13 +424,16 @@ def _environment(
     return env, origins
 
 
-def _find_place(request: SubmitRequest, runs: Path, entry: Entry) -> tuple[str, Path | None]:
+def _find_place(
+    request: SubmitRequest, runs: Path, entry: Entry, settings: Settings
+) -> tuple[str, Path | None]:
     """The run's name, and the topmost folder above it that is missing."""
     new_parent = _check_writable(runs)
     stem = RECIPE_NAME if entry.kind == "recipe" else _legal(_stem(entry))
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
     _refuse_existing(runs / name)
     check_disk(new_parent.parent if new_parent is not None else runs)
+    check_sealed(settings, entry.cwd, runs / name)
     return name, new_parent
 
 

@@ -24,7 +24,12 @@ from hpctrain.settings.check import check, engine_flags, profile_flags
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.preset import site_of
-from hpctrain.submit.checks import check_hooks_here, check_versions, take_ds_config
+from hpctrain.submit.checks import (
+    check_hooks_here,
+    check_sealed,
+    check_versions,
+    take_ds_config,
+)
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
 from hpctrain.submit.own_job import as_own_run
 from hpctrain.submit.site_choice import changed, take_locks
@@ -250,6 +255,7 @@ def prepare_resume(
     changed_spec, notes = change_spec(spec, request)
     refuse_alive(run, changed_spec)
     own, more = as_own_run(run, changed_spec)
+    check_sealed(own.settings, own.entry.cwd, run.root)
     plan = plan_resume(run, own, request.from_step)
     bad = kept_out(run, own, environ)
     return PreparedResume(own, plan, [*notes, *more, *kept_out_notes(bad)], list(bad))

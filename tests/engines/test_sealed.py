@@ -13,6 +13,7 @@ import torch
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support import local_runs
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 
@@ -101,3 +102,24 @@ def program_with_one_path(root, path, step=None, cut=None):
         torch.save(state, path)
         run.sealed(step, path)
     return str(run.resume_path), step_found
+
+
+def test_an_unchanged_program_that_is_killed_in_the_middle_of_a_save_goes_on_from_the_one_before(
+    tmp_path,
+):
+    settings = ("checkpoint.sealed=out/ckpt.pt", "checkpoint.seal_settle_s=0.2")
+    flags = [word for setting in settings for word in ("--set", setting)]
+    script = local_runs.SCRIPTS / "saves_over_one_path.py"
+
+    run = local_runs.start(tmp_path, "nano", 1, 1, *flags, "--", str(script), "wait")
+    ended = local_runs.await_end(run, 2)
+
+    path = tmp_path / "out" / "ckpt.pt"
+    assert ended["reason"] == "completed"
+    assert 0 < (tmp_path / "out" / "ckpt.pt.torn-2").stat().st_size <= 200_000
+    (log,) = (run / "attempts" / "0002").glob("rank-00000.log")
+    assert f"begins at step 2, given {path}" in log.read_text()
+    assert torch.load(path)["step"] == 5
+    (chosen,) = local_runs.events(run, "resume_chosen")
+    assert (chosen["path"], chosen["put_back"]) == (str(path), True)
+    assert len(list(RunDir(run).sealed.iterdir())) == 2, "checkpoint.keep_sealed"

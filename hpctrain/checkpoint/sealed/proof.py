@@ -53,15 +53,19 @@ def proves_itself(path: Path, on_bytes: Callable[[int], object] | None = None) -
         return file.read(len(_ZIP)) == _ZIP and _zip_problem(file, on_bytes) is None
 
 
-def cut(path: Path) -> str | None:
+def cut(path: Path, on_bytes: Callable[[int], object] | None = None) -> str | None:
     """Why a file cannot be whole, by its own format; None where that says nothing against it.
+
+    Args:
+        path: The file.
+        on_bytes: Told how many bytes of an archive were read.
 
     Raises:
         OSError: it cannot be read.
     """
     with _open(path) as file:
         if file.read(len(_ZIP)) == _ZIP:
-            return _zip_problem(file, None)
+            return _zip_problem(file, on_bytes)
         if path.name.endswith(_SAFETENSORS):
             return _safetensors_problem(file)
     return None

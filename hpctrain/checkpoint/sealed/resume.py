@@ -288,17 +288,7 @@ class Choice:
         )
 
     def _set_aside(self, path: Path, step: int | None, why: str) -> None:
-        """Rename what is torn: the program must not come upon it, a person may want it."""
-        if not os.path.lexists(path):
-            return
-        aside = free_name(path, self._attempt.number)
-        try:
-            path.rename(aside)
-            flush_directory(path.parent)
-        except OSError as error:
-            raise CheckpointError(f"{path} is torn and cannot be set aside: {error}") from error
-        log.warning("%s is not as it was sealed (%s); it is %s now", path, why, aside.name)
-        self._aside.append(Skipped(step or 0, str(path), f"{why}; renamed to {aside.name}"))
+        self._aside += set_aside(path, self._attempt.number, why, step=step)
 
     def _put_back(self, copy: Path, path: Path) -> None:
         try:
@@ -356,6 +346,27 @@ def seal_proved(
         raise NotWritten(f"{path} cannot be sealed: {error}") from error
     finally:
         seals.discard(plan)
+
+
+def set_aside(path: Path, attempt: int, why: str, *, step: int | None) -> list[Skipped]:
+    """Rename what is torn: the program must not come upon it, a person may want it.
+
+    Returns:
+        What was renamed: its step, its old path, and why; nothing where nothing is there.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    if not os.path.lexists(path):
+        return []
+    aside = free_name(path, attempt)
+    try:
+        path.rename(aside)
+        flush_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} is torn and cannot be set aside: {error}") from error
+    log.warning("%s is torn (%s); it is %s now", path, why, aside.name)
+    return [Skipped(step or 0, str(path), f"{why}; renamed to {aside.name}")]
 
 
 def free_name(path: Path, attempt: int) -> Path:

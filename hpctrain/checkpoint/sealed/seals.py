@@ -30,10 +30,12 @@ from hpctrain.errors import (
     NotWritten,
     TornCheckpoint,
 )
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import CheckpointSealed, PruneFailed
 from hpctrain.run.fence import publishing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpctrain.checkpoint.sealed.files import UnitFile
     from hpctrain.checkpoint.sealed.manifest import SealedFile, Writer
@@ -102,11 +104,13 @@ class SealPlan:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
 
-    def seal_file(self, file: UnitFile) -> SealedFile:
+    def seal_file(
+        self, file: UnitFile, on_bytes: Callable[[int], object] | None = None
+    ) -> SealedFile:
         """Read one of the files, and copy it where that is wanted; see `files.sealed_file`."""
         source = unit.root_of(self.path, is_folder=self.is_folder) / file.name
         copy = self.staged / FILES_NAME / file.name if self.is_copy else None
-        return unit.sealed_file(source, file, copy)
+        return unit.sealed_file(source, file, copy, on_bytes)
 
 
 def listing(run: RunDir) -> list[StoredSeal]:
@@ -383,3 +387,29 @@ def prune(run: RunDir, attempt: Attempt, keep: int) -> list[StoredSeal]:
     for stored in going:
         remove(run, attempt, stored)
     return going
+
+
+def sealed_now(
+    run: RunDir, attempt: Attempt, plan: SealPlan, stored: StoredSeal, keep: int
+) -> None:
+    """Write a new seal down, and remove what need not be kept any more.
+
+    The second is housekeeping: where the disk refuses, room is lost and nothing else.
+    """
+    if stored.seal is None:
+        return
+    fact = CheckpointSealed(
+        step=stored.seal.step,
+        path=stored.seal.path,
+        bytes=stored.seal.size,
+        seconds=round(max(0.0, time.time() - plan.began), 3),
+        by=stored.seal.by,
+        name=stored.name,
+        is_copy=stored.seal.is_copy,
+    )
+    ledger.record(run, fact, attempt=attempt.number)
+    try:
+        prune(run, attempt, keep)
+    except CheckpointError as error:
+        failed = PruneFailed(step=stored.seal.step, why=str(error))
+        ledger.record(run, failed, attempt=attempt.number)

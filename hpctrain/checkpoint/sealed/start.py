@@ -8,13 +8,27 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.sealed import seals
-from hpctrain.checkpoint.sealed.resume import Choice
+from hpctrain.checkpoint.sealed.proof import proves_itself
+from hpctrain.checkpoint.sealed.resume import Choice, set_aside
+from hpctrain.checkpoint.sealed.unsealed import (
+    RETURNED,
+    Unsealed,
+    cut,
+    first_start_s,
+    roots_of,
+    seal,
+)
+from hpctrain.errors import FileSystemFault
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CheckpointSetAside, ResumeChosen
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.base.records import Skipped
     from hpctrain.checkpoint.sealed.resume import Resume
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
@@ -23,21 +37,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.checkpoint")
 
 
-def resume_at_start(run: RunDir, attempt: Attempt, settings: CheckpointSettings) -> str | None:
+def resume_at_start(
+    run: RunDir, attempt: Attempt, settings: CheckpointSettings, *, cwd: str = ""
+) -> str | None:
     """The path of the newest whole sealed checkpoint; None in a run that has sealed nothing.
 
     Args:
         run: The run.
         attempt: The attempt that begins; nothing of the run writes but the caller.
-        settings: How long a file system is waited for.
+        settings: How long a file system is waited for; the patterns of the program's checkpoints.
+        cwd: The program's working directory, "" for none.
 
     Raises:
         CheckpointError: see `Choice.choose`.
     """
+    asked = RunHistory.read(run, marks="few").asked_seal if attempt.number > 1 else None
+    aside: list[Skipped] = []
+    if settings.sealed and attempt.number > 1 and asked is None:
+        again = Patience(settings.patience_s)
+        try:
+            again(lambda: _take_in(run, attempt, settings, cwd, aside))
+        except OSError as error:
+            raise FileSystemFault(f"a checkpoint cannot be read: {error}") from error
     if not seals.has_any(run):
+        _set_aside(run, attempt, aside)
         return None
-    asked = RunHistory.read(run, marks="few").asked_seal
     resume = Choice(run, attempt, patience_s=settings.patience_s).choose(at_step=asked)
+    _set_aside(run, attempt, aside)
     _write_down(run, attempt, resume)
     if resume.path is None:
         return None
@@ -46,10 +72,38 @@ def resume_at_start(run: RunDir, attempt: Attempt, settings: CheckpointSettings)
     return str(resume.path)
 
 
-def _write_down(run: RunDir, attempt: Attempt, resume: Resume) -> None:
-    for torn in resume.set_aside:
+def _take_in(
+    run: RunDir, attempt: Attempt, settings: CheckpointSettings, cwd: str, aside: list[Skipped]
+) -> None:
+    """Seal what the attempt before has saved and nobody has sealed; `aside` takes what is torn.
+
+    All of it where its ranks had returned. Else the newest single file that its own checksums prove
+    whole: a kill may have left anything else half written.
+    """
+    unsealed = Unsealed(run, settings.sealed, roots_of(run, cwd))
+    units = unsealed.since(first_start_s(run, attempt))
+    returned = (run.attempt(attempt.number - 1) / RETURNED).exists()
+    for one in units if returned else reversed(units):
+        path = one.match.path
+        why = cut(one)
+        if why is not None and one.is_file:
+            aside += set_aside(path, attempt.number, why, step=one.match.step)
+        elif why is None and (returned or (one.is_file and proves_itself(path))):
+            seal(run, attempt, one, settings)
+            if not returned:
+                break
+        else:
+            unsealed.refuse(path, why or "a kill may have left it half written")
+
+
+def _set_aside(run: RunDir, attempt: Attempt, aside: Sequence[Skipped]) -> None:
+    for torn in aside:
         fact = CheckpointSetAside(name=torn.name, step=torn.step or None, reason=torn.reason)
         ledger.record(run, fact, attempt=attempt.number)
+
+
+def _write_down(run: RunDir, attempt: Attempt, resume: Resume) -> None:
+    _set_aside(run, attempt, resume.set_aside)
     chosen = ResumeChosen(
         step=resume.step,
         path=str(resume.path or ""),

@@ -1,0 +1,180 @@
+"""`checkpoint.sealed`: which of a program's files are its checkpoints, by name.
+
+A pattern is relative to the program's working directory and to the run's `output`; each part of it
+is matched in one folder, so a look costs one listing for each folder on the way. Without a wildcard
+each save writes over the same path; with one each has a name of its own, and the step is among the
+digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+_WILD = re.compile(r"(?:\*|\?|\[[^\]]+\])+")
+_TOKEN = re.compile(r"\*|\?|\[!")
+_MEANT = {"*": ".*", "?": ".", "[!": "[^"}
+_ASIDE = re.compile(r"\.torn-[0-9]+(?:\.[0-9]+)?$")
+_STEP = re.compile(r"step[ =_-]?([0-9]{1,10})(?![0-9])", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]+")
+MOST_DIGITS = 10
+SETTING = "checkpoint.sealed"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A path that one of the patterns stands for.
+
+    Attributes:
+        path: The file or folder.
+        step: From the digits of its name, else None.
+        is_written_over: Each save writes over the same path.
+    """
+
+    path: Path
+    step: int | None
+    is_written_over: bool
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One pattern.
+
+    Attributes:
+        text: As it was set.
+        parts: Its components.
+    """
+
+    text: str
+    parts: tuple[str, ...]
+
+    @property
+    def has_wildcard(self) -> bool:
+        """Whether each save has a name of its own."""
+        return any(_WILD.search(part) for part in self.parts)
+
+    def matches(self, root: Path) -> Iterator[Match]:
+        """What lies below a folder; nothing where it cannot be listed."""
+        for path in _below(root, self.parts):
+            step = self.step_of(path.relative_to(root).parts)
+            yield Match(path, step, is_written_over=not self.has_wildcard)
+
+    def step_of(self, names: Sequence[str]) -> int | None:
+        """The step in what the wildcards stand for; None where that is not plain."""
+        stood_for: list[str] = []
+        for part, name in zip(self.parts, names, strict=True):
+            match = re.fullmatch(_groups(part), name)
+            stood_for += match.groups() if match else ()
+        named = [found for text in stood_for for found in _STEP.findall(text)]
+        # The word may stand outside: global_step* and checkpoint-* alike.
+        numbers = named or [n for text in stood_for for n in _NUMBER.findall(text)]
+        fitting = [int(number) for number in numbers if len(number) <= MOST_DIGITS]
+        return fitting[0] if len(fitting) == 1 == len(numbers) else None
+
+
+def parse(patterns: Sequence[str]) -> list[Pattern]:
+    """The patterns of the setting; one text may hold several, with commas.
+
+    Raises:
+        UsageError: one of them cannot be a pattern.
+    """
+    texts = [text.strip() for entry in patterns for text in entry.split(",")]
+    return [_parsed(text) for text in texts]
+
+
+def refuse_wrong(patterns: Sequence[str], cwd: Path | None, run: Path) -> None:
+    """Refuse what would seal nothing, or the run's own files; asked at submit.
+
+    Args:
+        patterns: As they are set.
+        cwd: The program's working directory; None where it has none of its own.
+        run: The run's directory.
+
+    Raises:
+        UsageError: one of them is wrong.
+    """
+    for pattern in parse(patterns):
+        for root in filter(None, (cwd, run / "output")):
+            if _meets(pattern.parts, root, run):
+                raise UsageError(
+                    f"{SETTING} {pattern.text!r} takes in the run's own files in {run}; name the "
+                    "program's checkpoints alone"
+                )
+
+
+def _parsed(text: str) -> Pattern:
+    why = ""
+    parts = tuple(part for part in text.split("/") if part not in {"", "."})
+    if not parts:
+        why = "is empty"
+    elif text.startswith(("/", "~")):
+        why = (
+            "is absolute; patterns are relative to the program's working directory or to the run's "
+            "output folder (call run.sealed for files elsewhere)"
+        )
+    elif ".." in parts:
+        why = "leaves its folder by '..'"
+    elif "**" in parts or "\0" in text:
+        why = "has '**', which would look through whole trees; name each folder on the way"
+    if why:
+        raise UsageError(f"{SETTING}: pattern {text!r} {why}")
+    return Pattern(text, parts)
+
+
+def _meets(parts: Sequence[str], root: Path, run: Path) -> bool:
+    """Whether a match could be the run's folder, one above it, or one of its own files in it."""
+    try:
+        own = run.relative_to(root).parts
+    except ValueError:
+        return False
+    if not own:
+        return False
+    heads = all(fnmatch.fnmatchcase(n, p) for n, p in zip(own, parts, strict=False))
+    if not heads or len(parts) <= len(own):
+        return heads
+    return not (parts[len(own)] == "output" and len(parts) > len(own) + 1)
+
+
+def _below(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    part, rest = parts[0], parts[1:]
+    for name in _names(folder, part):
+        if _ASIDE.search(name):
+            continue
+        path = folder / name
+        if not rest:
+            if not path.is_symlink():
+                yield path
+        else:
+            yield from _below(path, rest)
+
+
+def _names(folder: Path, part: str) -> list[str]:
+    if not _WILD.search(part):
+        return [part] if os.path.lexists(folder / part) else []
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
+    except OSError:  # not made yet, or no folder: nothing matches there
+        return []
+    hidden = part.startswith(".")
+    return [n for n in names if fnmatch.fnmatchcase(n, part) and (hidden or n[0] != ".")]
+
+
+def _groups(part: str) -> str:
+    """A regular expression for a part of a pattern, a group for each stretch of wildcards."""
+    text, at = "", 0
+    for wild in _WILD.finditer(part):
+        inner = _TOKEN.sub(lambda token: _MEANT.get(token[0][:2], token[0]), wild[0])
+        text += re.escape(part[at : wild.start()]) + f"({inner})"
+        at = wild.end()
+    return text + re.escape(part[at:])

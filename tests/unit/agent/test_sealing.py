@@ -1,0 +1,246 @@
+"""The agent seals what a program has saved: settled, closed, whole; never what a kill may cut."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from hpctrain.agent.sealing import SealWatch, is_open_for_writing
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.sealed.start import resume_at_start
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import AttemptStarted
+from hpctrain.run.fence import identity
+from hpctrain.run.layout import RunDir
+from hpctrain.settings.schema import CheckpointSettings
+from tests.support.checkpoints import next_attempt
+from tests.support.sealed import archive
+
+SETTLE_S = 10.0
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "runs" / "gpt")
+    run.root.mkdir(parents=True)
+    return run
+
+
+class Watched:
+    """A watch whose clock the test turns."""
+
+    def __init__(self, run, *patterns, stopping=False):
+        self.now = 0.0
+        self.run, self.cwd = run, run.root.parent.parent
+        self.attempt = self.start()
+        run.attempt(self.attempt.number).mkdir(parents=True, exist_ok=True)
+        self.settings = CheckpointSettings(
+            sealed=list(patterns), seal_settle_s=SETTLE_S, patience_s=0.0
+        )
+        self.watch = SealWatch(
+            run,
+            self.attempt,
+            self.settings,
+            str(self.cwd),
+            is_stopping=lambda: stopping,
+            clock=lambda: self.now,
+        )
+
+    def start(self):
+        attempt = next_attempt(self.run)
+        ledger.append(
+            self.run, AttemptStarted(**identity(self.run, attempt)), attempt=attempt.number
+        )
+        return attempt
+
+    def look(self, after_s=0.0):
+        self.now += after_s
+        self.watch.look()
+        return [stored.seal.step for stored in reversed(seals.listing(self.run))]
+
+    def left(self, *, returned):
+        with self.watch as watch:
+            watch.returned = returned
+        return [stored.seal.step for stored in reversed(seals.listing(self.run))]
+
+    def next_start(self):
+        attempt = self.start()
+        path = resume_at_start(self.run, attempt, self.settings, cwd=str(self.cwd))
+        return path and path.removeprefix(f"{self.cwd}/")
+
+
+def save(watched, name, content=b"weights"):
+    path = watched.cwd / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    archive(path, content)
+    return path
+
+
+def test_what_has_not_changed_for_so_long_is_sealed_in_place_with_its_step(run):
+    watched = Watched(run, "out/ckpt-*.pt")
+    save(watched, "out/ckpt-50.pt")
+
+    assert watched.look() == []
+    assert watched.look(SETTLE_S - 1) == []
+    assert watched.look(1) == [50]
+    assert watched.look(100) == [50], "once"
+    (stored,) = seals.listing(run)
+    assert (stored.seal.by, stored.seal.is_copy) == ("agent", False)
+    assert [event.kind for event in ledger.read(run)] == ["attempt_started", "sealed"]
+
+
+def test_what_still_grows_is_not_sealed(run):
+    watched = Watched(run, "out/checkpoint-*")
+    folder = watched.cwd / "out" / "checkpoint-50"
+    folder.mkdir(parents=True)
+    for part in range(3):
+        (folder / f"part-{part}").write_bytes(b"x")
+        assert watched.look(SETTLE_S - 1) == []
+    assert watched.look(SETTLE_S) == [50]
+
+
+def test_a_file_that_is_open_for_writing_is_not_sealed(run):
+    watched = Watched(run, "out/ckpt-*.pt")
+    path = save(watched, "out/ckpt-50.pt")
+    watched.look()
+
+    with path.open("r+b"):
+        assert watched.look(SETTLE_S) == []
+    with path.open("rb"):
+        assert watched.look(SETTLE_S) == [50]
+
+
+def test_an_archive_without_its_end_is_not_sealed_however_long_it_lies_there(run, caplog):
+    watched = Watched(run, "out/ckpt-*.pt")
+    path = save(watched, "out/ckpt-50.pt", b"weights" * 100)
+    path.write_bytes(path.read_bytes()[:-10])
+
+    for _ in range(5):
+        assert watched.look(SETTLE_S) == []
+    assert caplog.text.count("is not sealed: ckpt-50.pt: not a whole zip archive") == 1
+
+
+def test_each_save_over_one_path_is_sealed_with_a_copy(run):
+    watched = Watched(run, "out/ckpt.pt")
+    for content in (b"one", b"two", b"three"):
+        path = save(watched, "out/ckpt.pt", content * 100)
+        watched.look()
+        watched.look(SETTLE_S)
+
+    newest, before = seals.listing(run)
+    assert newest.copy.read_bytes() == path.read_bytes() != before.copy.read_bytes()
+    path.write_bytes(b"PK\x03\x04torn")
+    assert watched.next_start() == "out/ckpt.pt"
+    assert path.read_bytes() == newest.copy.read_bytes()
+
+
+def test_what_lay_there_before_the_run_is_not_the_runs(run):
+    old = run.root.parent.parent / "out" / "ckpt-900.pt"
+    old.parent.mkdir()
+    archive(old, b"of another run")
+    an_hour_ago = time.time() - 3600
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    watched = Watched(run, "out/ckpt-*.pt")
+
+    watched.look()
+    assert watched.look(SETTLE_S) == []
+    assert watched.left(returned=True) == []
+    assert watched.next_start() is None
+    assert old.exists()
+
+
+def test_when_all_ranks_have_returned_what_is_left_is_sealed_at_once(run):
+    watched = Watched(run, "out/checkpoint-*")
+    save(watched, "out/checkpoint-50/model.pt")
+    save(watched, "out/checkpoint-60/model.pt")
+
+    assert watched.left(returned=True) == [50, 60]
+
+
+def test_after_a_kill_a_folder_is_not_sealed_and_a_single_whole_archive_is(run):
+    watched = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
+    save(watched, "out/checkpoint-50/model.pt")
+    save(watched, "out/ckpt-40.pt")
+
+    assert watched.left(returned=False) == []
+    assert watched.next_start() == "out/ckpt-40.pt"
+    assert (watched.cwd / "out/checkpoint-50/model.pt").exists(), "left alone: nobody can say"
+
+
+def test_a_torn_archive_that_nobody_has_sealed_is_set_aside(run):
+    watched = Watched(run, "out/ckpt-*.pt")
+    save(watched, "out/ckpt-40.pt")
+    torn = save(watched, "out/ckpt-50.pt", b"weights" * 100)
+    torn.write_bytes(torn.read_bytes()[:300])
+    watched.left(returned=False)
+
+    assert watched.next_start() == "out/ckpt-40.pt"
+    assert sorted(p.name for p in torn.parent.iterdir()) == ["ckpt-40.pt", "ckpt-50.pt.torn-2"]
+    told = [event.fact for event in ledger.read(run) if event.kind == "checkpoint_set_aside"]
+    assert [fact.name for fact in told] == [str(torn)]
+
+
+def test_where_a_stop_leaves_no_time_the_next_start_seals_what_returned_ranks_have_left(run):
+    watched = Watched(run, "out/checkpoint-*", stopping=True)
+    save(watched, "out/checkpoint-50/model.pt")
+
+    assert watched.left(returned=True) == []
+    assert watched.next_start() == "out/checkpoint-50"
+
+
+def test_a_pattern_that_matched_nothing_is_warned_of_in_a_line(run, caplog):
+    watched = Watched(run, "out/ckpt-*.pt", "uot/*")
+    save(watched, "out/ckpt-50.pt")
+    watched.left(returned=True)
+
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == ["checkpoint.sealed: 'uot/*' matched nothing in this attempt"]
+
+
+def test_a_newer_attempt_ends_the_sealing(run):
+    watched = Watched(run, "out/ckpt-*.pt")
+    save(watched, "out/ckpt-50.pt")
+    next_attempt(run)
+
+    assert watched.left(returned=True) == []
+
+
+def test_a_disk_that_refuses_never_ends_the_watch(run, monkeypatch, caplog):
+    watched = Watched(run, "out/ckpt-*.pt")
+    save(watched, "out/ckpt-50.pt")
+
+    def refuses(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpctrain.checkpoint.sealed.seals.begin", refuses)
+        assert watched.left(returned=True) == []
+    assert "No space left" in caplog.text
+
+
+def test_the_thread_looks_by_itself_and_is_gone_with_the_ranks(run, monkeypatch):
+    monkeypatch.setattr("hpctrain.agent.sealing.LOOK_S", 0.01)
+    watched = Watched(run, "out/ckpt-*.pt")
+    watched.settings = CheckpointSettings(sealed=["out/ckpt-*.pt"], seal_settle_s=0.0)
+    watch = SealWatch(run, watched.attempt, watched.settings, str(watched.cwd))
+    deadline = time.monotonic() + 30
+    with watch:
+        save(watched, "out/ckpt-50.pt")
+        while not seals.listing(run) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    assert [stored.seal.step for stored in seals.listing(run)] == [50]
+    assert not watch._thread.is_alive()
+
+
+def test_who_may_still_write_is_told_by_the_kernel(run, tmp_path):
+    watched = Watched(run, "out/*")
+    path = save(watched, "out/ckpt-50.pt")
+    (match,) = watched.watch._unsealed.matches()
+    one = watched.watch._unsealed.unit(match)
+
+    assert not is_open_for_writing(one)
+    with path.open("ab"):
+        assert is_open_for_writing(one)
