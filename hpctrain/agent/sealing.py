@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from hpctrain.checkpoint.sealed.unsealed import Unit
+    from hpctrain.checkpoint.sealed.unsealed import UnsealedSave
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
@@ -119,47 +119,47 @@ class SealWatch:
         there = {match.path for match in matches}
         self._still = {path: seen for path, seen in self._still.items() if path in there}
         closely = set(sorted(self._sealed_at, key=self._sealed_at.__getitem__)[-NEWEST:])
-        due: list[Unit] = []
+        due: list[UnsealedSave] = []
         for match in matches:
             if match.path not in closely and self._is_as_sealed(match.path):
                 continue
-            one = self._unsealed.unit(match)
-            if one is None or one.mtime_ns < self._since_s * unsealed.NS:
+            save = self._unsealed.unit(match)
+            if save is None or save.mtime_ns < self._since_s * unsealed.NS:
                 continue
             files, first_seen = self._still.get(match.path, ((), 0.0))
-            if files != one.files:
-                self._still[match.path] = one.files, self._clock()
+            if files != save.files:
+                self._still[match.path] = save.files, self._clock()
             elif self._clock() - first_seen >= self._settings.seal_settle_s:
-                due.append(one)
-        self._seal(sorted(due, key=lambda one: one.mtime_ns), settled=True)
+                due.append(save)
+        self._seal(sorted(due, key=lambda save: save.mtime_ns), settled=True)
 
-    def _seal(self, due: Iterable[Unit], *, settled: bool) -> None:
+    def _seal(self, due: Iterable[UnsealedSave], *, settled: bool) -> None:
         stored = None
-        for one in due:
-            path = one.match.path
+        for save in due:
+            path = save.match.path
             stored = listing(self._run) if stored is None else stored
-            if not unsealed.is_sealed(one, stored):
-                if settled and is_open_for_writing(one):
+            if not unsealed.is_sealed(save, stored):
+                if settled and is_open_for_writing(save):
                     continue
-                if not self._seal_one(one):
+                if not self._try_to_seal(save):
                     continue
                 stored = None
             self._sealed_at[path] = _top_ns(path)
 
-    def _seal_one(self, one: Unit) -> bool:
+    def _try_to_seal(self, save: UnsealedSave) -> bool:
         if self._unsealed is None:
             return False
         try:
-            why = unsealed.cut(one, self._on_bytes)
+            why = unsealed.cut(save, self._on_bytes)
             if why is None:
-                unsealed.seal(self._run, self._attempt, one, self._settings, self._on_bytes)
+                unsealed.seal(self._run, self._attempt, save, self._settings, self._on_bytes)
                 return True
         except Fenced:
             raise
         except CheckpointError as error:
             why = str(error)
-        self._unsealed.refuse(one.match.path, why)
-        self._still.pop(one.match.path, None)  # looked at again when it has settled again
+        self._unsealed.refuse(save.match.path, why)
+        self._still.pop(save.match.path, None)  # looked at again when it has settled again
         return False
 
     def _seal_rest(self) -> None:
@@ -203,11 +203,11 @@ class SealWatch:
         return True
 
 
-def is_open_for_writing(one: Unit, proc: Path = PROC) -> bool:
+def is_open_for_writing(save: UnsealedSave, proc: Path = PROC) -> bool:
     """Whether a process of this user's on this node can still write into one of the files."""
-    path = one.match.path.resolve()
-    root = path.parent if one.is_file else path
-    names = {str(root / file.name) for file in one.files}
+    path = save.match.path.resolve()
+    root = path.parent if save.is_file else path
+    names = {str(root / file.name) for file in save.files}
     return any(_opens(folder, names) for folder in proc.iterdir() if folder.name.isdigit())
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli import checkpoints_sealed
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
 from hpctrain.cli.options import json_option, run_argument, runs_option
@@ -20,6 +21,7 @@ from hpctrain.cli.progress import progress
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.checkpoint.store.find import FoundCheckpoint
     from hpctrain.run.layout import RunDir
 
@@ -44,7 +46,7 @@ def command(ctx: click.Context, runs: Path) -> None:
     ctx.obj = runs
 
 
-for _command in (pin_command, prune_command, rm_command):
+for _command in (pin_command, prune_command, rm_command, checkpoints_sealed.path_command):
     command.add_command(_command)
 for _command in (export_command, import_command, diff_command):
     command.add_command(_command)
@@ -55,20 +57,28 @@ for _command in (export_command, import_command, diff_command):
 @json_option
 @click.pass_obj
 def list_command(runs: Path, run: str, *, as_json: bool) -> None:
-    """List checkpoints, newest first.
+    """List checkpoints, newest first, and below them those that the program has written itself.
 
     Sizes are compared with the manifests, bytes are not read: `verify` does that.
     """
     from hpctrain.terminal import echo_json
 
     directory = _run(run, runs)
-    rows = _rows(directory)
+    rows, sealed = _rows(directory), checkpoints_sealed.rows(directory)
     if as_json:
-        echo_json({"run": directory.name, "checkpoints": rows})
+        echo_json({"run": directory.name, "checkpoints": rows, "sealed": sealed})
         return
-    if not rows:
+    if not rows and not sealed:
         click.echo(f"{directory.name} has no checkpoints")
-        return
+    if rows:
+        _echo_rows(rows)
+    if rows and sealed:
+        click.echo()
+    if sealed:
+        checkpoints_sealed.echo_rows(sealed, _when, _human)
+
+
+def _echo_rows(rows: list[dict[str, Any]]) -> None:
     from hpctrain.drawing import echo_table
 
     cells = [
@@ -142,23 +152,29 @@ def verify_command(
     from hpctrain.terminal import echo_json
 
     directory = _run(run, ctx.obj)
-    wanted = find.candidates(directory) if step is None else [_one(directory, step)]
+    sealed = checkpoints_sealed.of_step(directory, step)
+    if step is None:
+        wanted = find.candidates(directory)
+    else:
+        only_sealed = sealed and step not in find.steps(directory)
+        wanted = [] if only_sealed else [_one(directory, step)]
     threads = threads or min(READERS, os.cpu_count() or 1)
     verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
-    damaged = sum(bool(verdict["problems"]) for verdict in verdicts)
-    unreadable = sum(bool(verdict["unreadable"]) for verdict in verdicts)
+    of_sealed = _sealed_verdicts(sealed, deep=deep, threads=threads, echo=not as_json)
+    damaged = sum(bool(verdict["problems"]) for verdict in verdicts + of_sealed)
+    unreadable = sum(bool(verdict["unreadable"]) for verdict in verdicts + of_sealed)
     if deep:
         _note_verified(directory, verdicts)
     if as_json:
         facts = {"run": directory.name, "deep": deep, "damaged": damaged}
         facts["unreadable"] = unreadable
-        echo_json(facts | {"checkpoints": verdicts})
-    elif not wanted:
+        echo_json(facts | {"checkpoints": verdicts, "sealed": of_sealed})
+    elif not wanted and not sealed:
         click.echo(f"{directory.name} has no checkpoints")
     else:
         done = "every byte was read" if deep else "sizes and tables only, --deep reads every byte"
         refused = f", {unreadable} could not be read" if unreadable else ""
-        click.echo(f"{len(wanted)} verified ({done}), {damaged} damaged{refused}")
+        click.echo(f"{len(wanted) + len(sealed)} verified ({done}), {damaged} damaged{refused}")
     if damaged or unreadable:
         ctx.exit(EXIT_DAMAGED)
 
@@ -201,6 +217,21 @@ def _verdicts(
             for problem in each["problems"] + each["unreadable"] or ["ok"]:
                 click.echo(f"{each['name']}: {problem}")
     return verdicts
+
+
+def _sealed_verdicts(
+    wanted: list[StoredSeal], *, deep: bool, threads: int, echo: bool
+) -> list[dict[str, Any]]:
+    """Check the program's own; all problems of each."""
+    total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
+    with progress("reading", total) as on_bytes:
+        checked = checkpoints_sealed.verdicts(wanted, deep=deep, threads=threads, on_bytes=on_bytes)
+    if echo:
+        for each in checked:
+            ok = [f"{each['state']}, {each['path']}"]
+            for problem in each["problems"] + each["unreadable"] or ok:
+                click.echo(f"{each['name']}: {problem}")
+    return checked
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:

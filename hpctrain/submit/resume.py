@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.find import refuse_to_forget
+from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.telling import NO_STEP, telling
@@ -37,6 +37,7 @@ from hpctrain.submit.site_choice import changed, take_locks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpctrain.checkpoint.sealed.manifest import Seal
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Accounting
     from hpctrain.settings.schema import Settings
@@ -198,9 +199,10 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
             "or go back with --from STEP"
         )
     look_anew(run.root, run.checkpoints)
-    choice = find.choose(run, at_step=from_step)
+    own, looked = _sealed_choice(run, from_step)
+    choice = find.choose(run, at_step=from_step) if own is None else CheckpointChoice(None)
     checkpoint = choice.checkpoint
-    if checkpoint is None and from_step is None:
+    if checkpoint is None and own is None and from_step is None:
         refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
     manifest = checkpoint.manifest if checkpoint is not None else None
     is_recipe = spec.entry.kind == "recipe"
@@ -208,21 +210,41 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     words = telling(RunHistory.of(events))
     not_known = NO_STEP if words.is_silent and is_script and not checkpoint else ""
+    step = checkpoint.step if checkpoint else None if not_known else 0
     return ResumePlan(
         run=run.name,
-        step=checkpoint.step if checkpoint else None if not_known else 0,
-        checkpoint=checkpoint.path.name if checkpoint else None,
+        step=own.step if own is not None else step,
+        checkpoint=own.path if own is not None else checkpoint.path.name if checkpoint else None,
         saved_world_size=manifest.world_size if manifest else None,
         saved_engine=manifest.engine if manifest else None,
         saved_mesh=manifest.mesh if manifest else None,
         engine=spec.settings.engine.kind,
-        looked_at=looked_at(
+        looked_at=looked
+        or looked_at(
             (checkpoint.step, checkpoint.path.name) if checkpoint else None, choice.skipped
         ),
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
     )
+
+
+def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, list[dict[str, Any]]]:
+    """Of a program with checkpoints of its own: what its next start is given, and what not."""
+    from hpctrain.checkpoint.sealed import seals
+    from hpctrain.checkpoint.sealed.resume import glance
+
+    if find.steps(run) or not seals.has_any(run):
+        return None, []
+    taken, skipped = glance(run, at_step=from_step)
+    rows: list[dict[str, Any]] = [
+        {"step": row.step, "name": row.name, "taken": False, "why": row.reason} for row in skipped
+    ]
+    if taken is None or taken.stored.seal is None:
+        return None, []
+    seal = taken.stored.seal
+    own = {"step": seal.step, "name": seal.path, "taken": True, "why": "newest that was sealed"}
+    return seal, [*rows, own]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ SETTING = "checkpoint.sealed"
 
 
 @dataclass(frozen=True)
-class Match:
+class NamedPath:
     """A path that one of the patterns stands for.
 
     Attributes:
@@ -63,11 +63,11 @@ class Pattern:
         """Whether each save has a name of its own."""
         return any(_WILD.search(part) for part in self.parts)
 
-    def matches(self, root: Path) -> Iterator[Match]:
+    def matches(self, root: Path) -> Iterator[NamedPath]:
         """What lies below a folder; nothing where it cannot be listed."""
         for path in _below(root, self.parts):
             step = self.step_of(path.relative_to(root).parts)
-            yield Match(path, step, is_written_over=not self.has_wildcard)
+            yield NamedPath(path, step, is_written_over=not self.has_wildcard)
 
     def step_of(self, names: Sequence[str]) -> int | None:
         """The step in what the wildcards stand for; None where that is not plain."""

@@ -122,7 +122,7 @@ def verify(
     deep: bool = True,
     patience: Patience | None = None,
     threads: int = THREADS,
-    on_bytes: BytesRead | None = None,
+    on_bytes: Callable[[int], object] | None = None,
 ) -> Verdict:
     """Whether a checkpoint's files are as they were sealed. Files beside them do not matter.
 
@@ -157,7 +157,12 @@ def verify(
 
 
 def _problem(
-    place: Path, file: SealedFile, again: Patience, on_bytes: BytesRead | None, *, deep: bool
+    place: Path,
+    file: SealedFile,
+    again: Patience,
+    on_bytes: Callable[[int], object] | None,
+    *,
+    deep: bool,
 ) -> str | None:
     digest: str | None = file.digest
     try:
@@ -181,6 +186,104 @@ def _or_none(act: Callable[[], T]) -> T | None:
         if proves_absence(error) or error.strerror == NOT_PLAIN:
             return None
         raise
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A seal with what became of its files; to be shown.
+
+    Attributes:
+        stored: The seal.
+        state: "ok"; "gone": the program has removed it; "changed", "torn"; or "unreadable".
+        problems: What is wrong, a line each; none where it is ok or gone.
+    """
+
+    stored: StoredSeal
+    state: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether bytes that should be there are not."""
+        return self.state in {"changed", "torn"}
+
+
+def look(
+    stored: StoredSeal,
+    *,
+    deep: bool = False,
+    threads: int = THREADS,
+    on_bytes: Callable[[int], object] | None = None,
+) -> Looked:
+    """What became of a seal's files, of its copy where it has one. Nothing is changed.
+
+    Args:
+        stored: The seal.
+        deep: Read every byte; else sizes alone.
+        threads: How many read at a time.
+        on_bytes: Told how many bytes were read, from those threads.
+    """
+    seal = stored.seal
+    if seal is None:
+        return Looked(stored, "unreadable" if stored.doubt else "torn", (stored.problem,))
+    path = stored.copy or Path(seal.path)
+    try:
+        verdict = verify(
+            path,
+            seal.files,
+            is_folder=seal.is_folder,
+            deep=deep,
+            threads=threads,
+            on_bytes=on_bytes,
+        )
+    except FileSystemFault as error:
+        return Looked(stored, "unreadable", (str(error),))
+    if verdict.gone:
+        missing = ("its copy is missing",)
+        return Looked(stored, "torn", missing) if stored.copy else Looked(stored, "gone")
+    if verdict.is_whole:
+        return Looked(stored, "ok")
+    return Looked(stored, "torn" if stored.copy else "changed", tuple(verdict.problems))
+
+
+def is_as_sealed(stored: StoredSeal) -> bool:
+    """Whether the sealed path itself is as it was, by sizes and times."""
+    if stored.seal is None:
+        return False
+    path = Path(stored.seal.path)
+    root = unit.root_of(path, is_folder=stored.seal.is_folder)
+    try:
+        now = [os.lstat(root / file.name) for file in stored.seal.files]
+    except OSError:
+        return False
+    sealed = [(file.size, file.mtime_ns) for file in stored.seal.files]
+    return sealed == [(status.st_size, status.st_mtime_ns) for status in now]
+
+
+def glance(run: RunDir, *, at_step: int | None = None) -> tuple[Looked | None, list[Skipped]]:
+    """What a start would take by sizes alone, and what it would pass over; nothing is changed.
+
+    Raises:
+        NoCheckpoint: `at_step` cannot be had, or nothing that was sealed is whole.
+        FileSystemFault: nobody can tell.
+    """
+    skipped: list[Skipped] = []
+    everything = seals.listing(run)
+    for stored in everything:
+        if at_step is not None and _step(stored) != at_step:
+            continue
+        looked = look(stored)
+        if looked.state == "unreadable":
+            raise FileSystemFault(f"{stored.name}: {looked.problems[0]}")
+        if looked.state == "ok":
+            return looked, skipped
+        why = "; ".join(looked.problems[:SHOWN]) or "its files were removed"
+        skipped.append(Skipped(_step(stored) or 0, stored.name, why))
+    if at_step:
+        raise _not_there(run, everything, at_step)
+    if at_step is None and everything:
+        raise _nothing_whole(run, everything, skipped)
+    return None, skipped
 
 
 class Choice:
@@ -220,7 +323,7 @@ class Choice:
         if at_step is not None and everything:
             self._go_back(everything, at_step, taken)
         elif taken is None and everything:
-            self._refuse_to_forget(everything)
+            raise _nothing_whole(self._run, everything, self._skipped)
         return Resume(
             **(taken or {}),
             read_bytes=self._reading.bytes,
@@ -304,24 +407,31 @@ class Choice:
         self, everything: Sequence[StoredSeal], at_step: int, taken: dict[str, Any] | None
     ) -> None:
         if taken is None and at_step:
-            steps = sorted({step for s in everything if (step := _step(s)) is not None})
-            raise NoCheckpoint(
-                f"{self._run.name} has no whole sealed checkpoint of step {at_step}; sealed steps: "
-                f"{', '.join(map(str, steps)) or 'none'}"
-            )
+            raise _not_there(self._run, everything, at_step)
         for stored in everything:
             if taken is not None and stored.name == taken["name"]:
                 return
             seals.forget(self._run, self._attempt, stored)
 
-    def _refuse_to_forget(self, everything: Sequence[StoredSeal]) -> None:
-        shown = [f"{row.name}: {row.reason}" for row in self._skipped[:SHOWN]]
-        more = f"; and {len(everything) - SHOWN} more" if len(everything) > SHOWN else ""
-        raise NoCheckpoint(
-            f"{self._run.name} has sealed {len(everything)} checkpoints, and none is whole: "
-            f"{'; '.join(shown)}{more}. It does not begin anew unasked: bring one back, or "
-            f"`hpctrain resume {self._run.name} --from 0`"
-        )
+
+def _not_there(run: RunDir, everything: Sequence[StoredSeal], at_step: int) -> NoCheckpoint:
+    steps = sorted({step for s in everything if (step := _step(s)) is not None})
+    return NoCheckpoint(
+        f"{run.name} has no whole sealed checkpoint of step {at_step}; sealed steps: "
+        f"{', '.join(map(str, steps)) or 'none'}"
+    )
+
+
+def _nothing_whole(
+    run: RunDir, everything: Sequence[StoredSeal], skipped: Sequence[Skipped]
+) -> NoCheckpoint:
+    shown = [f"{row.name}: {row.reason}" for row in skipped[:SHOWN]]
+    more = f"; and {len(everything) - SHOWN} more" if len(everything) > SHOWN else ""
+    return NoCheckpoint(
+        f"{run.name} has sealed {len(everything)} checkpoints, and none is whole: "
+        f"{'; '.join(shown)}{more}. It does not begin anew unasked: bring one back, or "
+        f"`hpctrain resume {run.name} --from 0`"
+    )
 
 
 def seal_proved(

@@ -83,13 +83,13 @@ def _take_in(
     unsealed = Unsealed(run, settings.sealed, roots_of(run, cwd))
     units = unsealed.since(first_start_s(run, attempt))
     returned = (run.attempt(attempt.number - 1) / RETURNED).exists()
-    for one in units if returned else reversed(units):
-        path = one.match.path
-        why = cut(one)
-        if why is not None and one.is_file:
-            aside += set_aside(path, attempt.number, why, step=one.match.step)
-        elif why is None and (returned or (one.is_file and proves_itself(path))):
-            seal(run, attempt, one, settings)
+    for save in units if returned else reversed(units):
+        path = save.match.path
+        why = cut(save)
+        if why is not None and save.is_file:
+            aside += set_aside(path, attempt.number, why, step=save.match.step)
+        elif why is None and (returned or (save.is_file and proves_itself(path))):
+            seal(run, attempt, save, settings)
             if not returned:
                 break
         else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpctrain.checkpoint.sealed.files import UnitFile
-    from hpctrain.checkpoint.sealed.patterns import Match, Pattern
+    from hpctrain.checkpoint.sealed.patterns import NamedPath, Pattern
     from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
@@ -35,7 +35,7 @@ RETURNED = "returned"
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnsealedSave:
     """A checkpoint of the program's, as it lies there just now.
 
     Attributes:
@@ -43,7 +43,7 @@ class Unit:
         files: Every file of it.
     """
 
-    match: Match
+    match: NamedPath
     files: tuple[UnitFile, ...]
 
     @property
@@ -74,7 +74,7 @@ class Unsealed:
         """Patterns for which nothing was there in any look."""
         return [pattern for pattern in self._patterns if pattern.text not in self._matched]
 
-    def matches(self) -> Iterator[Match]:
+    def matches(self) -> Iterator[NamedPath]:
         """Every path for which a pattern stands, once."""
         seen: set[Path] = set()
         for pattern in self._patterns:
@@ -85,7 +85,7 @@ class Unsealed:
                         seen.add(match.path)
                         yield match
 
-    def unit(self, match: Match) -> Unit | None:
+    def unit(self, match: NamedPath) -> UnsealedSave | None:
         """What lies there; None where that is no checkpoint. Says so, once for each reason."""
         try:
             files = unit.unit_files(match.path, anybodys=seals.anybodys(self._run))
@@ -94,7 +94,7 @@ class Unsealed:
         except (CheckpointError, OSError) as error:
             self.refuse(match.path, str(error))
             return None
-        return Unit(match, tuple(files))
+        return UnsealedSave(match, tuple(files))
 
     def refuse(self, path: Path, why: str) -> None:
         """Say why something is not sealed, once."""
@@ -102,13 +102,13 @@ class Unsealed:
             self._refused[path] = why
             log.warning("%s is not sealed: %s", path, why)
 
-    def since(self, first_start_s: float) -> list[Unit]:
+    def since(self, first_start_s: float) -> list[UnsealedSave]:
         """All that was changed since then and is not sealed as it is, the oldest first."""
         stored = seals.listing(self._run)
         units = [found for match in self.matches() if (found := self.unit(match)) is not None]
-        fresh = [one for one in units if one.mtime_ns >= first_start_s * NS]
+        fresh = [save for save in units if save.mtime_ns >= first_start_s * NS]
         return sorted(
-            (one for one in fresh if not is_sealed(one, stored)), key=lambda one: one.mtime_ns
+            (save for save in fresh if not is_sealed(save, stored)), key=lambda save: save.mtime_ns
         )
 
 
@@ -125,28 +125,28 @@ def roots_of(run: RunDir, cwd: str) -> list[Path]:
     return [*([Path(cwd)] if cwd else []), run.output]
 
 
-def is_sealed(one: Unit, stored: Sequence[StoredSeal]) -> bool:
+def is_sealed(save: UnsealedSave, stored: Sequence[StoredSeal]) -> bool:
     """Whether the newest seal of this path is of these very files."""
-    path = str(one.match.path.resolve())
+    path = str(save.match.path.resolve())
     newest = next((s.seal for s in stored if s.seal is not None and s.seal.path == path), None)
     if newest is None:
         return False
     sealed = {file.name: (file.size, file.mtime_ns) for file in newest.files}
-    return sealed == {file.name: (file.size, file.mtime_ns) for file in one.files}
+    return sealed == {file.name: (file.size, file.mtime_ns) for file in save.files}
 
 
-def cut(one: Unit, on_bytes: Callable[[int], object] | None = None) -> str | None:
+def cut(save: UnsealedSave, on_bytes: Callable[[int], object] | None = None) -> str | None:
     """Why it cannot be whole, by the formats of its files; None where none says so.
 
     Args:
-        one: The checkpoint.
+        save: The checkpoint.
         on_bytes: Told how many bytes were read.
 
     Raises:
         FileSystemFault: a file cannot be read.
     """
-    root = one.match.path.parent if one.is_file else one.match.path
-    for file in one.files:
+    root = save.match.path.parent if save.is_file else save.match.path
+    for file in save.files:
         try:
             why = proof.cut(root / file.name, on_bytes)
         except FileNotFoundError:
@@ -161,7 +161,7 @@ def cut(one: Unit, on_bytes: Callable[[int], object] | None = None) -> str | Non
 def seal(
     run: RunDir,
     attempt: Attempt,
-    one: Unit,
+    save: UnsealedSave,
     settings: CheckpointSettings,
     on_bytes: Callable[[int], object] | None = None,
 ) -> StoredSeal:
@@ -170,12 +170,12 @@ def seal(
     Raises:
         CheckpointError: it was not sealed.
     """
-    match = one.match
+    match = save.match
     has_name_of_its_own = match.step is not None
     copy = True if match.is_written_over else False if has_name_of_its_own else None
     plan = seals.begin(run, attempt, match.path, step=match.step, copy=copy)
     try:
-        if {file.name: file for file in plan.files} != _by_name(one):
+        if {file.name: file for file in plan.files} != _by_name(save):
             raise CheckpointError(f"{match.path} was changed while it was sealed")
         files = [plan.seal_file(file, on_bytes) for file in plan.files]
         stored = seals.commit(run, attempt, plan, files, step=match.step, by="agent")
@@ -187,5 +187,5 @@ def seal(
     return stored
 
 
-def _by_name(one: Unit) -> Mapping[str, UnitFile]:
-    return {file.name: file for file in one.files}
+def _by_name(save: UnsealedSave) -> Mapping[str, UnitFile]:
+    return {file.name: file for file in save.files}

@@ -65,6 +65,7 @@ def test_list_as_json_has_the_same_facts(run, attempt):
     assert code == 0
     assert json.loads(out) == {
         "run": "gpt-a",
+        "sealed": [],
         "checkpoints": [
             {
                 "step": 1000,
@@ -189,6 +190,7 @@ def test_verify_as_json_lists_problems_and_exits_7(run, attempt, deep):
     assert code == 7
     assert json.loads(out) == {
         "run": "gpt-a",
+        "sealed": [],
         "deep": bool(deep),
         "damaged": 1,
         "unreadable": 0,
