@@ -61,7 +61,9 @@ class Launcher:
     options: Mapping[str, Option]
     local_rank: str = ""
     any_command: bool = False
-    unknown: str = "is not an option that hpctrain knows of it"
+    unknown: str = (
+        "is not an option that hpctrain knows of it; leave it out, or name the script itself"
+    )
 
 
 @dataclass(frozen=True)
