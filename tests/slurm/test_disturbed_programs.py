@@ -7,13 +7,34 @@ Each disturbance prints a line: the steps that the program itself says it has do
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
+import torch
 
-from tests.support.programs import KINDS, PROGRAMS, Campaign, undisturbed
+from tests.support.local_runs import SCRIPTS
+from tests.support.programs import KINDS, PROGRAMS, RESULT, Campaign, Program, undisturbed
+from tests.support.scripts import one_file
 
 pytestmark = pytest.mark.slurm
+
+START = """#!/bin/sh
+exec "$@" ${HPCTRAIN_RESUME:+--init-from=resume}
+"""
+
+
+def alone(steps):
+    """The result of the program's four ranks, from one process."""
+    model = one_file.model_of(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(1, steps + 1):
+        batches = [one_file.batch_of(step, rank) for rank in range(4)]
+        source, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(source), target).backward()
+        optimizer.step()
+    return sum(parameter.abs().sum().item() for parameter in model.parameters())
 
 
 @pytest.fixture
@@ -25,6 +46,29 @@ def tell(capsys):
             print(f"{time.strftime('%T')} {text}", flush=True)
 
     return line
+
+
+def test_a_kill_in_the_middle_of_its_only_file_costs_an_unchanged_program_that_save(
+    slurm, tmp_path
+):
+    script = tmp_path / "start.sh"
+    script.write_text(START)
+    script.chmod(0o755)
+    words = ("--steps=60", "--every=20", "--die-in-save=40")
+    program = Program(
+        "one file",
+        ("./start.sh", sys.executable, str(SCRIPTS / "one_file.py"), *words),
+        flags=("--set=checkpoint.sealed=out/ckpt.pt", "--set=checkpoint.seal_settle_s=0.2"),
+        result=RESULT,
+    )
+
+    campaign = Campaign(slurm, tmp_path, program)
+    result = campaign.wait_end()
+
+    assert campaign.steps(1) == list(range(1, 41)), campaign.run.story()
+    assert campaign.steps(2) == list(range(21, 61)), campaign.run.story()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["ckpt.pt", "ckpt.pt.torn-2"]
+    assert float(result) == pytest.approx(alone(60), rel=1e-5)
 
 
 @pytest.mark.soak

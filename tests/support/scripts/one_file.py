@@ -57,12 +57,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=0.05, help="a step takes at least so long")
     parser.add_argument("--every", type=int, default=20, help="steps from one save to the next")
     parser.add_argument("--init-from", choices=("scratch", "resume"), default="scratch")
-    parser.add_argument("--die-in-save", type=int, help="of this step, unless it went on from one")
+    parser.add_argument("--die-in-save", type=int, help="of this step, once an older one is sealed")
     return parser.parse_args()
 
 
 def save(state: dict[str, Any], path: Path, *, die: bool) -> None:
     if die:
+        while not any(Path(os.environ["HPCTRAIN_RUN_DIR"]).glob("sealed/seal-*")):
+            time.sleep(0.05)
         torch.save(state, Cut(path, limit_bytes=20_000))
     torch.save(state, path)
 
