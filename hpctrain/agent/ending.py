@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
-from hpctrain.base.records import EndReason, Next, StopCause
+from hpctrain.base.records import HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
 from hpctrain.history.causes import UNFIT, EndCause, told_in
 from hpctrain.history.run_history import RunHistory
@@ -37,6 +37,7 @@ from hpctrain.plan.decide import (
     is_cancelled,
     is_requeued,
     is_users,
+    since_resume,
 )
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
@@ -291,6 +292,8 @@ class AttemptEnding:
         again = [a for a in attempts if (a.by, a.job_id, a.restarts) == own]
         if len(again) >= self._settings.run.restarts_in_job:
             return False
+        if failure is not None and failure.kind == HANG and self._came_to_end(attempt, failure):
+            return False
         outcome, why = self._crash_kind(attempt, failure), failure.summary if failure else ""
         facts = self._facts(attempt, outcome, why=why, in_place=True)
         decision = decide_end(facts, self._end.history, self._settings.budget)
@@ -400,7 +403,7 @@ class AttemptEnding:
         start = self._context.job_id, self._context.restarts
         return EndFacts("agent", *start, attempt, outcome, **more)
 
-    def _outcome(
+    def _outcome(  # noqa: PLR0911 - a decision table, as that of `decide`
         self, attempt: int, end: RoundEnd, deadline: StopDeadline, left: dict[str, Any]
     ) -> Outcome:
         if left.get("outcome") == "done":
@@ -414,6 +417,8 @@ class AttemptEnding:
             if deadline.is_told_to_stop() or left.get("cause") is not None:
                 return "stopped"
             return "crashed" if not left and self._is_silent_end(attempt) else "done"
+        if end.ending == "hung" and end.failure and self._came_to_end(attempt, end.failure):
+            return "done"
         if end.ending == "killed" or deadline.cause is not None:
             return "killed"
         return self._crash_kind(attempt, end.failure)
@@ -424,9 +429,34 @@ class AttemptEnding:
         tells = own is not None and own.highest_step is not None
         return tells and self._end.last(kinds.TrainingDone, attempt) is None
 
+    def _came_to_end(self, attempt: int, hung: FailureReport) -> bool:
+        """Whether a program whose ranks did not all return has done all that it had to do.
+
+        One that tells its steps says so itself. Of another the word is rank 0's, which by custom
+        writes what is to be kept; where it hangs itself its last work may be missing, and it gets
+        another chance. If most ranks return then too, it hangs at its end, and training again would
+        not help. Were few ranks that return taken at their word, a hang in the middle of a run
+        would be called its end.
+        """
+        own = self._end.history.attempt(attempt)
+        if read_outcome(self._run, attempt).get("outcome") == "done":
+            return True
+        if own is None or own.tells_steps:
+            return self._end.last(kinds.TrainingDone, attempt) is not None
+        left = {hung.rank, *hung.others}
+        if 0 not in left:
+            return True
+        earlier = [one for one in since_resume(self._end.history) if one.number < attempt]
+        again = bool(earlier) and earlier[-1].awaited is not None and earlier[-1].awaited.ended
+        return again and 2 * len(left) <= own.world_size
+
+    def record_awaited(self, attempt: int, fact: kinds.RanksAwaited) -> None:
+        """Write down which ranks are waited for where others have returned."""
+        ledger.record(self._run, fact, attempt=attempt)
+
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
-        if failure is None or failure.kind == "signal" or is_echo(failure):
+        if failure is None or failure.kind in {"signal", HANG} or is_echo(failure):
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time

@@ -30,6 +30,7 @@ from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport, JobContext
+    from hpctrain.run.event_types import RanksAwaited
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
@@ -201,9 +202,13 @@ def _run_rounds(
         master_addr=context.master_addr,
         master_port=context.port,
     )
+
+    def awaited(fact: RanksAwaited) -> None:
+        ending.record_awaited(agent.attempt_number, fact)
+
     hooks = None
     if context.node_rank == 0:
-        hooks = RoundHooks(begin, deadline, may_restart, resume, sealing)
+        hooks = RoundHooks(begin, deadline, may_restart, resume, sealing, awaited)
     agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],
@@ -212,6 +217,7 @@ def _run_rounds(
         start_method=spec.settings.run.start_method,
         before_ranks=environment.for_attempt,
         secret=secret,
+        end_wait_s=spec.settings.run.end_wait_s,
     )
     try:
         agent.run()

@@ -9,6 +9,7 @@ rendezvous for ever. tests/engines/test_node_agent.py holds the promises.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -26,9 +27,11 @@ from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.signals import Orphans, kept
+from hpctrain.agent.stragglers import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_RESUME
-from hpctrain.base.records import FailureReport
+from hpctrain.base.records import HANG, FailureReport
 from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -41,7 +44,10 @@ if TYPE_CHECKING:
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
+    from hpctrain.agent.stragglers import Life
     from hpctrain.run.fence import Attempt
+
+log = logging.getLogger("hpctrain.agent")
 
 POLL_S = 0.1
 SETTLE_S = 1.0
@@ -61,7 +67,12 @@ MANY = 1_000_000
 RESUME_S = 6 * 3600.0
 """So long may node 0 take to prove what the ranks go on from."""
 
-Ending = Literal["left", "failed", "killed"]
+AWAIT_ENDS: dict[str, Any] = {"await_ends": True}
+"""Some ranks have returned: every agent watches whether its own others live."""
+
+LOOK_ENDS_S = 1.0
+
+Ending = Literal["left", "failed", "killed", "hung"]
 
 
 @dataclass
@@ -69,7 +80,8 @@ class RoundEnd:
     """How a round of ranks ended, the same on every node.
 
     Attributes:
-        ending: All ranks returned; one failed; or they were killed because a stop took too long.
+        ending: All ranks returned; one failed; they were killed because a stop took too long; or
+            some had returned, and the others did nothing any more.
         restart: The agents start the ranks again in this allocation.
         why: In words.
         failure: The first causal failure.
@@ -102,6 +114,7 @@ class RoundHooks:
         sealing: Seals what the program saves, beside the ranks of an attempt.
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
+        awaited: Told which ranks are waited for where others have returned.
     """
 
     begin: Callable[[int], Attempt]
@@ -109,6 +122,7 @@ class RoundHooks:
     may_restart: Callable[[FailureReport | None], bool]
     resume: Callable[[Attempt], str | None] = lambda _: None
     sealing: Callable[[Attempt], SealWatch] | None = None
+    awaited: Callable[[RanksAwaited], None] = lambda _: None
 
 
 @dataclass
@@ -120,6 +134,13 @@ class _Reports:
     nodes: set[int] = field(default_factory=set)
     first_failure_at: float | None = None
     looked_at: float = 0.0
+    ends_looked_at: float = 0.0
+    returned: int = 0
+    """Ranks, of all nodes."""
+    returned_at: float = 0.0
+    """When their number last grew."""
+    is_awaited: bool = False
+    is_said: bool = False
 
 
 class NoRedirect(LogsSpecs):
@@ -156,6 +177,7 @@ class NodeAgent(LocalElasticAgent):
         start_method: str,
         before_ranks: Callable[[int], None],
         secret: str,
+        end_wait_s: float = 0.0,
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
@@ -168,6 +190,8 @@ class NodeAgent(LocalElasticAgent):
             before_ranks: Called with an attempt's number on every node before its ranks start; it
                 must not take part in anything collective, since nodes come there at their own pace.
             secret: Of this start of the job; the same on all nodes.
+            end_wait_s: Where some ranks have returned, others that do nothing for so long are
+                ended; 0 for never.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -177,6 +201,9 @@ class NodeAgent(LocalElasticAgent):
         self._hooks = hooks
         self._before_ranks = before_ranks
         self._secret = secret
+        self._end_wait_s = end_wait_s
+        self._life: LifeWatch | None = None
+        self._ends_said: NodeEnds | None = None
         self._signed: SignedStore | None = None
         self._refused: CheckpointError | None = None
         self._sealing: AbstractContextManager[SealWatch | None] = nullcontext()
@@ -223,6 +250,9 @@ class NodeAgent(LocalElasticAgent):
         self._set_resume()
         with kept():
             pids: dict[int, Any] = super()._start_workers(worker_group)
+        # Torch has ranks that returned wait for the others of their node. They end at once instead:
+        # who has returned is seen, and one that never returns keeps no other one.
+        getattr(self._pcontext, "_worker_finished_event").set()  # noqa: B009 - mypy: torch's own
         for process in self._processes():
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill
@@ -245,6 +275,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _next_round(self) -> None:
         self._round += 1
+        self._life = self._ends_said = None
         self._news = self._published = 0
         self._remaining_restarts -= 1
         self._meeting_place.next_round()
@@ -294,11 +325,12 @@ class NodeAgent(LocalElasticAgent):
             if time.monotonic() > said_at + LOOK_ANYWAY_S:
                 self._say_again()
                 said_at = time.monotonic()
-            multiprocessing.connection.wait(
-                [process.sentinel for process in self._processes()], timeout=POLL_S
+            multiprocessing.connection.wait(  # those of ended ranks are always ready
+                [one.sentinel for one in self._processes() if one.exitcode is None], timeout=POLL_S
             )
             if not reported:
                 reported = self._report_if_over()
+                self._tell_ends()
             verdict = self._read_news()
             if verdict is None and self._hooks is not None:
                 verdict = self._coordinate(self._hooks, reports)
@@ -306,8 +338,6 @@ class NodeAgent(LocalElasticAgent):
                     self._publish(asdict(verdict))
             if verdict is not None:
                 return verdict
-            if reported:
-                time.sleep(POLL_S)  # sentinels of ended ranks are always ready: no busy loop
 
     def _say_again(self) -> None:
         """Say again what was written over, and have node 0 look at once.
@@ -319,14 +349,49 @@ class NodeAgent(LocalElasticAgent):
             self._news_store.count(self._key("reports"), 1)
 
     def _report_if_over(self) -> bool:
-        result = self._monitor_workers(self._worker_group)
-        if result.state is WorkerState.HEALTHY:
+        # Torch waits without a limit for the processes of ranks that have returned, and for the
+        # value of one that has ended itself with 0: it is asked about failures only.
+        codes = [process.exitcode for process in self._processes()]
+        if not any(codes) and None in codes:
             return False
-        failures = [] if result.state is WorkerState.SUCCEEDED else self._failures(result)
+        failures = []
+        if any(codes):
+            failures = self._failures(self._monitor_workers(self._worker_group))
         plain = [asdict(failure) for failure in failures]
         self._news_store.set(self._key(f"report/{self._worker_group.group_rank}"), plain)
         self._news_store.count(self._key("reports"), 1)
         return True
+
+    def _tell_ends(self) -> None:
+        """Tell node 0 which ranks have returned, and whether the others live."""
+        if not self._end_wait_s:
+            return
+        ends = self._ends()
+        if ends is None or ends == self._ends_said or not (ends.returned or self._life):
+            return
+        self._ends_said = ends
+        self._news_store.set(self._key(f"ends/{self._worker_group.group_rank}"), asdict(ends))
+        self._news_store.count(self._key("ends"), 1)
+
+    def _ends(self) -> NodeEnds | None:
+        """Which ranks of this node have returned, and how the others do; None where all ended."""
+        values = getattr(self._pcontext, "_ret_vals", {})
+        returned: list[int] = []
+        left: list[int] = []
+        logs, pids = [], []
+        for worker, process in zip(self._worker_group.workers, self._processes(), strict=True):
+            if process.exitcode is None:
+                pids.append(process.pid)
+                log = rank_log_path(self._attempt_dir(self.attempt_number), worker.global_rank)
+                logs.append(log)
+            # Its program may have come to its end before its process has: a thread goes on.
+            value = values.get(worker.local_rank)
+            came_back = process.exitcode is None and value is not None and not value.empty()
+            (returned if came_back or process.exitcode == 0 else left).append(worker.global_rank)
+        if not pids:
+            return None
+        life: Life = "alive" if self._life is None else self._life.look(pids, logs)
+        return NodeEnds(self._node, tuple(returned), tuple(left), life)
 
     def _failures(self, result: RunResult) -> list[FailureReport]:
         directory = self._attempt_dir(self.attempt_number)
@@ -344,6 +409,10 @@ class NodeAgent(LocalElasticAgent):
             return RoundEnd("left")
         if reports.first_failure_at is not None:
             end = self._after_failure(hooks, reports, reports.first_failure_at)
+            if end is not None:
+                return end
+        elif self._end_wait_s and hooks.deadline.cause is None:
+            end = self._after_silence(hooks, reports)
             if end is not None:
                 return end
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
@@ -372,6 +441,60 @@ class NodeAgent(LocalElasticAgent):
             return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
         restart = hooks.deadline.cause is None and hooks.may_restart(failure)
         return RoundEnd("failed", restart=restart, why=why, failure=failure)
+
+    def _after_silence(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
+        """Some ranks have returned: end the round where nothing is to be expected of the others."""
+        now, each_s = time.monotonic(), max(LOOK_ENDS_S, self._node_count * LOOK_EACH_S)
+        if now < reports.ends_looked_at + min(each_s, self._end_wait_s / 4):
+            return None
+        reports.ends_looked_at = now
+        if not (reports.nodes or reports.is_awaited or self._news_store.count(self._key("ends"))):
+            return None
+        said = self._said_ends(reports)
+        of_others = len(reports.nodes) * self._worker_group.spec.local_world_size
+        returned = of_others + sum(len(ends.returned) for ends in said)
+        if returned > reports.returned:
+            reports.returned, reports.returned_at = returned, now
+        if returned and not reports.is_awaited:
+            reports.is_awaited = True
+            self._publish(AWAIT_ENDS)
+        waited_for = self._node_count - len(reports.nodes)
+        if not returned or len(said) < waited_for or any(ends.life == "alive" for ends in said):
+            return None
+        is_still = all(ends.life == "still" for ends in said)
+        is_over = is_still and now - reports.returned_at >= self._end_wait_s
+        return self._say_awaited(hooks, reports, said, is_over=is_over)
+
+    def _said_ends(self, reports: _Reports) -> list[NodeEnds]:
+        """What the nodes that have not reported say of their ranks."""
+        waited_for = sorted(set(range(self._node_count)) - reports.nodes)
+        said = [self._news_store.get(self._key(f"ends/{node}")) for node in waited_for]
+        return [NodeEnds.of(raw) for raw in said if raw is not None]
+
+    def _say_awaited(
+        self, hooks: RoundHooks, reports: _Reports, said: list[NodeEnds], *, is_over: bool
+    ) -> RoundEnd | None:
+        if reports.is_said and not is_over:
+            return None
+        reports.is_said = True
+        left = sorted((rank, ends.node) for ends in said for rank in ends.left)
+        ranks = tuple(rank for rank, _ in left)
+        quiet_s = self._end_wait_s if is_over else min(SAY_S, self._end_wait_s / 2)
+        why = in_words(reports.returned, ranks, quiet_s)
+        limit_s = self._end_wait_s
+        log.warning("%s; %s", why, "ended" if is_over else f"ended after {limit_s:g} s of that")
+        fact = RanksAwaited(
+            returned=reports.returned, left=ranks, quiet_s=quiet_s, limit_s=limit_s, ended=is_over
+        )
+        hooks.awaited(fact)
+        if not is_over:
+            return None
+        if not left:
+            return RoundEnd("left", why=why)
+        (first, node), *_ = left
+        failure = FailureReport(first, node, HANG, why, time=time.time(), others=list(ranks[1:]))
+        restart = hooks.may_restart(failure)
+        return RoundEnd("hung", restart=restart, why=why, failure=failure)
 
     def _gather(self, reports: _Reports) -> None:
         count, now = self._news_store.count(self._key("reports")), time.monotonic()
@@ -402,6 +525,9 @@ class NodeAgent(LocalElasticAgent):
         self._news += 1
         if raw == ROLL_CALL:
             self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
+            return None
+        if raw == AWAIT_ENDS:
+            self._life = LifeWatch(self._end_wait_s)
             return None
         raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
         return RoundEnd(**raw)

@@ -78,6 +78,7 @@ def run_rank(task: RankTask) -> None:
         if leaving.code not in (None, 0):
             if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
                 _report(attempt_dir, rank, leaving)
+            _exit_even_if_stuck(leaving.code if isinstance(leaving.code, int) else 1)
             raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, the agent must hear of it
         _report(attempt_dir, rank, error)

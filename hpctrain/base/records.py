@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 TERMINAL_JOB = "pid-"
+HANG = "hang"
+"""The kind of a failure that was seen from outside: ranks that do nothing any more."""
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 
 
@@ -210,7 +212,7 @@ class FailureReport:
     rank: int
     node: str
     kind: str
-    """"exception", "signal" or "exit"."""
+    """"exception", "signal", "exit" or "hang"."""
     summary: str
     """One line: the exception, or "killed by SIGKILL"."""
     traceback: str = ""

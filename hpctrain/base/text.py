@@ -26,6 +26,7 @@ SPARSE_S = 10.0
 NODES_SHOWN = 8
 """More nodes than these are shown together where one row can tell their places."""
 ROWS_SHOWN = 12
+RANKS_LENGTH = 60
 
 
 def pack(items: Sequence[str], width: int, *, gap: str = ", ") -> str:
@@ -62,6 +63,16 @@ def fold_nodes(nodes: Sequence[str]) -> str:
             inside = _ranges(numbers, width)
             folded.append(f"{stem}[{inside}]" if len(numbers) > 1 else f"{stem}{inside}")
     return ",".join(folded)
+
+
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-2,7"; those of a large run by their first ones."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    inside = _ranges(ranks)
+    if len(inside) > RANKS_LENGTH:
+        return f"{len(ranks):,} ranks ({inside[:RANKS_LENGTH].rpartition(',')[0]}, ...)"
+    return f"ranks {inside}" if ranks else "no rank"
 
 
 def _ranges(numbers: Iterable[int], width: int = 0) -> str:

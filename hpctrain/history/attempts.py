@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.history.allocations import Allocation
     from hpctrain.history.causes import EndCause
     from hpctrain.history.run_history import Failure, RunHistory
+    from hpctrain.run.event_types import RanksAwaited
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class AttemptView:
         heard: When it was last heard of.
         released: When the scheduler took its nodes back, as far as the ledger or accounting can
             tell; also for a restart inside the allocation. None while they are held.
+        awaited: Which ranks were waited for last, where others had returned.
     """
 
     number: int
@@ -81,6 +83,7 @@ class AttemptView:
     ready_s: float | None = None
     heard: float | None = None
     released: float | None = None
+    awaited: RanksAwaited | None = None
 
 
 _OF_RECORD = sorted(

@@ -22,6 +22,8 @@ class EndCause(StrEnum):
     """What ended an attempt: a closed set."""
 
     COMPLETED = "completed"
+    HUNG_END = "hung_end"
+    """Completed, but for ranks or processes that did not end, and were ended."""
     PREEMPTED = "preempted"
     WALLTIME = "walltime"
     """The job's time limit."""
@@ -157,6 +159,8 @@ def cause_of(attempt: AttemptRecord, *, state: JobState | None = None) -> EndCau
         return _SAID[attempt.stop_cause]
     if reason is EndReason.NODE_FAILED and attempt.detail.startswith(UNFIT):
         return EndCause.UNFIT_NODE
+    if reason is EndReason.COMPLETED and attempt.awaited is not None and attempt.awaited.ended:
+        return EndCause.HUNG_END
     if reason not in _OF_PROGRAM:
         return _BY_REASON.get(reason, EndCause.UNKNOWN)
     cause = said_by(attempt.failure) if attempt.failure is not None else None

@@ -184,6 +184,8 @@ class AttemptRecord:
         stuck: Why its job could not be requeued; None where it was, or nobody tried.
         went_back: Whether a person resumed from an older step on purpose: what follows costs, but
             nothing was lost.
+        awaited: Which ranks were waited for last, where others had returned.
+        awaited_t: When that was said.
     """
 
     number: int
@@ -236,6 +238,8 @@ class AttemptRecord:
     stopped_for_good: str | None = None
     stuck: str | None = None
     went_back: bool = False
+    awaited: facts.RanksAwaited | None = None
+    awaited_t: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -483,6 +487,10 @@ def _failed(attempt: AttemptRecord, t: float, fact: facts.RankFailed) -> None:
     )
 
 
+def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
+    attempt.awaited, attempt.awaited_t = fact, t
+
+
 def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:
     late = fact.by == "successor"
     if attempt.ended is None:
@@ -524,6 +532,7 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.TrainingStopped: _left,
     facts.TrainingDone: _left,
     facts.RankFailed: _failed,
+    facts.RanksAwaited: _awaited,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,
     facts.RequeueFailed: _not_requeued,

@@ -475,6 +475,17 @@ class RankFailed(LedgerFact):
     others: tuple[int, ...] = maybe(check.counts, "ranks that failed after it")
 
 
+@event("ranks_awaited", by="the agent of node 0")
+class RanksAwaited(LedgerFact):
+    """Some ranks have returned, and the others show no sign of life."""
+
+    returned: int | None = maybe(check.count, "how many ranks have returned with 0")
+    left: tuple[int, ...] = maybe(check.counts, "ranks that have not")
+    quiet_s: float | None = maybe(check.seconds, "for how long they did nothing")
+    limit_s: float | None = maybe(check.seconds, "after which they are ended: `run.end_wait_s`")
+    ended: bool = maybe(check.flag, "they were ended")
+
+
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")
 class AttemptEnded(LedgerFact):
     """An attempt has ended."""

@@ -74,6 +74,11 @@ class RunSettings(Table):
     restarts_in_job: int = setting(
         3, "how often crashed ranks are started again inside one job before it requeues"
     )
+    end_wait_s: float = setting(
+        300.0,
+        "where some ranks have returned and the others print, compute, read and write nothing for "
+        "so long, they are ended; 0: never",
+    )
     snapshot: str = setting(
         "auto",
         "copy the git-tracked files at submit: auto means yes below 64 MB",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.stragglers import in_words as ends_in_words
 from hpctrain.base.text import count, duration, fold_nodes, size, step_time
 from hpctrain.run import event_types as kinds
 
@@ -265,6 +266,11 @@ def _run_stopped(fact: kinds.RunStopped) -> str:
     return f"stopped for good{_if(code is not None, f' (exit {code})')}{_because(fact.detail)}"
 
 
+def _awaited(fact: kinds.RanksAwaited) -> str:
+    words = ends_in_words(fact.returned or 0, fact.left, fact.quiet_s or 0.0)
+    return f"{words}{', and were ended' if fact.ended else ''}"
+
+
 def _preflight(fact: kinds.NodesChecked) -> str:
     if fact.bad:
         return "preflight: " + "; ".join(f"{node}: {why}" for node, why in fact.bad.items())
@@ -319,6 +325,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     ),
     "run_stopped": _run_stopped,
     "preflight": _preflight,
+    "ranks_awaited": _awaited,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),
     "profiled": lambda fact: _profiled("profiled", fact, fact.folder),
     "notified": _notified,

@@ -59,7 +59,7 @@ ATTEMPTS_SHOWN = 20
 RANKS_SHOWN = 32
 _GOOD = frozenset({RunState.RUNNING, "completed"})
 _EXPECTED = frozenset(
-    {"preempted", "walltime", "timed_out", "cancelled", "stopped", "requeued", "fenced"}
+    {"hung_end", "preempted", "walltime", "timed_out", "cancelled", "stopped", "requeued", "fenced"}
 )
 _STYLES = {
     RunState.RUNNING: "green",

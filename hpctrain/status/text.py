@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import JobState
-from hpctrain.base.text import clock, duration, fold_nodes
+from hpctrain.base.text import clock, count, duration, fold_nodes, fold_ranks
+from hpctrain.history.causes import EndCause
 from hpctrain.history.run_state import RunState
 from hpctrain.scheduler.base import title_of
 from hpctrain.status.status import ALIVE
@@ -141,7 +142,8 @@ def _running(status: RunStatus, job: str) -> str:
     nodes, info = fold_nodes(nodes_of(status)), status.answer.job
     where = f" on {nodes}" if nodes else ""
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
-    return f"{job}{where}{ending}{_sign_of_life(status)}{_asked_to_end(status.ledger_state)}"
+    waits = _awaited(status)
+    return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
 def _completing(status: RunStatus, job: str) -> str:
@@ -150,8 +152,11 @@ def _completing(status: RunStatus, job: str) -> str:
 
 
 def _done(status: RunStatus, job: str) -> str:
-    del status, job
-    return ""
+    del job
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.cause is not EndCause.HUNG_END:
+        return ""
+    return f"it was ended at its end: {newest.detail}; see whether its last output is whole"
 
 
 def _failed(status: RunStatus, job: str) -> str:
@@ -203,6 +208,17 @@ def _asked_to_end(now: LedgerState) -> str:
     return {"cancel": "; cancelled, about to end", "save": "; asked to save and stop"}.get(
         now.cancel, ""
     )
+
+
+def _awaited(status: RunStatus) -> str:
+    """Which ranks have not returned, where others have."""
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.ended is not None or newest.awaited is None:
+        return ""
+    fact = newest.awaited
+    who = f"{fold_ranks(fact.left)} not" if fact.left else "processes of theirs are still there"
+    limit = "" if fact.limit_s is None else f"; ended after {duration(fact.limit_s)} of nothing"
+    return f"; {count(fact.returned or 0, 'rank')} returned, {who}{limit}"
 
 
 def _sign_of_life(status: RunStatus) -> str:

@@ -498,3 +498,67 @@ def test_the_agent_writes_its_decision_before_it_carries_it_out(story):
     ending(story, scheduler).conclude(1, RoundEnd("failed", failure=KILLED), deadline)
 
     assert seen == ["requeue"]
+
+
+def hang(*left):
+    words = "3 ranks returned and rank 3 did not"
+    return FailureReport(left[0], "n2", "hang", words, others=list(left[1:]))
+
+
+def silent(tmp_path, *, before=(), done=False, tells=False):
+    """An attempt of four ranks of which some have returned and others were ended."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    for number, left in enumerate(before, start=1):
+        take_attempt(story.run, job_id="7", restarts=1)
+        story.started(number, "7", restarts=1)
+        if left:
+            story.add("ranks_awaited", number, returned=2, left=list(left), ended=True)
+        story.ended(number, "crashed", "restart")
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.run.attempt(number).mkdir(parents=True)
+    story.started(number, "7", restarts=1)
+    if tells:
+        story.restored(number).steps(number, 1, 10)
+    if done:
+        story.add("done", number, step=10)
+    return story, number
+
+
+@pytest.mark.parametrize(
+    ("left", "more", "ends"),
+    [
+        ((3,), {}, "completed"),
+        ((1, 2, 3), {}, "completed"),  # rank 0 has done what is kept
+        ((0,), {}, "crashed"),  # which may be missing here
+        ((0,), {"before": [(0,)]}, "completed"),  # it hangs at its end each time
+        ((0, 1), {"before": [(0,)]}, "completed"),
+        ((0, 1, 2), {"before": [(0,)]}, "crashed"),  # few ranks are not taken at their word
+        ((0,), {"before": [(0,), ()]}, "crashed"),  # not twice in a row
+        ((3,), {"tells": True}, "crashed"),  # it would have said so
+        ((3,), {"tells": True, "done": True}, "completed"),
+        ((0, 1, 2, 3), {"tells": True, "done": True}, "completed"),
+    ],
+)
+def test_a_program_that_hung_is_done_where_those_that_returned_can_say_so(
+    tmp_path, left, more, ends
+):
+    story, number = silent(tmp_path, **more)
+    scheduler, failure = Scheduler(), hang(*left)
+    scheduler.requeue = lambda: None
+    own = ending(story, scheduler)
+    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    end = RoundEnd("hung", why=failure.summary, failure=failure)
+
+    assert own.after_crash(number, failure) is (ends == "crashed")
+    if ends == "completed":
+        own.conclude(number, end, deadline)
+
+    told = all_fields(last(story, "attempt_ended"))
+    assert (told["reason"], told["detail"]) == (ends, failure.summary)
+    failures = [event for event in ledger.read(story.run) if event.kind == "failure"]
+    assert len(failures) == (ends == "crashed")
+
+
+def test_a_hang_that_is_no_end_stands_in_the_budget_of_crashes(tmp_path):
+    story, number = silent(tmp_path, before=[()] * 5)
+    assert not ending(story, Scheduler()).after_crash(number, hang(0, 1, 2))

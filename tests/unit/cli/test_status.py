@@ -864,6 +864,20 @@ def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
     assert max(map(len, shown(story, RUNNING).splitlines())) <= 80
 
 
+def test_ranks_that_are_waited_for_are_named_and_an_end_without_them_is_no_plain_one(runs):
+    story = Story(runs / "plain").submitted("17").started(1)
+    story.add("ranks_awaited", 1, returned=3, left=[3], quiet_s=30, limit_s=300)
+    running = " ".join(shown(story, RUNNING, width=200).split())
+    assert "; 3 ranks returned, rank 3 not; ended after 5m00s of nothing" in running
+
+    story.add("ranks_awaited", 1, returned=3, left=[3], quiet_s=300, limit_s=300, ended=True)
+    story.ended(1, "completed", "stop", detail="3 ranks returned and rank 3 did not")
+    text = " ".join(shown(story, width=200).split())
+
+    assert "plain done it was ended at its end: 3 ranks returned and rank 3 did not;" in text
+    assert " hung_end " in text
+
+
 def test_json_has_no_number_for_what_a_program_does_not_tell(runs):
     story = Story(runs / "plain").submitted("17").started(1).ended(1, "preempted", "requeue")
     value = as_json(status_of(RunHistory.read(story.run), Answer(), name="plain"))
