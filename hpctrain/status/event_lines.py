@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.stragglers import in_words as ends_in_words
-from hpctrain.base.text import count, duration, fold_nodes, size, step_time
+from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
 from hpctrain.run import event_types as kinds
 
 if TYPE_CHECKING:
@@ -267,8 +266,10 @@ def _run_stopped(fact: kinds.RunStopped) -> str:
 
 
 def _awaited(fact: kinds.RanksAwaited) -> str:
-    words = ends_in_words(fact.returned or 0, fact.left, fact.quiet_s or 0.0)
-    return f"{words}{', and were ended' if fact.ended else ''}"
+    left = f"{fold_ranks(fact.left)} did not" if fact.left else "their processes do not end"
+    quiet = f"nothing printed or done for {duration(fact.quiet_s or 0.0)}"
+    ended = "; ended" if fact.ended else ""
+    return f"{count(fact.returned or 0, 'rank')} returned and {left}: {quiet}{ended}"
 
 
 def _preflight(fact: kinds.NodesChecked) -> str:
