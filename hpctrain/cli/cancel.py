@@ -61,7 +61,9 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
     step = progress(history).saved_step
     if not saves:
         kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
-        if not step and telling(history).is_silent:
+        if history.sealed_path:
+            kept = f"its newest sealed checkpoint is {history.sealed_path}"
+        elif not step and telling(history).is_silent:
             kept = "what it has saved is not known (its program has told of no checkpoint)"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"

@@ -154,7 +154,7 @@ class AttemptRecord:
         restored_step: Its step, 0 for none.
         own_loop: Whether its program counts, saves and restores by itself, and has told the step.
         from_world_size: How many ranks had written it.
-        from_checkpoint: Its name; None where it began at the beginning.
+        from_checkpoint: Its name, of a sealed one its path; None where it began at the beginning.
         skipped: Checkpoints it looked at and did not take.
         resumed: Which sealed checkpoint its program was given; None where nothing was sealed.
         first_step: When the first step was done.
@@ -301,6 +301,8 @@ class RunHistory:
             beginning.
         kept_save: The newest committed save that was not gone back behind: its step, when, and its
             bytes, where that is still known; None before the first.
+        sealed_path: Where the newest sealed checkpoint lies that was not gone back behind; "" for
+            none.
         total_steps: How many there will be, where that is known.
         resumes: How many submissions were answered.
         ends_since_resume: Which attempts have ended since the last of them, and why.
@@ -330,6 +332,7 @@ class RunHistory:
     asked_seal: int | None = None
     newest_saved: int | None = None
     kept_save: tuple[int | None, float | None, int | None] | None = None
+    sealed_path: str = ""
     total_steps: int | None = None
     resumes: int = 0
     ends_since_resume: list[tuple[int | None, EndReason]] = field(default_factory=list)
@@ -444,7 +447,7 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
 def _resumed(attempt: AttemptRecord, _: float, fact: facts.ResumeChosen) -> None:
     attempt.resumed = fact
     attempt.skipped = fact.skipped
-    attempt.from_checkpoint = fact.name or None
+    attempt.from_checkpoint = fact.path or None
     if fact.step is not None or not fact.path:
         attempt.restored_step = fact.step or 0
 
@@ -623,6 +626,7 @@ def _went_behind(run: RunHistory, step: int) -> None:
 
 def _run_resumed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.ResumeChosen) -> None:
     run.asked_seal = None
+    run.sealed_path = fact.path
     run.restores += 1
     run.restored_t = run.seen = t
     if fact.path and fact.step is None:
@@ -679,6 +683,7 @@ def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Checkpoint
     run.saves.append(save)
     run.seen = t
     run.kept_save = (fact.step, t, fact.bytes)
+    run.sealed_path = fact.path
     if attempt is not None:
         attempt.saves.append(save)
         if fact.step is not None:

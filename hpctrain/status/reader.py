@@ -309,7 +309,31 @@ def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, S
         newest = Checkpoint(
             choice.checkpoint.name, choice.checkpoint.step, manifest.created, manifest.size
         )
-    return newest, [one for one in choice.skipped if one.name not in writing]
+    passed_over = [one for one in choice.skipped if one.name not in writing]
+    if newest is None and not passed_over:
+        return _sealed(run)
+    return newest, passed_over
+
+
+def _sealed(run: RunDir) -> tuple[Checkpoint | None, Sequence[Skipped]]:
+    """The same of a program with checkpoints of its own."""
+    from hpctrain.checkpoint.sealed import seals
+
+    if not seals.has_any(run):
+        return None, []
+    from hpctrain.base import records
+    from hpctrain.checkpoint.sealed.resume import look
+    from hpctrain.status.status import Checkpoint
+
+    skipped: list[Skipped] = []
+    for stored in seals.listing(run):
+        looked, seal = look(stored), stored.seal
+        if seal is not None and looked.state == "ok":
+            return Checkpoint(seal.path, seal.step or 0, seal.created, seal.size), skipped
+        why = "; ".join(looked.problems) or "its files were removed"
+        step = 0 if seal is None else seal.step or 0
+        skipped.append(records.Skipped(step, stored.name if seal is None else seal.path, why))
+    return None, skipped
 
 
 def _being_written(run: RunDir, history: RunHistory) -> set[str]:

@@ -430,7 +430,8 @@ def _verified(status: RunStatus, newest: Checkpoint) -> str:
     if not readers:
         return "whole by its manifest, not read back yet"
     last = next(o for o in status.attempts if o.number == readers[-1])
-    return f"whole by its manifest, not read back yet (last verified: step {last.first_step:,})"
+    step = "?" if last.first_step is None else f"{last.first_step:,}"
+    return f"whole by its manifest, not read back yet (last verified: step {step})"
 
 
 def _missed_saves(saves: Saving) -> list[Fact]:

@@ -10,12 +10,16 @@ from click.testing import CliRunner
 from hpctrain.checkpoint.format.manifest import bytes_digest
 from hpctrain.checkpoint.sealed import manifest
 from hpctrain.cli import checkpoints
+from hpctrain.cli.cancel import _report
 from hpctrain.errors import HpctrainError
+from hpctrain.history.run_history import RunHistory
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
+from hpctrain.status.reader import _checkpoints
 from hpctrain.submit.resume import plan_resume
 from tests.support import checkpoints as support
 from tests.support.fuzzing import cases, chances, odd
+from tests.support.ledger_runs import event_of
 from tests.support.sealed import choose, seal
 
 
@@ -121,6 +125,16 @@ def test_resume_shows_what_the_next_start_is_given(run, out):
     ]
     assert plan_resume(run, spec, 50).step == 50
     assert (out / "checkpoint-150").exists(), "nothing is changed"
+
+
+def test_status_and_cancel_name_the_newest_of_the_programs_own(run, out):
+    newest, skipped = _checkpoints(run, RunHistory())
+
+    assert (newest.name, newest.step) == (str(out / "checkpoint-50"), 50)
+    assert [one.step for one in skipped] == [150, 100]
+    history = RunHistory.of([event_of(1.0, "sealed", 1, {"path": "/out/ckpt.pt"})])
+    said = _report("gpt", "7", history, asked=False, saves=False)
+    assert said == "cancelled job 7 of gpt; its newest sealed checkpoint is /out/ckpt.pt"
 
 
 def proved(raw):
