@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import VERSION
 
 if TYPE_CHECKING:
-    from hpctrain import errors
+    from hpctrain import errors, frameworks
     from hpctrain.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
     from hpctrain.checkpoint.tensors import dcp
     from hpctrain.data.batches import (
@@ -78,6 +78,7 @@ _HOMES = {
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",
     "faults": "hpctrain.testing.faults",
+    "frameworks": "hpctrain.frameworks",
     "init": "hpctrain.runtime.run",
     "resume": "hpctrain.api",
     "status": "hpctrain.api",
@@ -121,6 +122,7 @@ __all__ = [
     "dcp",
     "errors",
     "faults",
+    "frameworks",
     "init",
     "resume",
     "status",

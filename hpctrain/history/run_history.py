@@ -100,6 +100,7 @@ class SaveRecord:
         size_bytes: Its size.
         mode: "async" or "sync".
         why: Why it was not committed.
+        own_s: Before the seconds of a seal: the program's own save.
     """
 
     t: float
@@ -114,6 +115,7 @@ class SaveRecord:
     size_bytes: int | None = None
     mode: str = ""
     why: str = ""
+    own_s: float | None = None
 
     @property
     def committed(self) -> bool:
@@ -437,10 +439,12 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
     attempt.restore_s = fact.seconds
     attempt.restored_step = attempt.last_step = fact.step or 0
     attempt.moved(attempt.restored_step)
-    attempt.own_loop = fact.by == "program"
+    attempt.own_loop, resumed = fact.by == "program", attempt.resumed
     attempt.from_world_size = fact.from_world_size
-    attempt.from_checkpoint = fact.checkpoint
-    attempt.skipped = fact.skipped
+    if not attempt.own_loop:
+        attempt.from_checkpoint, attempt.skipped = fact.checkpoint, fact.skipped
+    elif resumed is None or resumed.step not in {None, fact.step}:
+        attempt.from_checkpoint = None  # it has not gone on from what it was given
     attempt.marks_before = len(attempt.marks)
 
 
@@ -679,6 +683,7 @@ def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Checkpoint
         stall_s=fact.seconds if fact.by == "program" else 0.0,
         size_bytes=fact.bytes,
         mode="sealed",
+        own_s=fact.own_s,
     )
     run.saves.append(save)
     run.seen = t

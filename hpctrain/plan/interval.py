@@ -132,7 +132,8 @@ def costs(history: RunHistory) -> Costs | None:
 def longest_save_s(history: RunHistory, world_size: int) -> float | None:
     """The longest of the newest saves of all attempts, from begin to commit; None before the first.
 
-    Also of those on the way out, since it is for one of them that the answer is needed.
+    Also of those on the way out, since it is for one of them that the answer is needed. Of a
+    program's own with its seal, where it has told when it began.
 
     Args:
         history: The run's.
@@ -140,9 +141,10 @@ def longest_save_s(history: RunHistory, world_size: int) -> float | None:
     """
     sizes = {attempt.number: attempt.world_size for attempt in history.attempts}
     durations = [
-        save.seconds * max(1.0, sizes.get(save.attempt or 0, 0) / world_size)
+        (save.seconds + (save.own_s or 0.0))
+        * max(1.0, sizes.get(save.attempt or 0, 0) / world_size)
         for save in history.saves
-        if save.kind == "saved" and save.seconds is not None
+        if save.seconds is not None and (save.kind == "saved" or save.own_s is not None)
     ]
     return max(durations[-SAVES_COUNTED:], default=None)
 

@@ -350,6 +350,9 @@ class CheckpointSealed(LedgerFact):
     seconds: float | None = maybe(
         check.seconds, "that it took to read it and, of a copy, to write it"
     )
+    own_s: float | None = maybe(
+        check.seconds, "since the program told its step: its own save took no longer"
+    )
     by: str = maybe(check.words, "`program` for `run.sealed`, or `agent`")
     name: str = maybe(check.words, "the seal's")
     is_copy: bool = maybe(check.flag, "the run has its bytes too")

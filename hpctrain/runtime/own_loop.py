@@ -8,6 +8,7 @@ here is collective. tests/engines/test_told_steps.py holds the promises.
 from __future__ import annotations
 
 import operator
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,7 @@ class OwnLoop:
             consumed: How many samples all ranks have consumed so far, where the data tells.
         """
         self.step: int | None = None
+        self._told_at = 0.0
         self._telemetry = telemetry
         self._clock = clock
         self._begin = begin
@@ -60,6 +62,7 @@ class OwnLoop:
     def at(self, step: int, values: dict[str, float]) -> None:
         """`step` updates are applied; see `Run.at`."""
         before, self.step = self.step, step
+        self._told_at = time.monotonic()
         if before is None or step < before:
             # Values are a step's: the update before them was done ere anybody was told of it.
             before = max(0, step - 1) if values else step
@@ -82,6 +85,14 @@ class OwnLoop:
             self._clock.stepped(seconds / steps)
             self._counted()
             self._telemetry.step_began(self._consumed)
+
+    def since_s(self, step: int) -> float | None:
+        """Seconds since the program last told of this step; None where it is at another one.
+
+        What it has saved of the step since then took no longer. Asked again, it is counted anew.
+        """
+        before, self._told_at = self._told_at, time.monotonic()
+        return self._told_at - before if step == self.step else None
 
 
 def earlier_save_s(run: RunDir, world_size: int) -> float | None:

@@ -457,7 +457,10 @@ class Run:
             return
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
             raise UsageError(f"run.sealed takes a step from 0 on, not {step!r}")
+        own_s = self._own_loop.since_s(step) if self._own_loop is not None else None
+        self._telemetry.saving.seconds += own_s or 0.0
         self._before_save()
+        began = time.monotonic()
         with self._telemetry.saving:
             sealed.seal(
                 self.dir,
@@ -466,7 +469,10 @@ class Run:
                 self.settings.checkpoint,
                 step=step,
                 path=Path(path),
+                own_s=own_s,
             )
+        if own_s is not None:
+            self._clock.saved(own_s + time.monotonic() - began)
 
     # ---- the loop's parts
 

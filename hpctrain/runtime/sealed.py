@@ -39,6 +39,7 @@ def seal(
     *,
     step: int,
     path: Path,
+    own_s: float | None = None,
 ) -> None:
     """Prove what the ranks have written, and make it the newest sealed checkpoint. Collective.
 
@@ -49,6 +50,7 @@ def seal(
         settings: How many copies are kept.
         step: Updates applied.
         path: The file or folder; rank 0's counts.
+        own_s: What the program's own save took; None where nobody knows. Rank 0's counts.
 
     Raises:
         CheckpointError: it was not sealed; the older ones stand.
@@ -61,7 +63,7 @@ def seal(
 
         def commit() -> None:
             files = [_settled(plan, file, read) for share in shares for file, read in share]
-            _commit(run, attempt, settings, plan, files, step=step)
+            _commit(run, attempt, settings, plan, files, step=step, own_s=own_s)
 
         on_rank_0(world, commit)
     finally:
@@ -100,10 +102,12 @@ def _commit(
     files: list[SealedFile],
     *,
     step: int,
+    own_s: float | None,
 ) -> None:
     files.sort(key=lambda file: file.name)
     stored = seals.commit(run, attempt, plan, files, step=step, by="program")
-    seals.sealed_now(run, attempt, plan, stored, settings.keep_sealed)
+    keep = settings.keep_sealed
+    seals.sealed_now(run, attempt, plan, stored, keep, own_s=own_s)
 
 
 def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFile:

@@ -21,6 +21,7 @@ SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examp
 """Where users see what to import."""
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
 MODULES["faults"] = "hpctrain.testing.faults"
+MODULES["frameworks"] = "hpctrain.frameworks"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
 MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
 """Users are given these; how they are made is no promise."""

@@ -390,11 +390,25 @@ def prune(run: RunDir, attempt: Attempt, keep: int) -> list[StoredSeal]:
 
 
 def sealed_now(
-    run: RunDir, attempt: Attempt, plan: SealPlan, stored: StoredSeal, keep: int
+    run: RunDir,
+    attempt: Attempt,
+    plan: SealPlan,
+    stored: StoredSeal,
+    keep: int,
+    *,
+    own_s: float | None = None,
 ) -> None:
     """Write a new seal down, and remove what need not be kept any more.
 
     The second is housekeeping: where the disk refuses, room is lost and nothing else.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        plan: What was sealed.
+        stored: Its seal.
+        keep: How many seals stay.
+        own_s: What the program's own save took; None where nobody knows.
     """
     if stored.seal is None:
         return
@@ -403,6 +417,7 @@ def sealed_now(
         path=stored.seal.path,
         bytes=stored.seal.size,
         seconds=round(max(0.0, time.time() - plan.began), 3),
+        own_s=None if own_s is None else round(own_s, 3),
         by=stored.seal.by,
         name=stored.name,
         is_copy=stored.seal.is_copy,

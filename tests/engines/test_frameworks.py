@@ -1,0 +1,110 @@
+"""Training loops of other libraries, as docs/frameworks.md shows them, through a preemption.
+
+Each program runs on real ranks with its real library, is preempted in the middle of its steps, and
+comes back by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hpctrain.history.attempts import attempts
+from hpctrain.history.progress import progress
+from hpctrain.history.run_history import RunHistory
+from hpctrain.run.layout import RunDir
+from tests.support import local_runs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+RANKS, STEPS, PREEMPTED_AT, NEVER = 2, 100, 7, 10**6
+TRAINER = "Hugging Face Trainer"
+FINAL = {
+    TRAINER: "final/model.safetensors",
+    "Lightning": "final.ckpt",
+    "Accelerate": "final.pt",
+    "DeepSpeed": "final/final/mp_rank_00_model_states.pt",
+}
+
+
+def program(framework: str) -> str:
+    """The program that the page shows of a framework."""
+    section = PAGE.read_text().partition(f"\n## {framework}\n")[2]
+    return re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
+
+
+def train(folder: Path, framework: str, preempted_at: int) -> RunHistory:
+    """Two ranks of the program to their end."""
+    folder.mkdir()
+    (folder / "train.py").write_text(program(framework))
+    script = [str(local_runs.SCRIPTS / "preempted.py"), str(preempted_at), "train.py"]
+    words = ["--env", "ACCELERATE_USE_CPU=true", "--", *script]
+    run = local_runs.start(folder, "r", 1, RANKS, *words)
+    assert local_runs.await_end(run, 1 if preempted_at == NEVER else 2)["reason"] == "completed"
+    return RunHistory.read(RunDir(run))
+
+
+def weights(folder: Path, framework: str) -> list[Tensor]:
+    """What the program had at its end."""
+    path = folder / FINAL[framework]
+    if path.suffix == ".safetensors":
+        state = load_file(path)
+    else:
+        state = torch.load(path, weights_only=False)
+        state = state.get("state_dict") or state.get("module") or state
+    return [state[name] for name in sorted(state)]
+
+
+def in_plain_torch(epoch: int) -> list[Tensor]:
+    """What all but the Trainer's program train, without a framework, ranks or a preemption.
+
+    Args:
+        epoch: Steps until the data begin again.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            seed = step % epoch * RANKS + rank
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            ((model(x).squeeze(1) - x.sum(1)).square().mean() / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model.bias.detach(), model.weight.detach()]
+
+
+@pytest.mark.parametrize("framework", FINAL)
+def test_the_program_that_is_shown_loses_no_step_to_a_preemption(tmp_path, framework):
+    history = train(tmp_path / "preempted", framework, PREEMPTED_AT)
+
+    first, second = attempts(history)
+    assert (first.reason, first.stop_cause) == ("preempted", "sigterm")
+    assert PREEMPTED_AT <= first.last_step < STEPS
+    assert (second.first_step, second.last_step) == (first.last_step, STEPS)
+    assert (first.steps_lost, second.steps_lost) == (0, 0)
+    done = (tmp_path / "preempted" / "steps.txt").read_text().split()
+    assert len(done) == STEPS, "the optimizer's own count, over both starts"
+    saved = [first.last_step, 40, 80, STEPS]
+    assert [(save.kind, save.step) for save in history.saves] == [
+        ("sealed", step) for step in saved[: len(history.saves)]
+    ]
+    assert len(history.saves) >= 3
+    assert progress(history).loss is not None
+    marks = [mark.fact for attempt in history.attempts for mark in attempt.marks]
+    tokens = (4 if framework == TRAINER else 8) * 4 * RANKS
+    assert sum(mark.tokens for mark in marks) == STEPS * tokens
+    if framework == TRAINER:
+        train(tmp_path / "peace", framework, NEVER)
+        expected = weights(tmp_path / "peace", framework)
+    else:
+        expected = in_plain_torch(64 if framework == "Lightning" else STEPS)
+    assert all(map(torch.equal, weights(tmp_path / "preempted", framework), expected))
