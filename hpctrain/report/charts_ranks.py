@@ -187,9 +187,10 @@ def _waits_words(waits: curves.Waits) -> str:
 def saves_chart(data: ReportData) -> Chart:
     """What each checkpoint cost."""
     key, title = "saves", "What checkpoints cost"
-    saves = data.history.saves
+    saves = [save for save in data.history.saves if save.step is not None]
     if not saves:
-        return Chart(key, title, "No checkpoint was committed.")
+        none = "No checkpoint of a known step was committed."
+        return Chart(key, title, none if data.history.saves else "No checkpoint was committed.")
     shown = curves.thin_saves(saves)
     x = [save.step for save in shown]
     rows = (
@@ -203,7 +204,7 @@ def saves_chart(data: ReportData) -> Chart:
         ),
     )
     hover = [
-        f"step {save.step:,}, attempt {save.attempt}, {escape(save.mode or 'sync')}"
+        f"step {save.step:,}, attempt {save.attempt}, {escape(save.mode or save.kind)}"
         for save in shown
     ]
     traces = [

@@ -247,6 +247,6 @@ def memory(samples: Sequence[RankSample]) -> MemoryPeaks | None:
 def thin_saves(saves: Sequence[SaveRecord], most: int = MOST_BARS) -> list[SaveRecord]:
     """At most so many: of neighbouring saves the one that training waited longest for."""
     return [
-        max((saves[at] for at in group), key=lambda one: (one.cost_s or 0.0, one.step))
+        max((saves[at] for at in group), key=lambda one: (one.cost_s or 0.0, one.step or 0))
         for group in groups(len(saves), most)
     ]

@@ -317,19 +317,24 @@ def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, S
 
 def _sealed(run: RunDir) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The same of a program with checkpoints of its own."""
-    from hpctrain.checkpoint.sealed import seals
-
-    if not seals.has_any(run):
-        return None, []
     from hpctrain.base import records
-    from hpctrain.checkpoint.sealed.resume import look
+    from hpctrain.checkpoint.sealed import seals
+    from hpctrain.errors import FileSystemFault
     from hpctrain.status.status import Checkpoint
 
+    try:
+        listing = seals.listing(run) if seals.has_any(run) else []
+    except FileSystemFault as error:
+        return None, [records.Skipped(0, run.sealed.name, str(error))]
+    if not listing:
+        return None, []
+    from hpctrain.checkpoint.sealed.resume import look
+
     skipped: list[Skipped] = []
-    for stored in seals.listing(run):
+    for stored in listing:
         looked, seal = look(stored), stored.seal
         if seal is not None and looked.state == "ok":
-            return Checkpoint(seal.path, seal.step or 0, seal.created, seal.size), skipped
+            return Checkpoint(seal.path, seal.step, seal.created, seal.size), skipped
         why = "; ".join(looked.problems) or "its files were removed"
         step = 0 if seal is None else seal.step or 0
         skipped.append(records.Skipped(step, stored.name if seal is None else seal.path, why))

@@ -32,10 +32,17 @@ UNDER_WAY = 75
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest checkpoint that could be loaded."""
+    """The newest checkpoint that could be loaded.
+
+    Attributes:
+        name: Its folder's; the path of one of the program's own.
+        step: Updates applied; None for a sealed one of which nobody knows.
+        t: When it was saved.
+        size_bytes: Its size.
+    """
 
     name: str
-    step: int
+    step: int | None
     t: float | None = None
     size_bytes: int | None = None
 

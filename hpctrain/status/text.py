@@ -188,7 +188,9 @@ def _lost(status: RunStatus, lost_text: str) -> str:
         what = f"{lost_text} is over ({job.shown}), and the run is not"
     if status.ledger_state.detail:
         what += f" ({status.ledger_state.detail})"
-    onward = f"goes on from step {newest.step}" if newest else "starts it again"
+    onward = "starts it again"
+    if newest is not None:
+        onward = f"goes on from {newest.name if newest.step is None else f'step {newest.step}'}"
     return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
 
 

@@ -8,14 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.format.manifest import bytes_digest
-from hpctrain.checkpoint.sealed import manifest
+from hpctrain.checkpoint.sealed import manifest, seals
 from hpctrain.cli import checkpoints
 from hpctrain.cli.cancel import _report
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import FileSystemFault, HpctrainError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.status.reader import _checkpoints
+from hpctrain.status.reader import StatusReader, _checkpoints
 from hpctrain.submit.resume import plan_resume
 from tests.support import checkpoints as support
 from tests.support.fuzzing import cases, chances, odd
@@ -56,6 +56,29 @@ def call(run, *args):
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.stdout
+
+
+def test_status_shows_the_newest_that_was_sealed(run, attempt, tmp_path):
+    saved = tmp_path / "ckpt.pt"
+    saved.write_bytes(b"weights")
+    seal(run, attempt, saved, None)
+
+    newest = StatusReader(run.root.parent).look(run).checkpoint
+
+    assert newest is not None
+    assert (newest.step, newest.size_bytes, newest.name) == (None, 7, str(saved))
+
+
+def test_status_says_why_seals_cannot_be_listed(run, out, monkeypatch):
+    def fault(_run):
+        raise FileSystemFault("sealed: Stale file handle")
+
+    monkeypatch.setattr(seals, "listing", fault)
+
+    seen = StatusReader(run.root.parent).look(run)
+
+    assert seen.checkpoint is None
+    assert [one.reason for one in seen.skipped] == ["sealed: Stale file handle"]
 
 
 def test_list_shows_what_is_there_and_what_is_gone(run, out):

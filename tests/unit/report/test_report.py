@@ -296,6 +296,17 @@ def test_a_run_in_a_terminal_has_no_end_on_record_and_is_done_all_the_same(tmp_p
     assert row[5] == "done"
 
 
+def test_checkpoints_of_unknown_steps_are_said_and_not_drawn(tmp_path):
+    tale = Tale(tmp_path / "run").submitted().attempt()
+    for second in range(300):  # more than a chart has places for
+        tale.add("sealed", path="out/ckpt.pt", bytes=second, seconds=1.0, by="agent")
+
+    drawn = {chart.key: chart for chart in charts(data_of(tale.write()))}
+
+    assert drawn["saves"].figure is None
+    assert drawn["saves"].words == "No checkpoint of a known step was committed."
+
+
 # ---- damage
 
 
