@@ -25,7 +25,7 @@ from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
-from hpctrain.history.causes import UNFIT, EndCause, told_in
+from hpctrain.history.causes import NOT_THE_USERS, UNFIT, EndCause, told_in
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import (
     BY_REASON,
@@ -37,6 +37,7 @@ from hpctrain.plan.decide import (
     is_cancelled,
     is_requeued,
     is_users,
+    restart_pause_s,
     since_resume,
 )
 from hpctrain.run import event_types as kinds
@@ -64,6 +65,8 @@ EXIT_TRY_LATER = 75
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
 """Before a requeue that no budget counts, since it could not be written down; twice as long after
 each restart of the job, so that a full disk makes no crash loop."""
+ASSERTED = "device-side assert"
+"""A CUDA error that a program makes by itself, as by an index out of range."""
 SPARE_END_S = 60.0
 """A job that pauses must be requeued before its time is over."""
 UNREAD_S, READ_AGAIN_S = 60.0, 2.0
@@ -231,6 +234,7 @@ class AttemptEnding:
         self._control = control
         self._end = EndWriter(run, control)
         self._end_of: int | None = 0
+        self.pause_s = 0.0
 
     def ask(self) -> JobFacts:
         """What the scheduler says of our job; raises `ClusterUnreachable` where it is silent."""
@@ -301,9 +305,20 @@ class AttemptEnding:
             return False
         self._record_failure(attempt, failure)
         self._end.carry_out(facts, decision)
+        self.pause_s = self._pause_s(attempt)
+        if self.pause_s:
+            log.warning("attempt %d starts again in %g s: %s", attempt, self.pause_s, why)
+            self._end.add(kinds.RestartPaused(seconds=self.pause_s), attempt)
         # Of all other ends the batch side tells: what we started would die with us.
         notify(self._run, self._settings.notify, attempt)
         return True
+
+    def _pause_s(self, attempt: int) -> float:
+        """How long its ranks wait for their restart; never beyond the end of the job."""
+        longest_s = self._settings.run.restart_pause_s
+        pause = restart_pause_s(self._end.history, attempt, longest_s)
+        end = self._context.end_time
+        return pause if end is None else max(0.0, min(pause, end - SPARE_END_S - self._now()))
 
     def _is_left_behind(self, attempt: int) -> bool:
         """Whether the job goes on or has ended without us: a dead node's agent may live on."""
@@ -460,6 +475,8 @@ class AttemptEnding:
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
+        if told_in(failure.summary) in NOT_THE_USERS and ASSERTED not in failure.summary:
+            return "crashed"
         users = is_users(self._end.history, attempt, failure.summary, self._now())
         return "user_error" if users else "crashed"
 

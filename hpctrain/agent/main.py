@@ -144,6 +144,7 @@ def _run_rounds(
 
     def begin(world_size: int) -> Attempt:
         again = agent.end is not None
+        deadline.wait(ending.pause_s)
         attempt = fence.take_attempt(
             run,
             job_id=context.job_id,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LEAVE_S = 3.0
 """Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
 ASK_AGAIN_S = 2.0
+POLL_S = 0.1
 
 
 class Clock(Protocol):
@@ -58,6 +59,7 @@ class StopDeadline:
         ask: Callable[[], JobFacts] | None,
         clock: Clock = time,
         stop_margin_s: float = 10.0,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Watch the signals of this process.
 
@@ -67,6 +69,7 @@ class StopDeadline:
             ask: Asks the scheduler; None on every node but the first, which is told by the first.
             clock: Time.
             stop_margin_s: Seconds kept free at the job's end.
+            sleep: Lets seconds go by.
         """
         self.cause: StopCause | None = None
         self.facts: JobFacts | None = None
@@ -75,6 +78,7 @@ class StopDeadline:
         self._arrivals = arrivals
         self._ask = ask
         self._clock = clock
+        self._sleep = sleep
         self._started = clock.time()
         self._margin_s = max(LEAVE_S, stop_margin_s / 2)
         self._seen = 0
@@ -92,6 +96,15 @@ class StopDeadline:
         if left is not None and left <= 0:
             return KillDecision(kill=True, why="the ranks did not leave in time")
         return KillDecision()
+
+    def wait(self, seconds: float) -> None:
+        """Let time go by, but none once a stop has been asked for."""
+        until = self._clock.monotonic() + seconds
+        while self._clock.monotonic() < until:
+            self._take_in()
+            if self.cause is not None:
+                return
+            self._sleep(min(POLL_S, max(0.0, until - self._clock.monotonic())))
 
     def is_told_to_stop(self) -> bool:
         """Whether a program that now returns may have done so because it was asked to stop.

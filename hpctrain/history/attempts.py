@@ -57,6 +57,7 @@ class AttemptView:
         released: When the scheduler took its nodes back, as far as the ledger or accounting can
             tell; also for a restart inside the allocation. None while they are held.
         awaited: Which ranks were waited for last, where others had returned.
+        restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
 
     number: int
@@ -84,6 +85,7 @@ class AttemptView:
     heard: float | None = None
     released: float | None = None
     awaited: RanksAwaited | None = None
+    restart_pause_s: float | None = None
 
 
 _OF_RECORD = sorted(

@@ -38,6 +38,8 @@ class EndCause(StrEnum):
     DESYNC = "desync"
     NCCL_ERROR = "nccl_error"
     """Communication failed: NCCL's own error, a connection, or a collective that timed out."""
+    DATA_WORKER = "data_worker"
+    """A worker process of a DataLoader died."""
     NAN = "nan"
     NO_PROGRESS = "no_progress"
     STORAGE_FULL = "storage_full"
@@ -130,6 +132,9 @@ _PATTERNS = (
     (EndCause.NCCL_ERROR, "gloo/", r"\bgloo/\S+\.(?:cc|h):\d+\]"),
     (EndCause.NCCL_ERROR, "connectFullMesh", r"\bconnectFullMesh failed\b"),
     (EndCause.NCCL_ERROR, "Timed out", r"\bTimed out waiting \d+ ?ms for \w+ operation\b"),
+    # torch/utils/data/_utils/signal_handling.py, dataloader.py.
+    (EndCause.DATA_WORKER, "DataLoader worker", r"\bworker\b.{0,80}\b(?:killed by|exited unexp)"),
+    (EndCause.DATA_WORKER, "memory thread", r"\bPin memory thread exited unexpectedly\b"),
     # What a program that watches its numbers raises.
     (EndCause.NAN, "FloatingPointError", r"^FloatingPointError\b"),
     (EndCause.NAN, "loss", rf"{_LOSS}.{{0,40}}{_NOT_FINITE}|{_NOT_FINITE}.{{0,40}}{_LOSS}"),
@@ -139,6 +144,8 @@ _PATTERNS = (
 )
 """What stands in a failure's line: the first that fits. The word in the middle is looked for before
 the pattern, which takes far longer."""
+NOT_THE_USERS = frozenset({EndCause.GPU_ERROR, EndCause.NCCL_ERROR, EndCause.DATA_WORKER})
+"""Of machines and connections: they need not come at the next start."""
 _COMPILED = tuple((cause, word, re.compile(pattern)) for cause, word, pattern in _PATTERNS)
 _LONGEST = 500
 """So much of a line is read: what is wrong stands at its beginning."""

@@ -188,6 +188,7 @@ class AttemptRecord:
             nothing was lost.
         awaited: Which ranks were waited for last, where others had returned.
         awaited_t: When that was said.
+        restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
 
     number: int
@@ -242,6 +243,7 @@ class AttemptRecord:
     went_back: bool = False
     awaited: facts.RanksAwaited | None = None
     awaited_t: float | None = None
+    restart_pause_s: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -494,6 +496,10 @@ def _failed(attempt: AttemptRecord, t: float, fact: facts.RankFailed) -> None:
     )
 
 
+def _paused(attempt: AttemptRecord, _: float, fact: facts.RestartPaused) -> None:
+    attempt.restart_pause_s = fact.seconds
+
+
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
     attempt.awaited, attempt.awaited_t = fact, t
 
@@ -540,6 +546,7 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.TrainingDone: _left,
     facts.RankFailed: _failed,
     facts.RanksAwaited: _awaited,
+    facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,
     facts.RequeueFailed: _not_requeued,

@@ -24,9 +24,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.records import EndReason, JobState, Next, StopCause
+from hpctrain.history.causes import cause_of
+from hpctrain.history.telling import startup_s
 from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:
@@ -61,6 +64,10 @@ _LIMITS = {
 }
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""
+SOON_S = 20.0
+"""One that tells nothing and raises later than this may have: the next start shows it."""
+FIRST_PAUSE_S = 1.0
+"""Before the first restart inside a job; twice as long before each one more of the same cause."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +317,36 @@ def is_users(history: RunHistory, attempt: int, error: str, now: float) -> bool:
     if own is not None and _came_to_work(own, now):
         return False
     earlier = [one for one in since_resume(history) if one.number < attempt]
+    seconds = 0.0 if own is None or own.started is None else now - own.started
+    startups = [s for one in earlier if (s := startup_s(one)) is not None]
+    if startups and seconds > max(startups):
+        return False
     worked = [_came_to_work(one, _end_of(one)) for one in earlier]
     failure = earlier[-1].failure if earlier and not worked[-1] else None
-    return not any(worked) or (failure is not None and failure.summary == error)
+    if failure is not None and failure.summary == error:
+        return True
+    # Nobody can say what a program did that knows nothing of hpctrain: the next start will.
+    is_silent = own is not None and not own.initialised
+    return not any(worked) and not (is_silent and seconds >= SOON_S)
+
+
+def restart_pause_s(history: RunHistory, attempt: int, longest_s: float) -> float:
+    """Seconds to wait before ranks that crashed start again in their allocation.
+
+    Args:
+        history: The run's, with this attempt's end.
+        attempt: The one that crashed.
+        longest_s: The setting.
+    """
+    own = history.attempt(attempt)
+    if own is None or longest_s <= 0:
+        return 0.0
+    before = takewhile(
+        lambda one: one.next is Next.RESTART and cause_of(one) is cause_of(own),
+        reversed([one for one in history.attempts if one.number < attempt]),
+    )
+    doubled = min(sum(1 for _ in before), 30)
+    return min(FIRST_PAUSE_S * float(1 << doubled), longest_s)
 
 
 def _came_to_work(attempt: AttemptRecord, until: float) -> bool:

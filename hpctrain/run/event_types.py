@@ -503,6 +503,13 @@ class AttemptEnded(LedgerFact):
     by: str = maybe(check.words, "`agent`, `batch`, or `successor`: the next attempt")
 
 
+@event("restart_paused", by="the agent of node 0")
+class RestartPaused(LedgerFact):
+    """The ranks start again inside the allocation, after a while."""
+
+    seconds: float | None = maybe(check.seconds, "that is waited, unless the job is asked to stop")
+
+
 @event("requeued", by="the agent of node 0 or the batch side")
 class Requeued(LedgerFact):
     """The scheduler runs the job again."""

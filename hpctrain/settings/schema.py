@@ -74,6 +74,11 @@ class RunSettings(Table):
     restarts_in_job: int = setting(
         3, "how often crashed ranks are started again inside one job before it requeues"
     )
+    restart_pause_s: float = setting(
+        60.0,
+        "longest pause before crashed ranks are started again inside one job: 1 s at first, twice "
+        "as long at each further crash of the same cause; 0: none",
+    )
     end_wait_s: float = setting(
         300.0,
         "where some ranks have returned and the others print, compute, read and write nothing for "

@@ -265,6 +265,10 @@ def _run_stopped(fact: kinds.RunStopped) -> str:
     return f"stopped for good{_if(code is not None, f' (exit {code})')}{_because(fact.detail)}"
 
 
+def _paused(fact: kinds.RestartPaused) -> str:
+    return f"starts again in {duration(fact.seconds or 0.0)}"
+
+
 def _awaited(fact: kinds.RanksAwaited) -> str:
     left = f"{fold_ranks(fact.left)} did not" if fact.left else "their processes do not end"
     quiet = f"nothing printed or done for {duration(fact.quiet_s or 0.0)}"
@@ -327,6 +331,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "run_stopped": _run_stopped,
     "preflight": _preflight,
     "ranks_awaited": _awaited,
+    "restart_paused": _paused,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),
     "profiled": lambda fact: _profiled("profiled", fact, fact.folder),
     "notified": _notified,

@@ -227,7 +227,8 @@ def _sign_of_life(status: RunStatus) -> str:
     newest = status.attempts[-1] if status.attempts else None
     seen = status.progress.seen
     if newest is None or newest.ended is not None:
-        return ", starting"
+        pause = None if newest is None else newest.restart_pause_s
+        return f", starting again after a pause of {duration(pause)}" if pause else ", starting"
     if seen is None or seen < newest.started:
         return f", started {duration(status.now - newest.started)} ago, no step told so far"
     return f", last heard of {duration(status.now - seen)} ago"

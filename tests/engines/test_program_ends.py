@@ -142,7 +142,12 @@ def test_64_runs_one_after_another_end(tmp_path):
 
 @pytest.mark.soak
 def test_200_restarts_of_sixteen_ranks_all_come_up(tmp_path):
-    budget = ["budget.crashes=1000", "budget.no_progress=1000", "run.restarts_in_job=1000"]
+    budget = [
+        "run.restart_pause_s=0",
+        "budget.crashes=1000",
+        "budget.no_progress=1000",
+        "run.restarts_in_job=1000",
+    ]
     words = [word for setting in budget for word in ("--set", setting)]
     script = str(local_runs.SCRIPTS / "restarts.py")
     run = local_runs.start(tmp_path, "r", 2, 8, *words, "--", script, "200")

@@ -169,15 +169,30 @@ def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_writ
     assert ending(story, Scheduler()).after_crash(number, failure) is stepped
 
 
-@pytest.mark.parametrize(("seconds", "again"), [(20.0, False), (7200.0, True)])
-def test_an_unchanged_script_that_raises_after_hours_starts_again(tmp_path, seconds, again):
+@pytest.mark.parametrize(
+    ("seconds", "error", "again"),
+    [
+        (5.0, "ValueError: x", False),
+        (7200.0, "ValueError: x", True),
+        (5.0, "RuntimeError: CUDA error: uncorrectable ECC error encountered", True),
+        (5.0, "RuntimeError: CUDA error: device-side assert triggered", False),
+        (5.0, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", True),
+        (5.0, "RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", True),
+        (5.0, "torch.distributed.DistBackendError: NCCL error in: x", True),
+    ],
+)
+def test_an_unchanged_script_starts_again_after_hours_or_where_the_machine_failed(
+    tmp_path, seconds, error, again
+):
     story = Story(tmp_path / "gpt").submitted("7")
     number = take_attempt(story.run, job_id="7", restarts=1).number
     story.started(number, "7", restarts=1)
     story.t += seconds
-    failure = FailureReport(0, "n1", "exception", "RuntimeError: CUDA error: ECC error")
+    failure = FailureReport(0, "n1", "exception", error)
+    own = ending(story, Scheduler())
 
-    assert ending(story, Scheduler()).after_crash(number, failure) is again
+    assert own.after_crash(number, failure) is again
+    assert own.pause_s == (1.0 if again else 0.0)
 
 
 def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):

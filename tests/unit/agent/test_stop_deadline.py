@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,3 +176,21 @@ def test_what_a_job_on_its_way_out_says_of_its_end_is_not_the_ranks_time(clock, 
 
     assert not stop.look().kill
     assert stop.seconds_left() == 30.0 - LEAVE_S
+
+
+@pytest.mark.parametrize(("stop_at", "ends"), [(None, 8.0), (3.0, 3.0)])
+def test_a_pause_ends_at_once_where_the_job_is_asked_to_stop(stop_at, ends):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def arrivals():
+        is_asked = stop_at is not None and now[0] >= stop_at
+        return [Arrival(signal.SIGTERM, now[0])] if is_asked else []
+
+    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0])
+    context = JobContext("1", 0, 0, ["n0"], "n0", 1, "")
+    StopDeadline(context, arrivals=arrivals, ask=None, clock=clock, sleep=sleep).wait(8.0)
+
+    assert now[0] == pytest.approx(ends, abs=0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.history.run_history import RunHistory
-from hpctrain.plan.decide import LONG_S, is_users
+from hpctrain.plan.decide import LONG_S, SOON_S, is_users, restart_pause_s
 from hpctrain.run import events as ledger
 from tests.support.ledger_runs import Story
 
@@ -35,7 +35,36 @@ def test_a_script_that_raises_at_once_is_its_users(story):
     story.started(1)
 
     assert users(story, 1, after_s=2.0)
-    assert users(story, 1, after_s=LONG_S - 1)
+    assert users(story, 1, after_s=SOON_S - 1)
+
+
+def test_one_that_tells_nothing_gets_a_second_start_which_shows_whose_error_it_was(story):
+    lived(story, 1, 60.0, error="ValueError: x")
+    assert not users(story, 1, after_s=SOON_S)
+    story.started(2)
+    assert users(story, 2, after_s=61.0, error="ValueError: x")
+    assert not users(story, 2, after_s=61.0, error="ValueError: another")
+
+
+def test_one_that_ran_longer_than_another_needed_to_its_first_step_crashed(story):
+    story.started(1)
+    story.t += 3
+    story.add("phase", 1, name="first_step").ended(1, "preempted", "requeue")
+    lived(story, 2, 3.0, error=ERROR).started(3)
+    assert users(story, 3, after_s=2.0)
+    assert not users(story, 3, after_s=9.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "pause_s"),
+    [([], 1), ([ERROR], 2), ([ERROR] * 3, 8), ([ERROR] * 40, 60), ([ERROR, "CUDA error: x"], 1)],
+)
+def test_pauses_between_restarts_of_one_cause_grow(story, others, pause_s):
+    for number, error in enumerate([*others, ERROR], start=1):
+        lived(story, number, 9.0, error=error, following="restart")
+    history = RunHistory.of(ledger.read(story.run))
+    assert restart_pause_s(history, len(others) + 1, 60.0) == pause_s
+    assert restart_pause_s(history, len(others) + 1, 0.0) == 0
 
 
 def test_a_script_that_raises_after_hours_crashed(story):
