@@ -16,10 +16,11 @@ import pytest
 
 from hpctrain.agent import node as module
 from hpctrain.agent import signals
-from hpctrain.agent.node import NodeAgent, RoundHooks
+from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
+from hpctrain.errors import NoCheckpoint
 from hpctrain.run.fence import Attempt
 from tests.support.processes import listening
 
@@ -93,7 +94,12 @@ def _agent(node, port, folder, changes=None):
         told.append(failure.summary)
         return True
 
-    hooks = RoundHooks(begin, deadline, may_restart) if node == 0 else None
+    def resume(_attempt):
+        if not (folder / "nothing-is-whole").exists():
+            return "/out/ckpt.pt"
+        raise NoCheckpoint("nothing is whole")
+
+    hooks = RoundHooks(begin, deadline, may_restart, resume) if node == 0 else None
     _note_forks(folder / f"forks-{node}")
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -115,7 +121,11 @@ def _agent(node, port, folder, changes=None):
         before_ranks=lambda _number: None,
         secret=SECRET,
     )
-    agent.run()
+    try:
+        agent.run()
+    except NothingToResume as error:
+        (folder / f"refused-{node}").write_text(f"{type(error.why).__name__}: {error}")
+        os._exit(0)
     rendezvous.close()
     end = agent.end
     staged = folder / f"end-{node}.new"
@@ -269,3 +279,25 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch,
 
     assert reports.nodes == set(range(nodes))  # also the last one's, at once
     assert len(asked) <= nodes * 60
+
+
+def test_the_ranks_of_all_nodes_are_given_what_the_first_agent_has_chosen(start, tmp_path):
+    start(
+        "import os, pathlib\n"
+        "folder = pathlib.Path(os.environ['HPCTRAIN_ATTEMPT_DIR'])\n"
+        "said = folder / ('given-' + os.environ['RANK'])\n"
+        "said.write_text(os.environ.get('HPCTRAIN_RESUME', ''))\n"
+    )
+
+    assert json.loads(_wait(tmp_path / "end-0"))[0] == "left"
+    given = [(tmp_path / "1" / f"given-{rank}").read_text() for rank in range(2)]
+    assert given == ["/out/ckpt.pt"] * 2
+
+
+def test_where_nothing_can_be_gone_on_from_no_node_starts_a_rank(start, tmp_path):
+    (tmp_path / "nothing-is-whole").touch()
+    start("import os, pathlib\npathlib.Path(os.environ['HPCTRAIN_ATTEMPT_DIR'], 'ran').touch()\n")
+
+    assert _wait(tmp_path / "refused-0") == "NoCheckpoint: nothing is whole"
+    assert _wait(tmp_path / "refused-1") == "CheckpointError: nothing is whole"
+    assert not (tmp_path / "1" / "ran").exists()

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
-from hpctrain.errors import ClusterUnreachable
+from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
@@ -432,6 +432,29 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
         93,
         why,
     )
+
+
+def test_a_run_whose_sealed_checkpoints_are_all_damaged_ends_and_says_what_to_do(story):
+    """Another start would find the same; the program would begin at step 0 and write over them."""
+    error = NoCheckpoint("gpt has sealed 2 checkpoints, and none is whole")
+
+    assert ending(story, Scheduler()).end_without_resume(1, error) == 1
+
+    end, stop = ledger.read(story.run)[-2:]
+    assert (all_fields(end)["reason"], all_fields(end)["next"]) == ("user_error", "stop")
+    assert (stop.kind, stop.fact.detail) == ("run_stopped", str(error))
+
+
+def test_a_disk_that_does_not_give_the_sealed_checkpoint_is_tried_again_by_another_start(story):
+    error = FileSystemFault("out/ckpt.pt cannot be read: Stale file handle")
+    scheduler, requeued = Scheduler(), []
+    scheduler.requeue = lambda: requeued.append(1)
+
+    assert ending(story, scheduler).end_without_resume(1, error) == 0
+    assert requeued
+
+    (end,) = [event for event in ledger.read(story.run) if event.kind == "attempt_ended"]
+    assert (all_fields(end)["reason"], all_fields(end)["next"]) == ("storage_failed", "requeue")
 
 
 @pytest.mark.parametrize(
