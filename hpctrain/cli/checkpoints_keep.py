@@ -77,11 +77,24 @@ Examples:
     "--metric", metavar="NAME", help="Best by this name that the program gave to run.log."
 )
 @click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
+@click.option(
+    "--sealed",
+    is_flag=True,
+    help="The program's own checkpoints instead: all sealed ones but the --keep-last newest whole.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
 @json_option
 @click.pass_obj
 def prune_command(
-    runs: Path, /, run: str, *, highest: bool | None, dry_run: bool, as_json: bool, **flags: Any
+    runs: Path,
+    /,
+    run: str,
+    *,
+    highest: bool | None,
+    sealed: bool,
+    dry_run: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Delete checkpoints that need not be kept.
 
@@ -94,6 +107,13 @@ def prune_command(
 
     directory = find_run(run, runs=runs)
     spec = load_spec(directory.spec)
+    if sealed:
+        from hpctrain.cli.checkpoints_sealed import prune
+
+        is_idle = _idle(directory, spec.cluster) is not None
+        keep = _only_keep_last(highest=highest, **flags)
+        prune(directory, keep, is_idle=is_idle, dry_run=dry_run, as_json=as_json)
+        return
     rules = _rules(spec.settings.checkpoint, highest=highest, **flags)
     idle = _idle(directory, spec.cluster)
     decisions = retention.plan(directory, rules, idle=idle)
@@ -172,6 +192,18 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     answer = ask(run, cluster, history)
     alive = answer.job is not None and answer.job.alive
     return now if answer.asked and not alive else None
+
+
+def _only_keep_last(
+    *, highest: bool | None, keep_last: int | None, **others: int | str | None
+) -> int:
+    from hpctrain.errors import UsageError
+
+    if keep_last is None:
+        raise UsageError("--sealed deletes the program's own files: say how many stay, --keep-last")
+    if highest is not None or any(value is not None for value in others.values()):
+        raise UsageError("--sealed goes with --keep-last alone")
+    return keep_last
 
 
 def _rules(

@@ -134,3 +134,50 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
         echo_json({"run": directory.name, "path": path, "step": seal.step})
         return
     click.echo(path)
+
+
+def prune(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_json: bool) -> None:
+    """Delete all sealed checkpoints but the newest whole ones; files that were not sealed stay.
+
+    Args:
+        run: The run.
+        keep: How many whole ones stay.
+        is_idle: Whether no attempt of the run lives.
+        dry_run: Delete nothing.
+        as_json: Tell it as JSON.
+
+    Raises:
+        RunAlive: its program may be loading or writing them.
+        CheckpointError: one cannot be deleted.
+    """
+    from hpctrain.base.text import size
+    from hpctrain.checkpoint.sealed import resume, seals
+    from hpctrain.errors import RunAlive
+    from hpctrain.terminal import echo_json
+
+    if not is_idle and not dry_run:
+        raise RunAlive(
+            f"nothing of {run.name} was deleted: its program may be using its checkpoints; try "
+            "again when the run has ended"
+        )
+    staying: list[StoredSeal] = []
+    going: list[StoredSeal] = []
+    for stored in seals.listing(run):
+        looked = resume.look(stored)
+        is_kept = looked.state == "unreadable" or (looked.state == "ok" and len(staying) < keep)
+        (staying if is_kept else going).append(stored)
+    paths = {stored.seal.path for stored in staying if stored.seal is not None}
+    freed = sum(stored.seal.size for stored in going if stored.seal is not None)
+    for stored in () if dry_run else going:
+        if stored.seal is not None and stored.seal.path not in paths:
+            seals.remove_files(stored)
+        seals.remove(run, None, stored)
+    if as_json:
+        names = [stored.name for stored in going]
+        echo_json({"run": run.name, "dry_run": dry_run, "freed_bytes": freed, "deleted": names})
+        return
+    for stored in going:
+        path = stored.name if stored.seal is None else stored.seal.path
+        click.echo(f"{path}  {'would go' if dry_run else 'deleted'}")
+    tail = "; nothing was deleted (--dry-run)" if dry_run else ""
+    click.echo(f"{len(going)} sealed of {run.name}, {size(freed)}{tail}")

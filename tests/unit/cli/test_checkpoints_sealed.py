@@ -11,7 +11,8 @@ from hpctrain.checkpoint.format.manifest import bytes_digest
 from hpctrain.checkpoint.sealed import manifest, seals
 from hpctrain.cli import checkpoints
 from hpctrain.cli.cancel import _report
-from hpctrain.errors import FileSystemFault, HpctrainError
+from hpctrain.cli.checkpoints_sealed import prune
+from hpctrain.errors import FileSystemFault, HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
@@ -19,7 +20,7 @@ from hpctrain.status.reader import StatusReader, _checkpoints
 from hpctrain.submit.resume import plan_resume
 from tests.support import checkpoints as support
 from tests.support.fuzzing import cases, chances, odd
-from tests.support.ledger_runs import event_of
+from tests.support.ledger_runs import Story, event_of
 from tests.support.sealed import choose, seal
 
 
@@ -158,6 +159,46 @@ def test_status_and_cancel_name_the_newest_of_the_programs_own(run, out):
     history = RunHistory.of([event_of(1.0, "sealed", 1, {"path": "/out/ckpt.pt"})])
     said = _report("gpt", "7", history, asked=False, saves=False)
     assert said == "cancelled job 7 of gpt; its newest sealed checkpoint is /out/ckpt.pt"
+
+
+def test_prune_deletes_the_programs_own_only_when_asked_and_only_what_was_sealed(run, attempt, out):
+    for step in (200, 250):
+        folder = out / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.bin").write_bytes(b"%d" % step)
+        seal(run, attempt, folder, step)
+    (out / "checkpoint-50" / "notes.txt").write_text("my own")
+
+    prune(run, 1, is_idle=True, dry_run=True, as_json=False)
+    with pytest.raises(HpctrainError, match="may be using"):
+        prune(run, 1, is_idle=False, dry_run=False, as_json=False)
+    assert len(list(out.rglob("model.bin"))) == 5
+    prune(run, 1, is_idle=True, dry_run=False, as_json=True)
+
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoint-250", "checkpoint-50", "pruned"]
+    assert [p.name for p in (out / "checkpoint-50").iterdir()] == ["notes.txt"]
+    assert call(run, "path", "gpt-a") == (0, f"{out / 'checkpoint-250'}\n")
+    assert len(json.loads(call(run, "list", "gpt-a", "--json")[1])["sealed"]) == 1
+
+
+def test_prune_keeps_the_path_of_a_copy_that_stays(run, attempt, tmp_path):
+    path = tmp_path / "ckpt.pt"
+    for step in (1, 2, 3):
+        path.write_bytes(b"%d" % step)
+        seal(run, attempt, path, step, copy=True)
+
+    prune(run, 1, is_idle=True, dry_run=False, as_json=True)
+
+    assert path.read_bytes() == b"3"
+    assert len(list(run.sealed.iterdir())) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--keep-last", "1", "--keep-every", "5"]])
+def test_prune_of_sealed_ones_takes_a_number_and_nothing_else(tmp_path, flags):
+    run = Story(tmp_path / "runs" / "gpt-a").run
+
+    with pytest.raises(UsageError, match="--sealed"):
+        call(run, "prune", "gpt-a", "--sealed", *flags)
 
 
 def proved(raw):
