@@ -265,6 +265,11 @@ class AttemptEnding:
             return f"job {job_id} was cancelled; it does not start again"
         return f"job {job_id} belongs to an older submission of {self._run.name}; it leaves"
 
+    def starts(self) -> int:
+        """How often ranks of the run were started, the newest attempt included."""
+        attempts = self._look(self._end_of).history.attempts
+        return sum(attempt.world_size > 0 for attempt in attempts)
+
     def record_lost_attempt(self) -> None:
         """Write down the end of an attempt that could not do so itself.
 

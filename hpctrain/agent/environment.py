@@ -29,6 +29,7 @@ from hpctrain.base.env import (
     HPCTRAIN_JOB_ID,
     HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_NET_PLUGIN_VERSION,
+    HPCTRAIN_OUTPUT_DIR,
     HPCTRAIN_RESTARTS,
     HPCTRAIN_RUN_DIR,
 )
@@ -90,7 +91,7 @@ class RankEnvironment:
 
         Called on every node, after torch was imported and before the attempt's ranks start.
         """
-        look_anew(self._run.root, self._run.checkpoints)  # for this node's ranks
+        look_anew(self._run.root, self._run.checkpoints, self._run.output)  # for this node's ranks
         directory = self._run.attempt(number)
         versions = versions_here()
         derived, final = self._derive(versions, run_dir=str(directory))
@@ -178,6 +179,7 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
     if COMPILE_CACHE_VARIABLE not in os.environ and COMPILE_CACHE_VARIABLE not in spec.env:
         os.environ[COMPILE_CACHE_VARIABLE] = str(compile_cache(run))
     os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
+    os.environ[HPCTRAIN_OUTPUT_DIR] = str(run.output)
     os.environ[HPCTRAIN_JOB_ID] = context.job_id
     os.environ[HPCTRAIN_RESTARTS] = str(context.restarts)
     os.environ[HPCTRAIN_CLUSTER] = spec.cluster

@@ -7,7 +7,9 @@ failure are the rank's own.
 **Signals.** A rank ignores SLURM's, and what is ignored stays so over exec: a shell could not trap
 it any more. So the program is born with SIGTERM's default action, and with the others (SIGUSR1,
 SIGUSR2, SIGHUP) ignored: those are warnings, of which nothing that has not asked for them may die.
-The scheduler's SIGTERM reaches every process of the job by itself, so the rank passes nothing on.
+The scheduler's SIGTERM reaches every process of the job by itself, so the rank passes none of those
+on; of a stop of which it sends none (`agent/stop_notice.py`) the rank tells a program that catches
+SIGTERM, once.
 A program that ends by it, or after it, has left as it was asked to; were that told as a failure,
 the agent would end the other ranks in the midst of their saves. tests/engines/test_foreign.py holds
 the promises.
@@ -20,13 +22,17 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.signals import PR_SET_CHILD_SUBREAPER, arrivals, note_term
+from hpctrain.agent.stop_notice import send_term
+from hpctrain.base.env import HPCTRAIN_STOP_FILE
 from hpctrain.base.process import die_with_parent
+from hpctrain.base.records import StopCause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +45,8 @@ CANNOT_START = 127
 OWN_TERM_S = 1.0
 """So long after a program that SIGTERM killed its rank may get the same signal."""
 POLL_S = 0.02
+LOOK_S = 0.25
+"""How often the agent's word of a stop is looked for."""
 LINES, LINES_BYTES = 20, 4096
 """What of a log is shown with a failure."""
 
@@ -67,6 +75,8 @@ def run(task: RankTask) -> ProgramEnd:
         die_with_parent(parent)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    stop = Path(os.environ[HPCTRAIN_STOP_FILE])
+    is_late = stop.exists()  # the signal came when there was no program yet
     try:
         child = subprocess.Popen(
             [task.program, *task.args],
@@ -77,10 +87,10 @@ def run(task: RankTask) -> ProgramEnd:
         )
     except OSError as error:
         return ProgramEnd(CANNOT_START, f"cannot be started: {error.strerror} ({error.filename})")
-    code = child.wait()
+    code = _wait(child, stop, is_late=is_late)
     if code == -signal.SIGTERM:
         _await_children()
-    if code != 0 and _is_stop(code):
+    if code != 0 and _is_stop(code, stop):
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         log.info("%s ended %s at the stop", Path(task.program).name, how)
         return ProgramEnd(0)
@@ -106,6 +116,31 @@ def last_lines(path: Path) -> str:
     return "\n".join(text.splitlines()[-LINES:])
 
 
+def _wait(child: subprocess.Popen[bytes], stop: Path, *, is_late: bool) -> int:
+    """The program's exit code; meanwhile it is told of a stop that the scheduler does not tell.
+
+    Args:
+        child: The program.
+        stop: Where the agent tells of a stop.
+        is_late: The scheduler has told of it, before there was a program.
+    """
+    waiting = threading.Thread(target=child.wait, name="hpctrain-program", daemon=True)
+    waiting.start()
+    to_signal = {child.pid}
+    while waiting.is_alive():
+        waiting.join(LOOK_S)
+        if to_signal and (is_late or _cause(stop) not in {"", StopCause.TERM}):
+            send_term(to_signal)
+    return child.wait()
+
+
+def _cause(stop: Path) -> str:
+    try:
+        return stop.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _await_children() -> None:
     """Until all that the program had started is gone; the agent ends it where that is too late."""
     while True:
@@ -115,10 +150,10 @@ def _await_children() -> None:
             return
 
 
-def _is_stop(code: int) -> bool:
+def _is_stop(code: int, stop: Path) -> bool:
     """Whether the program ended because the job is asked to stop, of which its rank hears too."""
     deadline = time.monotonic() + (OWN_TERM_S if code in {-signal.SIGTERM, 143} else 0.0)
-    while not any(arrival.signum == signal.SIGTERM for arrival in arrivals()):
+    while not (stop.exists() or any(one.signum == signal.SIGTERM for one in arrivals())):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

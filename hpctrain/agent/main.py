@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
@@ -29,6 +30,7 @@ from hpctrain.run.event_types import AttemptStarted, OrphanLeft
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
+    from hpctrain.agent.resume_args import ResumeArgs
     from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.event_types import RanksAwaited
     from hpctrain.run.fence import Attempt
@@ -130,6 +132,7 @@ def _run_rounds(
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
+    from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.checkpoint.sealed.start import resume_at_start
 
     imported = time.time()
@@ -151,6 +154,7 @@ def _run_rounds(
             restarts=context.restarts,
             follows=agent.attempt_number if again else None,
         )
+        run.output.mkdir(exist_ok=True)  # before the other nodes look for it
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
         begun = AttemptStarted(
             **fence.identity(run, attempt),
@@ -209,7 +213,17 @@ def _run_rounds(
 
     hooks = None
     if context.node_rank == 0:
-        hooks = RoundHooks(begin, deadline, may_restart, resume, sealing, awaited)
+        hooks = RoundHooks(
+            begin,
+            deadline,
+            may_restart,
+            resume,
+            sealing,
+            awaited,
+            starts=ending.starts,
+            more_args=partial(_more_args, spec),
+            notice=StopNotice(run, context, deadline, lead_s=_lead_s(spec)),
+        )
     agent = NodeAgent(
         workers,
         node=context.nodes[context.node_rank],
@@ -231,6 +245,19 @@ def _run_rounds(
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:
+    """What the program gets beside its own arguments at this start."""
+    from hpctrain.agent.resume_args import resume_args
+
+    run, cwd = spec.settings.run, spec.entry.cwd
+    return resume_args(run, start=start, resume=resume_from, cwd=cwd)
+
+
+def _lead_s(spec: Spec) -> float:
+    """So long before its end a job tells a program of which nobody knows what its save takes."""
+    return max(spec.settings.run.stop_margin_s, spec.settings.slurm.signal_lead_s)
 
 
 def _task(spec: Spec, cpus: list[str]) -> object:

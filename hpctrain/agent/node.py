@@ -26,10 +26,19 @@ from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
-from hpctrain.agent.signals import Orphans, kept
+from hpctrain.agent.resume_args import ResumeArgs
+from hpctrain.agent.signals import Orphans, arrivals, kept
+from hpctrain.agent.stop_notice import StopFile, listens, send_term
 from hpctrain.agent.stragglers import SAY_S, LifeWatch, NodeEnds, in_words
-from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_RESUME
-from hpctrain.base.records import HANG, FailureReport
+from hpctrain.base.env import (
+    HPCTRAIN_ATTEMPT,
+    HPCTRAIN_ATTEMPT_DIR,
+    HPCTRAIN_RESUME,
+    HPCTRAIN_RESUME_ARGS,
+    HPCTRAIN_STARTS,
+    HPCTRAIN_STOP_FILE,
+)
+from hpctrain.base.records import HANG, FailureReport, StopCause
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
+    from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.agent.stragglers import Life
     from hpctrain.run.fence import Attempt
 
@@ -55,6 +65,8 @@ SETTLE_S = 1.0
 ROLL_CALL_S = 5.0
 """So long may another node's agent take to answer that it is alive."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
+STOP = "stop"
+"""News that the ranks should leave, with the cause."""
 LOOK_ANYWAY_S = 5.0
 """So often node 0 looks for reports whatever their count is, and each agent whether what it has
 said still stands there: anybody can change both."""
@@ -115,6 +127,10 @@ class RoundHooks:
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
         awaited: Told which ranks are waited for where others have returned.
+        starts: How often ranks of the run were started, this time included.
+        more_args: What the program gets beside its own arguments at this start, which goes on from
+            a path or None.
+        notice: Whether ranks that ask nobody should leave.
     """
 
     begin: Callable[[int], Attempt]
@@ -123,6 +139,9 @@ class RoundHooks:
     resume: Callable[[Attempt], str | None] = lambda _: None
     sealing: Callable[[Attempt], SealWatch] | None = None
     awaited: Callable[[RanksAwaited], None] = lambda _: None
+    starts: Callable[[], int] = lambda: 1
+    more_args: Callable[[int, str | None], ResumeArgs] = lambda _start, _resume: ResumeArgs()
+    notice: StopNotice | None = None
 
 
 @dataclass
@@ -207,6 +226,9 @@ class NodeAgent(LocalElasticAgent):
         self._signed: SignedStore | None = None
         self._refused: CheckpointError | None = None
         self._sealing: AbstractContextManager[SealWatch | None] = nullcontext()
+        self._stop_file = StopFile()
+        self._stop_told = False
+        self._to_signal: set[int] = set()
         self._round = 0
         self._news = self._published = 0
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
@@ -216,6 +238,12 @@ class NodeAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         del role
+        try:
+            return self._run_rounds()
+        finally:
+            self._stop_file.remove()
+
+    def _run_rounds(self) -> RunResult:
         group = self._worker_group
         orphans = Orphans()
         self._initialize_workers(group)
@@ -248,11 +276,14 @@ class NodeAgent(LocalElasticAgent):
         os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
         os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
         self._set_resume()
+        self._prepare_stop()
         with kept():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         # Torch has ranks that returned wait for the others of their node. They end at once instead:
         # who has returned is seen, and one that never returns keeps no other one.
         getattr(self._pcontext, "_worker_finished_event").set()  # noqa: B009 - mypy: torch's own
+        if self._stop_file.cause is not None:  # of a SIGTERM that came before there were ranks
+            self._to_signal = {process.pid for process in self._processes()}
         for process in self._processes():
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill
@@ -295,7 +326,9 @@ class NodeAgent(LocalElasticAgent):
 
     def _chosen(self, hooks: RoundHooks, attempt: Attempt) -> dict[str, Any]:
         try:
-            return {"path": hooks.resume(attempt)}
+            path = hooks.resume(attempt)
+            start = hooks.starts()
+            return {"path": path, "start": start, "more": asdict(hooks.more_args(start, path))}
         except Fenced:
             raise
         except CheckpointError as error:
@@ -312,6 +345,8 @@ class NodeAgent(LocalElasticAgent):
         if said.get("refused"):
             self._say_goodbye()
             raise NothingToResume(self._refused or CheckpointError(said["refused"]))
+        os.environ[HPCTRAIN_STARTS] = str(said["start"])
+        os.environ[HPCTRAIN_RESUME_ARGS] = json.dumps(said["more"])
         if said["path"]:
             os.environ[HPCTRAIN_RESUME] = said["path"]
         else:
@@ -328,6 +363,8 @@ class NodeAgent(LocalElasticAgent):
             multiprocessing.connection.wait(  # those of ended ranks are always ready
                 [one.sentinel for one in self._processes() if one.exitcode is None], timeout=POLL_S
             )
+            self._hear_term()
+            self._send_term()
             if not reported:
                 reported = self._report_if_over()
                 self._tell_ends()
@@ -338,6 +375,39 @@ class NodeAgent(LocalElasticAgent):
                     self._publish(asdict(verdict))
             if verdict is not None:
                 return verdict
+
+    def _prepare_stop(self) -> None:
+        """No stop is told of so far; but one whose SIGTERM has come already is."""
+        self._stop_file.renew()
+        self._stop_told = False
+        self._to_signal = set()
+        os.environ[HPCTRAIN_STOP_FILE] = str(self._stop_file.path)
+        self._hear_term()
+
+    def _hear_term(self) -> None:
+        """The scheduler's SIGTERM: it has reached the ranks too."""
+        if any(arrival.signum == signal.SIGTERM for arrival in arrivals()):
+            self._stop_file.tell(StopCause.TERM)
+
+    def _look_for_stop(self, notice: StopNotice) -> None:
+        """Node 0: tell all agents, once, that their ranks should leave."""
+        if not self._stop_told and (cause := notice.look(self._rank_0_listens)) is not None:
+            self._stop_told = True
+            self._publish({STOP: cause})
+
+    def _send_term(self) -> None:
+        """To ranks that catch it by now; the number of one that has ended may be another's."""
+        if self._to_signal:
+            self._to_signal &= {rank.pid for rank in self._processes() if rank.exitcode is None}
+            send_term(self._to_signal)
+
+    def _rank_0_listens(self) -> bool:
+        return any(listens(process.pid) for process in self._processes()[:1])
+
+    def _tell_of_stop(self, cause: StopCause) -> None:
+        if self._stop_file.cause is None and cause is not StopCause.TERM:
+            self._to_signal = {process.pid for process in self._processes()}
+        self._stop_file.tell(cause)
 
     def _say_again(self) -> None:
         """Say again what was written over, and have node 0 look at once.
@@ -405,6 +475,8 @@ class NodeAgent(LocalElasticAgent):
         """Node 0: is the round over, and how? None while it goes on."""
         self._gather(reports)
         verdict = hooks.deadline.look()  # before a failure is judged: a signal may be its cause
+        if hooks.notice is not None:
+            self._look_for_stop(hooks.notice)
         if len(reports.nodes) == self._node_count and not reports.failures:
             return RoundEnd("left")
         if reports.first_failure_at is not None:
@@ -518,7 +590,7 @@ class NodeAgent(LocalElasticAgent):
         self._published += 1
 
     def _read_news(self) -> RoundEnd | None:
-        """The verdict, if it has come; a roll call is answered."""
+        """The verdict, if it has come; a roll call is answered, a stop is told to the ranks."""
         raw = self._news_store.get(self._key(f"news/{self._news}"))
         if raw is None:
             return None
@@ -528,6 +600,9 @@ class NodeAgent(LocalElasticAgent):
             return None
         if raw == AWAIT_ENDS:
             self._life = LifeWatch(self._end_wait_s)
+            return None
+        if STOP in raw:
+            self._tell_of_stop(StopCause(raw[STOP]))
             return None
         raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
         return RoundEnd(**raw)

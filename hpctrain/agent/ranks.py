@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent import foreign, nsys, signals, task_variables
 from hpctrain.agent.cpus import bind
-from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_NODE
+from hpctrain.agent.resume_args import ResumeArgs, line
+from hpctrain.base.env import (
+    HPCTRAIN_ATTEMPT_DIR,
+    HPCTRAIN_NODE,
+    HPCTRAIN_NSYS,
+    HPCTRAIN_RESUME_ARGS,
+)
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.base.log import configure
 from hpctrain.base.process import die_with_parent, print_to
@@ -65,9 +71,7 @@ def run_rank(task: RankTask) -> None:
     configure(f"rank {rank}")
     bind(task.cpus)
     os.environ.update(task_variables.of_rank(os.environ))
-    if task.local_rank:
-        number = f"{task.local_rank}={os.environ['LOCAL_RANK']}"
-        task = replace(task, args=[number, *task.args], local_rank="")
+    task = _with_args(task, rank)
     try:
         if not nsys.run_below(task, rank, attempt_dir):
             if task.program:
@@ -88,6 +92,19 @@ def run_rank(task: RankTask) -> None:
         _end_children()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _with_args(task: RankTask, rank: int) -> RankTask:
+    """The task with the arguments that only this rank, or only this start, has."""
+    if HPCTRAIN_NSYS in os.environ:
+        return task  # it has them
+    first = [f"{task.local_rank}={os.environ['LOCAL_RANK']}"] if task.local_rank else []
+    more = ResumeArgs(**json.loads(os.environ.get(HPCTRAIN_RESUME_ARGS, "{}")))
+    if task.module:
+        return task
+    if more.why and rank == 0:
+        log.info("%s", line(more))
+    return replace(task, args=[*first, *task.args, *more.words])
 
 
 def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list[FailureReport]:

@@ -36,6 +36,8 @@ HPCTRAIN_NODES = "HPCTRAIN_NODES"
 """Names of the job's nodes, with commas. Set by the batch script; read by preflights."""
 HPCTRAIN_NSYS = "HPCTRAIN_NSYS"
 """Whether this rank runs below nsys, and must not start another. Set by agents; read by ranks."""
+HPCTRAIN_OUTPUT_DIR = "HPCTRAIN_OUTPUT_DIR"
+"""Folder of the run's own for what the program writes. Set by agents; read by users' programs."""
 HPCTRAIN_PORT = "HPCTRAIN_PORT"
 """Port at which the nodes meet. Set by the batch script; read by agents and preflights."""
 HPCTRAIN_PREFLIGHT_KEY = "HPCTRAIN_PREFLIGHT_KEY"
@@ -49,9 +51,18 @@ HPCTRAIN_RESTARTS = "HPCTRAIN_RESTARTS"
 HPCTRAIN_RESUME = "HPCTRAIN_RESUME"
 """Path of the program's newest whole sealed checkpoint; unset without one.
 Set by agents; read by ranks and users' programs."""
+HPCTRAIN_RESUME_ARGS = "HPCTRAIN_RESUME_ARGS"
+"""Arguments that are added to the program's own at this start, as JSON.
+Set by agents; read by ranks."""
 HPCTRAIN_RUN_DIR = "HPCTRAIN_RUN_DIR"
 """The run's directory.
-Set by submit, agents and `hpctrain train`; read by the batch script and ranks."""
+Set by submit, agents and `hpctrain train`; read by the batch script, ranks and users' programs."""
+HPCTRAIN_STARTS = "HPCTRAIN_STARTS"
+"""How often the run's ranks were started, over all its jobs: 1 at the first start.
+Set by agents; read by users' programs."""
+HPCTRAIN_STOP_FILE = "HPCTRAIN_STOP_FILE"
+"""Path of a file on this node that is there as soon as the ranks should leave.
+Set by agents; read by ranks and users' programs."""
 HPCTRAIN_TOKEN = "HPCTRAIN_TOKEN"  # noqa: S105 - a name
 """By which a submission is known. Set by submit; read by the batch script and agents."""
 

@@ -55,6 +55,7 @@ def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -
 
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
+    from hpctrain.base.env import HPCTRAIN_STOP_FILE
     from hpctrain.history.progress import progress
     from hpctrain.history.telling import listens, telling
 
@@ -70,8 +71,8 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
     lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
     if not listens(history):
         lines.append(
-            "its program has not called hpctrain.init() so far; one that never does must look for "
-            "the stop by itself (docs/watching.md): else "
-            f"`hpctrain cancel {name}` ends it at once"
+            "its program has not called hpctrain.init() so far; one that never does hears of it by "
+            f"SIGTERM, if it catches that, and by {HPCTRAIN_STOP_FILE} (docs/environment.md); one "
+            f"that heeds neither goes on: `hpctrain cancel {name}` ends it at once"
         )
     return "\n".join(lines)

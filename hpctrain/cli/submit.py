@@ -37,6 +37,7 @@ Examples:
   hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
   hpctrain submit --nodes 2 --ranks-per-node 4 -- -m package.train --lr 3e-4
   hpctrain submit --nodes 2 -- ./any.sh                 also: bash x, uv run x, a binary
+  hpctrain submit --resume-args '--init_from=resume' --resume-if 'out/ckpt.pt' -- train.py
   hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
   hpctrain submit --nodes 4 --wait                      look on until the first step is done
@@ -89,6 +90,14 @@ class _Submit(click.Command):
 )
 @click.option(
     "--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks; no secrets."
+)
+@click.option(
+    "--resume-args",
+    metavar="ARGS",
+    help="Added to PROGRAM's own from its second start on, e.g. --init_from=resume.",
+)
+@click.option(
+    "--resume-if", metavar="GLOB", help="Add them where files match instead, e.g. 'out/*.pt'."
 )
 @click.option(
     "--snapshot/--no-snapshot",

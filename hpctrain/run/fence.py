@@ -161,6 +161,19 @@ def look_anew(*folders: Path) -> None:
             name.unlink()
 
 
+def stop_is_asked(request: Path, job_id: str) -> bool:
+    """Whether `cancel --save` has left its request for this job.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        asked = json.loads(left_text(request))
+    except ValueError:  # none, or seen while NFS still shows half of it
+        return False
+    return isinstance(asked, dict) and str(asked.get("job_id")) == job_id
+
+
 def left_text(path: Path) -> str:
     """What a file says that another node may leave at any moment; "" while there is none.
 

@@ -8,7 +8,6 @@ tests/unit/runtime/test_requests.py holds the promises.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
 from hpctrain.profile.files import ProfileRequest, read_request
-from hpctrain.run.fence import left_text
+from hpctrain.run.fence import stop_is_asked
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.world import one_line
 
@@ -128,11 +127,7 @@ class Rank0Requests:
                 log.warning("cannot look at %s (%s); looks again", what, one_line(error))
 
     def _look_for_stop(self) -> None:
-        try:
-            request = json.loads(left_text(self._request))
-        except ValueError:  # none, or seen while NFS still shows half of it
-            return
-        if isinstance(request, dict) and str(request.get("job_id")) == self._job_id:
+        if stop_is_asked(self._request, self._job_id):
             self.stop = STOP_USER
 
     def _hear_what_was_missed(self) -> None:

@@ -521,6 +521,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     _check_header(settings, origins)
     _check_model(settings, origins)
     check_hooks(settings, origins)
+    _check_resume_args(settings, origins)
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
     notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
     return Chosen(notes=notes) + fit_lead(settings, origins)
@@ -559,6 +560,19 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
             ours = [name for name in names if name in _OURS] if key == "extra" else []
             if ours:
                 raise UsageError(f"{where} has {option}, which hpctrain sets; use {_OURS[ours[0]]}")
+
+
+def _check_resume_args(settings: Settings, origins: Mapping[str, str]) -> None:
+    where = _told("run.resume_args", origins)
+    try:
+        words = shlex.split(settings.run.resume_args)
+    except ValueError as error:
+        raise UsageError(f"{where} cannot be taken apart into words: {error}") from None
+    if settings.run.resume_if and not words:
+        raise UsageError(
+            f"{_told('run.resume_if', origins)} is of no use without run.resume_args, which are "
+            "added where it matches"
+        )
 
 
 def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:

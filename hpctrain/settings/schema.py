@@ -96,6 +96,16 @@ class RunSettings(Table):
         choices=("auto", "yes", "no"),
     )
     log_every_s: float = setting(5.0, "seconds between step marks in the ledger")
+    resume_args: str = setting(
+        "",
+        "arguments added to the program's own where it has something to go on from, e.g. "
+        "--init_from=resume; {checkpoint} in them is its newest sealed checkpoint",
+    )
+    resume_if: str = setting(
+        "",
+        "where that is: files that match, e.g. out/*.pt (relative to the working directory); empty: "
+        "from the second start on, or where there is a sealed checkpoint",
+    )
     group_writable: bool = setting(
         False,
         "the run's group may write into it; false: nobody else can, whatever the umask, and what "

@@ -75,6 +75,8 @@ def secrets_of(
         where = env_origins.get(name, "env")
         secrets += _of_pair(where, name, value) or _of_urls(where, name, value)
     secrets += _of_words("an argument of the script", args)
+    where = f"{origins.get('run.resume_args', 'default')}: run.resume_args"
+    secrets += _of_words(where, _split(settings.run.resume_args))
     texts = [("slurm.setup", line) for line in settings.slurm.setup]
     texts.append(("notify.command", settings.notify.command))
     for path, text in texts:

@@ -67,7 +67,7 @@ class Launcher:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedCount:
     """A number that a launcher was given, with the words that said so."""
 
     what: str
@@ -91,7 +91,7 @@ class Unwrapped:
     command: list[str]
     is_final: bool = True
     env: dict[str, tuple[str, str]] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[AskedCount] = field(default_factory=list)
     local_rank: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -298,7 +298,7 @@ def unwrap(command: Sequence[str]) -> Unwrapped | None:
     return None if launcher is None else _read(name, launcher, rest)
 
 
-def disagreements(asked: Sequence[Asked], slurm: SlurmSettings) -> list[str]:
+def disagreements(asked: Sequence[AskedCount], slurm: SlurmSettings) -> list[str]:
     """Where a launcher was given other numbers than the job will have, in words."""
     from hpctrain.settings.check import node_range
 
@@ -344,7 +344,7 @@ def _read(name: str, launcher: Launcher, words: list[str]) -> Unwrapped:
                 raise UsageError(f"-- {name} {shown}: {option.detail}")
             case "nodes" | "ranks" | "world":
                 _check_number(said, option.meaning, value or "")
-                result.asked.append(Asked(option.meaning, value or "", said))
+                result.asked.append(AskedCount(option.meaning, value or "", said))
             case "variable":
                 result.env[option.detail] = (_variable(said, option, value), f"{name} {shown}")
             case "module" | "program":

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.scheduler.base import Accounting, Cluster
-    from hpctrain.settings.schema import Settings
+    from hpctrain.settings.schema import RunSettings, Settings
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
     from hpctrain.submit.program import NamedProgram
@@ -98,6 +98,10 @@ class SubmitRequest:
     """Keys of [profile] with their values."""
     nsys: int | None = None
     """The rank to start under nsys."""
+    resume_args: str | None = None
+    """Arguments of the program where it has something to go on from."""
+    resume_if: str | None = None
+    """Files by which that is known."""
     name: str | None = None
     config: Path | None = None
     sets: Sequence[str] = ()
@@ -189,7 +193,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         from hpctrain.submit.launchers import disagreements
 
         notes += disagreements(program.asked, settings.slurm)
-    notes += _without_effect(origins, cluster, entry)
+    notes += [*_resume_note(settings.run, entry), *_without_effect(origins, cluster, entry)]
     notes += cluster.notes(settings, site, accounting)
     notes += check_versions(settings, cluster.setup_lines(site))
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
@@ -370,6 +374,8 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "slurm.qos": ("--qos", request.qos),
         **engine_flags(request.engine, request.mesh),
         **profile_flags(request.profile, request.nsys),
+        "run.resume_args": ("--resume-args", request.resume_args),
+        "run.resume_if": ("--resume-if", request.resume_if),
         "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
     }
 
@@ -387,6 +393,18 @@ def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) 
             script = Path(entry.path).name
             notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")
     return notes
+
+
+def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
+    if not run.resume_args:
+        return []
+    if entry.kind == "recipe":
+        return ["run.resume_args are for a program behind --; the shipped recipe resumes by itself"]
+    when = f"where {run.resume_if} matches" if run.resume_if else "from the second start on"
+    sealed = ", or where it has a sealed checkpoint"
+    if "{checkpoint}" in run.resume_args:
+        when, sealed = "where it has a sealed checkpoint", ""
+    return [f"added to the program's arguments {when}{sealed}: {run.resume_args}"]
 
 
 def _program(request: SubmitRequest) -> NamedProgram:

@@ -31,7 +31,7 @@ from hpctrain.submit.launchers import LAUNCHERS, MODULES, inside, unwrap
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.submit.launchers import Asked
+    from hpctrain.submit.launchers import AskedCount
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -53,7 +53,7 @@ class NamedProgram:
 
     entry: Entry
     env: dict[str, tuple[str, str]] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[AskedCount] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 

@@ -14,6 +14,7 @@ from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.profile import files
 from hpctrain.profile.files import ProfileRequest
+from hpctrain.run import fence
 from hpctrain.run.fence import left_text
 from hpctrain.runtime import requests as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
@@ -63,7 +64,7 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.005)
-    for reader in (module, files):
+    for reader in (fence, files):
         monkeypatch.setattr(reader, "left_text", _left_text)
 
 

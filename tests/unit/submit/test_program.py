@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError, NotFound, UsageError
+from hpctrain.submit.prepare import SubmitRequest, prepare
 from hpctrain.submit.program import read_program
 
 SHELL = shutil.which("bash")
@@ -178,3 +180,50 @@ def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
 
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, HpctrainError)
+
+
+@pytest.mark.parametrize(
+    ("asked", "note"),
+    [
+        (
+            {"resume_args": "-r x"},
+            "from the second start on, or where it has a sealed checkpoint: -r x",
+        ),
+        (
+            {"resume_args": "-r", "resume_if": "o/*"},
+            "where o/\\* matches, or where it has a sealed",
+        ),
+        (
+            {"resume_args": "-r {checkpoint}"},
+            "arguments where it has a sealed checkpoint: -r {check",
+        ),
+    ],
+)
+def test_what_later_starts_get_is_said(work, asked, note):
+    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), command=("train.py",), **asked)
+    prepared = prepare(request)
+
+    assert prepared.spec.settings.run.resume_args == asked["resume_args"]
+    assert [said for said in prepared.notes if re.search(note, said)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"resume_args": "'open"}, "--resume-args: run.resume_args .*into words: No closing"),
+        (
+            {"resume_if": "out/*"},
+            "--resume-if: run.resume_if .*is of no use without run.resume_args",
+        ),
+    ],
+)
+def test_arguments_for_later_starts_that_make_no_sense_are_refused(work, asked, message):
+    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), command=("train.py",), **asked)
+    with pytest.raises(UsageError, match=message):
+        prepare(request)
+
+
+def test_the_shipped_recipe_needs_no_such_arguments(work):
+    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), resume_args="-r")
+
+    assert any("the shipped recipe resumes by itself" in note for note in prepare(request).notes)

@@ -1,0 +1,49 @@
+"""Arguments for a later start are added where there is something to go on from, and only there."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.agent.resume_args import ResumeArgs, line, resume_args
+from hpctrain.settings.schema import RunSettings
+
+
+def added(tmp_path, args, pattern="", *, start=1, resume=None):
+    settings = RunSettings(resume_args=args, resume_if=pattern)
+    return resume_args(settings, start=start, resume=resume, cwd=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "at", "words"),
+    [
+        (("", ""), (2, "/c"), ()),
+        (("--init_from=resume", ""), (1, None), ()),
+        (("--init_from=resume", ""), (2, None), ("--init_from=resume",)),
+        (("--init_from=resume", ""), (1, "/c"), ("--init_from=resume",)),
+        (("--from {checkpoint}/x", ""), (1, "/c d"), ("--from", "/c d/x")),
+        (("--from {checkpoint}", ""), (2, None), ()),
+        (("--from {checkpoint}", "out/*.pt"), (2, None), ()),
+        (("'a b' c", "out/*.pt"), (1, None), ("a b", "c")),
+        (("-r", "none/*.pt"), (2, None), ()),
+        (("-r", "none/*.pt"), (2, "/c"), ("-r",)),
+        (("-r", "**/deep.pt"), (1, None), ("-r",)),
+        (("-r", "$OUT_FOLDER/ckpt.pt"), (1, None), ("-r",)),
+        (("-r", "$NO_SUCH_VARIABLE/ckpt.pt"), (2, None), ()),
+    ],
+)
+def test_when_they_are_added(tmp_path, monkeypatch, given, at, words):
+    start, resume = at
+    (tmp_path / "out" / "sub").mkdir(parents=True)
+    (tmp_path / "out" / "ckpt.pt").touch()
+    (tmp_path / "out" / "sub" / "deep.pt").touch()
+    monkeypatch.setenv("OUT_FOLDER", str(tmp_path / "out"))
+
+    assert added(tmp_path, *given, start=start, resume=resume).words == words
+
+
+def test_each_start_says_why(tmp_path):
+    assert line(added(tmp_path, "-r", start=3)) == (
+        "arguments added, since this is start 3 of the run: -r"
+    )
+    assert line(added(tmp_path, "-r", "x*")) == "no arguments added: nothing matches x*"
+    assert added(tmp_path, "") == ResumeArgs()
