@@ -38,6 +38,8 @@ REST = 20.0
 """After a look the thread rests so many times as long as it took, at least."""
 NEWEST = 3
 """So many sealed ones are looked at closely in each look; of the others the folder's time alone."""
+JOIN_S = 5.0
+"""A disk that does not answer must not keep the attempt's end from being decided."""
 PROC = Path("/proc")
 _WRITES = os.O_WRONLY | os.O_RDWR
 
@@ -98,7 +100,10 @@ class SealWatch:
         if self._unsealed is None:
             return
         self._over.set()
-        self._thread.join()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.warning("a disk does not answer; what the program saved last is not sealed")
+            return
         if self.returned and kind is None:
             self._leave_word()
             if not self._is_stopping():

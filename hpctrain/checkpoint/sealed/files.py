@@ -2,7 +2,7 @@
 
 Others may write where a program saves, and what it loads is often run (a pickle). So only ordinary
 files of this user's are sealed, and no link is followed below the path that is sealed. Of a run
-that its group shares, files may be anybody's. tests/unit/checkpoint/sealed/test_seal_files.py holds
+that its group shares, files may be anybody's. tests/unit/checkpoint/sealed/test_resume.py holds
 the promises.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -28,8 +27,6 @@ from hpctrain.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from io import FileIO
-
-T = TypeVar("T")
 
 COPY_BYTES = 64 << 20
 _NO_RANGE = frozenset(
@@ -117,7 +114,8 @@ def sealed_file(
             os.fsync(source.fileno())
         else:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            digest = _copied(source.fileno(), copy, lambda target: _digest(target, on_bytes))
+            _copied(source.fileno(), copy, on_bytes)
+            digest = digest_of(copy, on_bytes)
         status = os.fstat(source.fileno())
     if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
         raise CheckpointError(f"{path} was changed while it was sealed; seal what is written out")
@@ -150,22 +148,24 @@ def _digest(descriptor: int, on_bytes: Callable[[int], object] | None) -> str:
     return PREFIX + hasher.hexdigest()
 
 
-def _copied(source: int, copy: Path, then: Callable[[int], T]) -> T:
+def _copied(source: int, copy: Path, on_bytes: Callable[[int], object] | None = None) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     target = os.open(copy, flags, 0o666)
     try:
-        _copy_bytes(source, target)
+        _copy_bytes(source, target, on_bytes or (lambda _: None))
         os.fsync(target)
-        return then(target)
     finally:
         os.close(target)
 
 
-def _copy_bytes(source: int, target: int) -> None:
-    """By the file system itself where it can: it may share the blocks, and no byte is moved."""
+def _copy_bytes(source: int, target: int, on_bytes: Callable[[int], object]) -> None:
+    """Told of each part as of none read: whoever listens may want the copy to end.
+
+    By the file system itself where it can: it may share the blocks, and no byte is moved.
+    """
     try:
         while os.copy_file_range(source, target, COPY_BYTES):
-            pass
+            on_bytes(0)
     except OSError as error:
         if error.errno not in _NO_RANGE:
             raise
@@ -180,7 +180,9 @@ def _copy_bytes(source: int, target: int) -> None:
         open(source, "rb", buffering=0, closefd=False) as reader,
         open(target, "wb", buffering=0, closefd=False) as writer,
     ):
-        shutil.copyfileobj(reader, writer, READ_BYTES)
+        while part := reader.read(READ_BYTES):
+            on_bytes(0)
+            writer.write(part)
 
 
 def flush_tree(root: Path) -> None:
@@ -218,4 +220,4 @@ def put_back(copy: Path, path: Path) -> None:
 def _put(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _open(source) as file:
-        _copied(file.fileno(), target, lambda _: None)
+        _copied(file.fileno(), target)

@@ -2,7 +2,7 @@
 
 A seal is staged beside the others, with its copy where it has one, flushed, and renamed under the
 run's lock by the newest attempt alone. Whatever dies in between leaves a staged folder, which
-nobody looks at. tests/unit/checkpoint/sealed/test_seals.py holds the promises.
+nobody looks at. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
 """
 
 from __future__ import annotations
@@ -335,6 +335,8 @@ def remove(run: RunDir, attempt: Attempt | None, stored: StoredSeal) -> None:
         with run_lock(run) if attempt is None else publishing(run, attempt):
             stored.folder.rename(going)
         remove_tree(going)
+    except FileNotFoundError:  # the program's ranks and the agent both tidy up
+        return
     except OSError as error:
         raise CheckpointError(f"{stored.name} cannot be removed: {error}") from error
 

@@ -1,6 +1,6 @@
 """What the ranks of an attempt go on from, written down: asked once before they start.
 
-tests/unit/checkpoint/sealed/test_start.py holds the promises.
+tests/unit/agent/test_sealing.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the patterns of `checkpoint.sealed` stand for and nobody has sealed so far.
 
 Only what was changed since the run's first start counts: the checkpoints of an earlier run in the
-same folder are not this run's. tests/unit/checkpoint/sealed/test_unsealed.py holds the promises.
+same folder are not this run's. tests/unit/agent/test_sealing.py holds the promises.
 """
 
 from __future__ import annotations

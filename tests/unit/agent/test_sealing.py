@@ -10,6 +10,7 @@ import pytest
 from hpctrain.agent.sealing import SealWatch, is_open_for_writing
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.start import resume_at_start
+from hpctrain.errors import Fenced
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import AttemptStarted
 from hpctrain.run.fence import identity
@@ -204,6 +205,9 @@ def test_a_newer_attempt_ends_the_sealing(run):
     save(watched, "out/ckpt-50.pt")
     next_attempt(run)
 
+    watched.look()
+    with pytest.raises(Fenced):
+        watched.look(SETTLE_S)
     assert watched.left(returned=True) == []
 
 

@@ -181,6 +181,56 @@ def test_a_newer_file_that_its_own_checksums_prove_is_sealed_and_taken(run, atte
     assert seals.listing(run)[0].seal.by == "agent"
 
 
+def test_an_older_archive_in_the_place_of_the_newest_is_not_taken_for_newer(run, attempt, out):
+    path = out / "ckpt.pt"
+    archive(path, b"step 50")
+    first = seal(run, attempt, path, 50)
+    older = path.stat().st_mtime_ns - 10**9
+    archive(path, b"from a backup")
+    os.utime(path, ns=(older, older))
+
+    taken = choose(run, attempt)
+
+    assert (taken.step, taken.put_back) == (50, True)
+    assert path.read_bytes() == first.copy.read_bytes()
+
+
+def test_what_is_gone_is_not_waited_for(run, attempt, out, monkeypatch):
+    for step in (50, 100):
+        seal(run, attempt, folder_of(out, step), step)
+    (out / "checkpoint-100").rename(out / "away")
+
+    def waits(_):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("hpctrain.checkpoint.format.patience.time.sleep", waits)
+    assert choosing.Choice(run, attempt, patience_s=60).choose().step == 50
+
+
+@pytest.mark.parametrize("range_works", [True, False])
+def test_a_copy_ends_where_whoever_listens_wants_it(run, attempt, out, monkeypatch, range_works):
+    path = out / "ckpt.pt"
+    path.write_bytes(b"weights" * 1000)
+    plan = seals.begin(run, attempt, path, step=None, copy=True)
+
+    def no_range(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    class Ended(Exception):
+        pass
+
+    def end(count):
+        assert count == 0, "while it is copied"
+        raise Ended
+
+    if not range_works:
+        monkeypatch.setattr(os, "copy_file_range", no_range)
+    with pytest.raises(Ended):
+        plan.seal_file(plan.files[0], end)
+    seals.discard(plan)
+    assert seal(run, attempt, path, None).copy.read_bytes() == path.read_bytes()
+
+
 @pytest.mark.parametrize("keep", [0.2, 0.9, 0.999])
 def test_a_newer_archive_that_a_kill_has_cut_is_not_taken(run, attempt, out, keep):
     path = out / "ckpt.pt"
@@ -246,6 +296,18 @@ def test_an_error_of_the_file_system_is_no_damage(run, attempt, out, monkeypatch
     assert (out / "checkpoint-100").exists()
 
 
+def test_a_seal_that_the_disk_does_not_give_is_no_damage(run, attempt, out, monkeypatch):
+    for step in (50, 100):
+        seal(run, attempt, folder_of(out, step), step)
+
+    def stale(path, most_bytes=0):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("hpctrain.checkpoint.sealed.manifest.read_plain", stale)
+    with pytest.raises(FileSystemFault, match="Stale file handle"):
+        choose(run, attempt)
+
+
 def test_it_is_tried_again_for_a_while(run, attempt, out, monkeypatch):
     seal(run, attempt, folder_of(out, 50), 50)
     tries, digest_of = [], unit.digest_of
@@ -297,6 +359,7 @@ def test_what_is_no_ordinary_file_of_ours_is_not_sealed(run, attempt, out, kind,
         belongs_to_another(monkeypatch, path / "model.bin")
     elif kind == "own":
         path = run.checkpoints
+        (path / "file").write_bytes(b"ours")
     else:
         path = run.root.parent
 
