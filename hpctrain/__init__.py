@@ -27,7 +27,9 @@ if TYPE_CHECKING:
         cut_step,
     )
     from hpctrain.data.loader import Loader, LoaderOptions
+    from hpctrain.data.mixture import Mixture
     from hpctrain.data.order import SampleOrder
+    from hpctrain.data.packing import PackedDocuments, cu_seqlens
     from hpctrain.data.streams import TokenSequences
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
@@ -57,8 +59,10 @@ _HOMES = {
     "Microbatch": "hpctrain.engines.engine",
     "MicrobatchRules": "hpctrain.data.batches",
     "MicrobatchSamples": "hpctrain.data.batches",
+    "Mixture": "hpctrain.data.mixture",
     "ModelPlan": "hpctrain.engines.parallelize",
     "ModelShape": "hpctrain.plan.mesh",
+    "PackedDocuments": "hpctrain.data.packing",
     "Run": "hpctrain.runtime.run",
     "SampleOrder": "hpctrain.data.order",
     "Settings": "hpctrain.settings.schema",
@@ -74,6 +78,7 @@ _HOMES = {
     "World": "hpctrain.world",
     "broadcast": "hpctrain.world",
     "cancel": "hpctrain.api",
+    "cu_seqlens": "hpctrain.data.packing",
     "cut_step": "hpctrain.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",
@@ -100,8 +105,10 @@ __all__ = [
     "Microbatch",
     "MicrobatchRules",
     "MicrobatchSamples",
+    "Mixture",
     "ModelPlan",
     "ModelShape",
+    "PackedDocuments",
     "Run",
     "SampleOrder",
     "Settings",
@@ -118,6 +125,7 @@ __all__ = [
     "__version__",
     "broadcast",
     "cancel",
+    "cu_seqlens",
     "cut_step",
     "dcp",
     "errors",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hpctrain.data.batches import ANY_PASSES, MicrobatchRules, StepBatch, cut_step
+from hpctrain.data.mixture import Mixture, MixtureOrder
 from hpctrain.data.order import FileOrder, SampleOrder
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -181,6 +182,9 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: equal on all ranks. `global_batch` is for the reader only."""
+        mixture = {}
+        if isinstance(self._order, MixtureOrder):
+            mixture = {"mixture": self._order.state_dict()}
         return {
             "samples_consumed": self.consumed,
             "epoch": self._at.epoch,
@@ -188,6 +192,7 @@ class Loader:
             "seed": self._order.seed,
             "size": self._order.size,
             "global_batch": self._rules.global_batch,
+            **mixture,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,6 +213,9 @@ class Loader:
         epoch, offset = divmod(consumed, self._order.size)
         if "epoch" in state:  # GlobalBatches has none: it leaves nothing out at an epoch's end
             epoch, offset = _count(state, "epoch"), _count(state, "epoch_samples")
+        if isinstance(self._order, MixtureOrder):
+            position = epoch * self._order.size + offset
+            self._order.load_state_dict(state.get("mixture"), position)
         self._at, self.consumed = _EpochPlace(epoch, offset), consumed
 
     # ---- the walk
@@ -344,7 +352,11 @@ def make_loader(
     """
     size = length_of(dataset)
     _check(rules, size)
-    order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
+    order: WalkOrder
+    if isinstance(dataset, Mixture):
+        order = dataset.sample_order(rules.seed)
+    else:
+        order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
     torchs = _torch_options(options)
     return Loader(dataset, order, rules, place=place, watch=watch, options=torchs)
 

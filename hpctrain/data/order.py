@@ -129,25 +129,25 @@ class SampleOrder:
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix_many(right ^ np.uint64(key)) & mask)
+            left, right = right, left ^ (mixed_many(right ^ np.uint64(key)) & mask)
         return left << bits | right
 
     def _permute(self, value: int, keys: tuple[int, ...]) -> int:
         mask = (1 << self._half_bits) - 1
         left, right = value >> self._half_bits, value & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mixed(right ^ key) & mask)
         return left << self._half_bits | right
 
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     # Two mixings, so that (seed, epoch + 1) and (seed + 1, epoch) have nothing in common.
-    start = _mix(_mix(seed) ^ epoch)
-    return tuple(_mix(start + number * _GOLDEN) for number in range(1, ROUNDS + 1))
+    start = mixed(mixed(seed) ^ epoch)
+    return tuple(mixed(start + number * _GOLDEN) for number in range(1, ROUNDS + 1))
 
 
-def _mix(value: int) -> int:
+def mixed(value: int) -> int:
     """A bijection of 64-bit numbers; every input bit moves every output bit (SplitMix64)."""
     value = (value + _GOLDEN) & _MASK_64
     value = ((value ^ value >> 30) * _FACTORS[0]) & _MASK_64
@@ -155,8 +155,8 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-def _mix_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`_mix` of each; numpy's arrays of 64 bits drop what overflows."""
+def mixed_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mixed` of each; numpy's arrays of 64 bits drop what overflows."""
     import numpy as np
 
     values = values + np.uint64(_GOLDEN)

@@ -25,8 +25,10 @@ MODULES["frameworks"] = "hpctrain.frameworks"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
 MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
 """Users are given these; how they are made is no promise."""
-OURS = {f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")}
-"""What the run calls on an engine, and no program."""
+OURS = {"Mixture.sample_order"} | {
+    f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")
+}
+"""What the run calls, and no program."""
 PUBLIC = """\
 AttemptView
 AttemptView.number: int
@@ -112,8 +114,13 @@ MicrobatchSamples
 MicrobatchSamples.indices: list[int]
 MicrobatchSamples.weights: list[float]
 MicrobatchSamples.leaf: int | None
+Mixture(datasets: 'Sequence[Any]', weights: 'Sequence[float]') -> 'None'
+Mixture.datasets
+Mixture.weights
 ModelPlan(tensor_parallel: 'Mapping[str, Any] | None' = None, stage_order: 'Sequence[str] | None' = None, shape: 'ModelShape | None' = None) -> None
 ModelShape(layers: 'int', dim: 'int', heads: 'int', hidden: 'int', seq_len: 'int', experts: 'int' = 0) -> None
+PackedDocuments(path: 'str | Path', seq_len: 'int', *, end_token: 'int | None' = None, dtype: 'str | None' = None, column: 'str' = 'input_ids') -> 'None'
+PackedDocuments.seq_len
 Run
 Run.world
 Run.settings
@@ -201,6 +208,7 @@ World.ranks_per_node: int
 World.is_distributed
 broadcast(world: 'World', value: 'Any') -> 'Any'
 cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'CancelledJob'
+cu_seqlens(document_ids: 'torch.Tensor') -> 'tuple[torch.Tensor, int]'
 cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
 init(settings: 'Settings | None' = None) -> 'Run'
 resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'StartedJob'
