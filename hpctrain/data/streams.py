@@ -137,7 +137,7 @@ def open_stream(
         raise _refused(path, f"{error.strerror or error}") from None
 
 
-class _Mapped:
+class _MappedTokens:
     """A row of numbers that is mapped when it is first used, in each process anew."""
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -163,7 +163,7 @@ class _Mapped:
         return np.memmap(self.path, dtype=item, mode="r", shape=(self.length,))
 
 
-class FlatTokens(_Mapped):
+class FlatTokens(_MappedTokens):
     """A file of bare numbers: nanoGPT's, or ours."""
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -187,7 +187,7 @@ class FlatTokens(_Mapped):
         return
 
 
-class MegatronTokens(_Mapped):
+class MegatronTokens(_MappedTokens):
     """Megatron's `.bin`, as the `.idx` beside it says (MMapIndexedDataset, version 1)."""
 
     def __init__(self, path: Path) -> None:
