@@ -8,9 +8,9 @@ import time
 import pytest
 
 from hpctrain.agent.sealing import SealWatch, is_open_for_writing
-from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.sealed import seals, unsealed
 from hpctrain.checkpoint.sealed.start import resume_at_start
-from hpctrain.errors import Fenced
+from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import AttemptStarted
 from hpctrain.run.fence import identity
@@ -162,12 +162,30 @@ def test_when_all_ranks_have_returned_what_is_left_is_sealed_at_once(run):
 
 def test_after_a_kill_a_folder_is_not_sealed_and_a_single_whole_archive_is(run):
     watched = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
-    save(watched, "out/checkpoint-50/model.pt")
-    save(watched, "out/ckpt-40.pt")
+    whole = save(watched, "out/ckpt-40.pt")
+    folder = save(watched, "out/checkpoint-50/model.pt")
+    no_archive = watched.cwd / "out" / "ckpt-60.pt"
+    no_archive.write_bytes(b"a format without checksums")
+    for later_s, path in enumerate((whole, folder, no_archive)):
+        os.utime(path, (time.time() + later_s, time.time() + later_s))
 
     assert watched.left(returned=False) == []
     assert watched.next_start() == "out/ckpt-40.pt"
-    assert (watched.cwd / "out/checkpoint-50/model.pt").exists(), "left alone: nobody can say"
+    assert folder.exists(), "left alone: nobody can say"
+    assert no_archive.exists()
+    assert [stored.seal.step for stored in seals.listing(run)] == [40]
+
+
+def test_what_has_changed_since_it_had_settled_is_not_sealed(run):
+    watched = Watched(run, "out/checkpoint-*")
+    folder = save(watched, "out/checkpoint-50/model.pt").parent
+    (match,) = watched.watch._unsealed.matches()
+    settled = watched.watch._unsealed.unit(match)
+    (folder / "optimizer.pt").write_bytes(b"on its way")
+
+    with pytest.raises(CheckpointError, match="was changed while it was sealed"):
+        unsealed.seal(run, watched.attempt, settled, watched.settings)
+    assert not seals.listing(run)
 
 
 def test_a_torn_archive_that_nobody_has_sealed_is_set_aside(run):
