@@ -113,11 +113,17 @@ class Unsealed:
 
 
 def first_start_s(run: RunDir, attempt: Attempt) -> float:
-    """When the run's first ranks were started: what is older was there before it."""
+    """When the run's first ranks were started: what is older was there before it.
+
+    After a person has gone back to an older step: the first ones since then. What was newer than
+    that step still lies there, and would be sealed again.
+    """
     if attempt.number == 1:
         return attempt.started
-    history = RunHistory.read(run, marks="few")
-    return min([attempt.started, *(record.began for record in history.attempts)])
+    since = [attempt.started]
+    for record in RunHistory.read(run, marks="few").attempts:
+        since = [attempt.started] if record.went_back else [*since, record.began]
+    return min(since)
 
 
 def roots_of(run: RunDir, cwd: str) -> list[Path]:

@@ -12,7 +12,7 @@ from hpctrain.checkpoint.sealed import seals, unsealed
 from hpctrain.checkpoint.sealed.start import resume_at_start
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted
+from hpctrain.run.event_types import AttemptStarted, Submitted
 from hpctrain.run.fence import identity
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import CheckpointSettings
@@ -186,6 +186,22 @@ def test_what_has_changed_since_it_had_settled_is_not_sealed(run):
     with pytest.raises(CheckpointError, match="was changed while it was sealed"):
         unsealed.seal(run, watched.attempt, settled, watched.settings)
     assert not seals.listing(run)
+
+
+def test_what_a_person_went_back_behind_is_not_sealed_again(run):
+    watched = Watched(run, "out/ckpt-*.pt")
+    old = [save(watched, f"out/ckpt-{step}.pt") for step in (50, 100)]
+    assert watched.left(returned=True) == [50, 100]
+    ledger.append(run, Submitted(token="t", job_id="8", from_step=50))
+    assert watched.next_start() == "out/ckpt-50.pt"
+    again = Watched(run, "out/ckpt-*.pt")
+
+    again.look()
+    assert again.look(SETTLE_S) == [50]
+    later = time.time() + 5
+    os.utime(old[1], (later, later))  # trained anew
+    again.look()
+    assert again.look(SETTLE_S) == [50, 100]
 
 
 def test_a_torn_archive_that_nobody_has_sealed_is_set_aside(run):
