@@ -7,6 +7,7 @@ Each disturbance prints a line: the steps that the program itself says it has do
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 
@@ -14,7 +15,15 @@ import pytest
 import torch
 
 from tests.support.local_runs import SCRIPTS
-from tests.support.programs import KINDS, PROGRAMS, RESULT, Campaign, Program, undisturbed
+from tests.support.programs import (
+    KINDS,
+    PROGRAMS,
+    RESULT,
+    TRAINER,
+    Campaign,
+    Program,
+    undisturbed,
+)
 from tests.support.scripts import one_file
 
 pytestmark = pytest.mark.slurm
@@ -69,6 +78,17 @@ def test_a_kill_in_the_middle_of_its_only_file_costs_an_unchanged_program_that_s
     assert campaign.steps(2) == list(range(21, 61)), campaign.run.story()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["ckpt.pt", "ckpt.pt.torn-2"]
     assert float(result) == pytest.approx(alone(60), rel=1e-5)
+
+
+def test_transformers_trainer_with_the_callback_loses_no_step_in_a_preemption(slurm, tmp_path):
+    program = dataclasses.replace(TRAINER, words=(TRAINER.words[0], "--steps=60", "--told"))
+    campaign = Campaign(slurm, tmp_path, program, partition="grace")
+
+    disturbed = campaign.disturb("grace", after=5)
+    campaign.wait_end()
+
+    assert (disturbed.reason, disturbed.lost) == ("preempted", 0), campaign.run.story()
+    assert campaign.steps(1) + campaign.steps(2) == list(range(1, 61))
 
 
 @pytest.mark.soak

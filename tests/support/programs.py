@@ -48,8 +48,8 @@ class Program:
         step: A regular expression for each step that rank 0 says it has done; group 1 its number.
         flags: Of `hpctrain submit`, for this program.
         layout: Nodes and ranks, flags too.
-        every: Steps from one checkpoint of its own to the next; None where it keeps none, or does
-            not go on from it.
+        every: Steps from one checkpoint of its own to the next, and until that one is sealed; None
+            where it keeps none, or does not go on from it.
         hears: It leaves when it is told to, having saved.
         result: A regular expression for the line of its result; group 1 is the same number in a
             run that was disturbed and in one that was not, but for the order in which DDP's first
@@ -240,21 +240,35 @@ ONE_FILE_TOLD = Program(
     result=RESULT,
     hurry=("--step-s=0",),
 )
-ACCELERATE = Program(
-    "Accelerate's loop",
-    (str(SCRIPTS / "accelerate_loop.py"), "--steps=2000", "--every=100"),
+ONE_FILE_SEALED = dataclasses.replace(
+    ONE_FILE,
+    name="one file, sealed",
+    flags=("--set=checkpoint.sealed=out/ckpt.pt", "--resume-args=--init-from=resume"),
     every=100,
-    hears=True,
-    result=RESULT,
-    hurry=("--step-s=0",),
 )
-DEEPSPEED = Program(
-    "DeepSpeed's engine",
-    (str(SCRIPTS / "deepspeed_loop.py"), "--steps=2000", "--every=100"),
-    every=100,
-    hears=True,
-    result=RESULT,
-    hurry=("--step-s=0",),
+
+
+def _looped(name: str, script: str, *words: str) -> Program:
+    """A program of many steps that says them, hears of stops and has a result."""
+    return Program(
+        name,
+        (str(SCRIPTS / script), "--steps=2000", "--every=100", *words),
+        every=100,
+        hears=True,
+        result=RESULT,
+        hurry=("--step-s=0",),
+    )
+
+
+ACCELERATE = _looped("Accelerate's loop", "accelerate_loop.py")
+DEEPSPEED = _looped("DeepSpeed's engine", "deepspeed_loop.py")
+LIGHTNING = _looped("Lightning's Trainer, with the callback", "lightning_fit.py", "--told")
+TRAINER = _looped("transformers' Trainer, with the callback", "hf_trainer.py", "--told")
+TRAINER_SEALED = dataclasses.replace(
+    _looped("transformers' Trainer, sealed", "hf_trainer.py"),
+    flags=("--set=checkpoint.sealed=out/checkpoint-*", "--set=checkpoint.seal_settle_s=1"),
+    every=140,
+    hears=False,
 )
 PROGRAMS = {program.name: program for program in (ONE_FILE, ONE_FILE_TOLD, ACCELERATE, DEEPSPEED)}
 """By name."""
