@@ -107,8 +107,8 @@ def steps(attempt: AttemptView) -> str:
     """From which step to which."""
     if attempt.first_step is None and attempt.last_step is None:
         return NOTHING
-    last = attempt.last_step if attempt.last_step is not None else attempt.first_step
-    return f"{attempt.first_step or 0:,} → {last or 0:,}"
+    last = "?" if attempt.last_step is None else f"{attempt.last_step:,}"
+    return f"{attempt.first_step or 0:,} → {last}"
 
 
 def recovered(following: AttemptView | None) -> str:

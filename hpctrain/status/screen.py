@@ -570,7 +570,8 @@ def _ended(status: RunStatus, attempt: AttemptView) -> Text:
 def _steps(attempt: AttemptView) -> str:
     if attempt.first_step is None:
         return "-"
-    return f"{attempt.first_step:,}-{attempt.last_step:,}"
+    last = "?" if attempt.last_step is None else f"{attempt.last_step:,}"
+    return f"{attempt.first_step:,}-{last}"
 
 
 def _or_dash(value: int | None) -> str:

@@ -893,3 +893,10 @@ def test_an_attempt_that_told_nothing_between_others_is_named(runs, story):
     assert "4 attempts, " in text
     assert "steps lost in all but what is not known (attempt 4 told no step)" in text
     assert "run.at(step)" not in text
+
+
+def test_a_program_that_tells_no_step_began_at_that_of_its_sealed_checkpoint(runs):
+    story = Story(runs / "lm-9", t=time.time() - 60).submitted().started(1)
+    story.add("resume_chosen", 1, step=1600, path="/out/checkpoint-1600", name="seal-000001")
+
+    assert "1,600-?" in shown(story, RUNNING)
