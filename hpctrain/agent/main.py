@@ -251,8 +251,9 @@ def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:
     """What the program gets beside its own arguments at this start."""
     from hpctrain.agent.resume_args import resume_args
 
-    run, cwd = spec.settings.run, spec.entry.cwd
-    return resume_args(run, start=start, resume=resume_from, cwd=cwd)
+    settings, cwd = spec.settings, spec.entry.cwd
+    sealed = settings.checkpoint.sealed
+    return resume_args(settings.run, start=start, resume=resume_from, cwd=cwd, sealed=sealed)
 
 
 def _lead_s(spec: Spec) -> float:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.settings.schema import RunSettings
 
 CHECKPOINT = "{checkpoint}"
@@ -33,7 +35,9 @@ class ResumeArgs:
     why: str = ""
 
 
-def resume_args(run: RunSettings, *, start: int, resume: str | None, cwd: str) -> ResumeArgs:
+def resume_args(
+    run: RunSettings, *, start: int, resume: str | None, cwd: str, sealed: Sequence[str] = ()
+) -> ResumeArgs:
     """Whether run.resume_args are added at a start.
 
     Args:
@@ -41,11 +45,14 @@ def resume_args(run: RunSettings, *, start: int, resume: str | None, cwd: str) -
         start: 1 for the run's first start of ranks.
         resume: The program's newest whole sealed checkpoint; None without one.
         cwd: Where the ranks start; run.resume_if is relative to it.
+        sealed: checkpoint.sealed. A start that was stopped before its first save leaves nothing
+            to go on from, and the program would fail where it is told to.
     """
     if not run.resume_args:
         return ResumeArgs()
     words = shlex.split(run.resume_args)
     missing = resume is None and any(CHECKPOINT in word for word in words)
+    missing = missing or bool(sealed and not run.resume_if)
     pattern = os.path.expanduser(os.path.expandvars(run.resume_if))  # noqa: PTH111 - a pattern
     if resume is not None:
         why = f"there is {resume}"

@@ -41,6 +41,14 @@ def test_when_they_are_added(tmp_path, monkeypatch, given, at, words):
     assert added(tmp_path, *given, start=start, resume=resume).words == words
 
 
+def test_a_later_start_of_a_program_whose_checkpoints_are_sealed_may_have_none_so_far(tmp_path):
+    run = RunSettings(resume_args="--init_from=resume")
+
+    more = resume_args(run, start=2, resume=None, cwd=str(tmp_path), sealed=["out/ckpt.pt"])
+
+    assert more == ResumeArgs(why="there is no sealed checkpoint so far")
+
+
 def test_each_start_says_why(tmp_path):
     assert line(added(tmp_path, "-r", start=3)) == (
         "arguments added, since this is start 3 of the run: -r"
