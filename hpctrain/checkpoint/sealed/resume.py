@@ -317,7 +317,7 @@ class Choice:
         wanted = [s for s in everything if at_step is None or _step(s) == at_step]
         taken = None
         for stored in wanted:
-            taken = self._try(stored)
+            taken = self._try(stored, may_be_newer=at_step is None)
             if taken is not None:
                 break
         if at_step is not None and everything:
@@ -332,7 +332,7 @@ class Choice:
             set_aside=tuple(self._aside),
         )
 
-    def _try(self, stored: StoredSeal) -> dict[str, Any] | None:
+    def _try(self, stored: StoredSeal, *, may_be_newer: bool) -> dict[str, Any] | None:
         if stored.doubt:
             raise FileSystemFault(f"{stored.name}: {stored.problem}")
         seal = stored.seal
@@ -356,9 +356,10 @@ class Choice:
                 self._skip(stored, verdict.why)
                 self._set_aside(path, seal.step, verdict.why)
             return None
-        newer = None if verdict.gone else self._seal_newer(stored, path)
-        if newer is not None:
-            return newer
+        if may_be_newer and not verdict.gone:
+            newer = self._seal_newer(stored, path)
+            if newer is not None:
+                return newer
         copy = self._verify(stored.copy, seal.files, is_folder=seal.is_folder)
         if not copy.is_whole:
             self._skip(stored, f"its copy is damaged: {copy.why or 'it is missing'}")

@@ -283,6 +283,22 @@ def test_going_back_takes_that_step_and_forgets_newer_ones(run, attempt, out):
     assert seal(run, attempt, folder_of(out, 200), 200).number == 4, "no number is given twice"
 
 
+def test_going_back_puts_the_older_copy_back_and_keeps_the_newer_file_beside_it(run, attempt, out):
+    path = out / "ckpt.pt"
+    archive(path, b"step 50")
+    older = seal(run, attempt, path, 50)
+    archive(path, b"step 100", later_than=older.copy)
+    newer = path.read_bytes()
+    seal(run, attempt, path, 100)
+
+    taken = choose(run, attempt, at_step=50)
+
+    assert (taken.step, taken.put_back) == (50, True)
+    assert path.read_bytes() == older.copy.read_bytes()
+    assert (out / "ckpt.pt.torn-1").read_bytes() == newer
+    assert choose(run, attempt).step == 50
+
+
 def test_an_error_of_the_file_system_is_no_damage(run, attempt, out, monkeypatch):
     for step in (50, 100):
         seal(run, attempt, folder_of(out, step), step)
