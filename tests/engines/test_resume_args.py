@@ -10,7 +10,8 @@ from tests.support.local_runs import await_end, events, hpctrain, start
 
 PATIENCE_S = 60.0
 PROGRAM = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it has saved, and need not be killed
 saved = pathlib.Path("out/ckpt.txt")
 print("arguments", sys.argv[1:], flush=True)
 if "--init_from=resume" in sys.argv:
@@ -32,7 +33,7 @@ def test_a_preempted_program_gets_its_arguments(tmp_path, condition):
     while not (tmp_path / "out" / "ckpt.txt").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    hpctrain(tmp_path, "local", "preempt", "r", "--leave", "1", "--grace", "0")
+    hpctrain(tmp_path, "local", "preempt", "r", "--leave", "1", "--grace", "20")
 
     assert await_end(run, 2)["reason"] == "completed"
     assert len(events(run, "attempt_ended")) == 2
