@@ -316,7 +316,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "checkpoint_set_aside": lambda fact: f"checkpoint {fact.name} set aside{_because(fact.reason)}",
     "stop_requested": _stop_requested,
     "stopped": lambda fact: f"left at step {_step(fact.step)}",
-    "done": lambda fact: f"done at step {_step(fact.step)}",
+    "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",
     "failure": _failure,
     "attempt_ended": _ended,
     "requeued": _requeued,

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import signal
-import socket
-import time
-
 import pytest
 
-from hpctrain.agent import ranks, signals
-from hpctrain.agent.node import NodeAgent, RoundHooks
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask
-from hpctrain.run.fence import Attempt
+from hpctrain.agent import ranks
+from tests.support.rank_agents import Agents
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 RANKS = 2
-WAIT_S = 1.0
 LAST = """
 import os, threading, time
 rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
@@ -40,82 +28,12 @@ THREAD = "import threading; threading.Thread(target=threading.Event().wait).star
 ONE_THREAD = f"{LAST}\n{THREAD}"
 
 
-def _agent(node, nodes, port, folder, end_wait_s):
-    """The agent of a node; writes how its round ended, and what was said meanwhile."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from hpctrain.agent.rendezvous import Rendezvous
-
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    os.setpgid(0, 0)
-    signals.install()
-    names = [f"n{number}" for number in range(nodes)]
-    context = JobContext("1", 0, node, names, "127.0.0.1", port, "")
-    awaited = []
-    hooks = RoundHooks(
-        lambda _: Attempt(1, "token", "1", 0, time.time()),
-        StopDeadline(context, arrivals=list, ask=None),
-        lambda _: False,
-        awaited=awaited.append,
-    )
-    rendezvous = Rendezvous("127.0.0.1", port, node, names, run_id="test", timeout_s=60)
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=RANKS,
-        entrypoint=run_rank,
-        args=(RankTask("", str(folder / "script.py")),),
-        rdzv_handler=rendezvous,
-        max_restarts=1_000_000,
-        master_addr="127.0.0.1",
-        master_port=port,
-    )
-    agent = NodeAgent(
-        spec,
-        node=names[node],
-        attempt_dir=lambda number: folder / str(number),
-        hooks=hooks if node == 0 else None,
-        start_method="fork",
-        before_ranks=lambda _: None,
-        secret="of a test",
-        end_wait_s=end_wait_s,
-    )
-    agent.run()
-    rendezvous.close()
-    end = agent.end
-    said = [(fact.returned, fact.left, fact.ended) for fact in awaited]
-    failure = end.failure and [end.failure.kind, end.failure.rank, end.failure.node]
-    staged = folder / f"end-{node}.new"
-    staged.write_text(json.dumps([end.ending, end.why, said, failure]))
-    staged.rename(folder / f"end-{node}")
-    os._exit(0)
-
-
 @pytest.fixture
 def ends(tmp_path):
     """Runs a script with RANKS ranks on each node; how each node's round ended."""
-    agents = []
-
-    def run(script, nodes=1, end_wait_s=WAIT_S, patience_s=60):
-        (tmp_path / "script.py").write_text(script)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        fork = multiprocessing.get_context("fork")
-        for node in range(nodes):
-            args = node, nodes, port, tmp_path, end_wait_s
-            agents.append(fork.Process(target=_agent, args=args))
-            agents[-1].start()
-        began = time.monotonic()
-        for agent in agents:
-            agent.join(max(0.0, began + patience_s - time.monotonic()))
-        told = [tmp_path / f"end-{node}" for node in range(nodes)]
-        return [json.loads(path.read_text()) if path.exists() else None for path in told]
-
-    yield run
-    for agent in agents:
-        if agent.is_alive():
-            os.killpg(agent.pid, signal.SIGKILL)
-        agent.join()
+    agents = Agents(tmp_path, RANKS)
+    yield agents.run
+    agents.close()
 
 
 def test_a_rank_that_waits_for_its_own_lock_is_ended_and_named(ends):

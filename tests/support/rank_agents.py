@@ -1,0 +1,110 @@
+"""Agents with real ranks, one for each node, in processes of the test's own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.agent import signals
+from hpctrain.agent.node import NodeAgent, RoundHooks
+from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.stop_deadline import StopDeadline
+from hpctrain.base.records import JobContext, RankTask
+from hpctrain.run.fence import Attempt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Agents:
+    """Runs scripts on agents that it starts, and ends what is left of them."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._agents: list[Any] = []
+
+    def run(
+        self, script: str, nodes: int = 1, end_wait_s: float = 1.0, patience_s: float = 60
+    ) -> list[Any]:
+        """How each node's round ended: ending, why, who was awaited, failure; None for not yet."""
+        (self._folder / "script.py").write_text(script)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        fork = multiprocessing.get_context("fork")
+        agents = []
+        for node in range(nodes):
+            args = node, nodes, port, self._folder, end_wait_s, self._ranks
+            agents.append(fork.Process(target=_agent, args=args))
+            agents[-1].start()
+        self._agents += agents
+        began = time.monotonic()
+        for agent in agents:
+            agent.join(max(0.0, began + patience_s - time.monotonic()))
+        told = [self._folder / f"end-{node}" for node in range(nodes)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in told]
+
+    def close(self) -> None:
+        """End the agents that run."""
+        for agent in self._agents:
+            if agent.is_alive():
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.join()
+
+
+def _agent(  # noqa: PLR0917 - a process gets them by place
+    node: int, nodes: int, port: int, folder: Path, end_wait_s: float, ranks: int
+) -> None:
+    """The agent of a node; writes how its round ended, and what was said meanwhile."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from hpctrain.agent.rendezvous import Rendezvous
+
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    os.setpgid(0, 0)
+    signals.install()
+    names = [f"n{number}" for number in range(nodes)]
+    context = JobContext("1", 0, node, names, "127.0.0.1", port, "")
+    awaited: list[Any] = []
+    hooks = RoundHooks(
+        lambda _: Attempt(1, "token", "1", 0, time.time()),
+        StopDeadline(context, arrivals=list, ask=None),
+        lambda _: False,
+        awaited=awaited.append,
+    )
+    rendezvous = Rendezvous("127.0.0.1", port, node, names, run_id="test", timeout_s=60)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=run_rank,
+        args=(RankTask("", str(folder / "script.py")),),
+        rdzv_handler=rendezvous,
+        max_restarts=1_000_000,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+    agent = NodeAgent(
+        spec,
+        node=names[node],
+        attempt_dir=lambda number: folder / str(number),
+        hooks=hooks if node == 0 else None,
+        start_method="fork",
+        before_ranks=lambda _: None,
+        secret="of a test",
+        end_wait_s=end_wait_s,
+    )
+    agent.run()
+    rendezvous.close()
+    end = agent.end
+    said = [(fact.returned, fact.left, fact.ended) for fact in awaited]
+    failure = end.failure and [end.failure.kind, end.failure.rank, end.failure.node]
+    staged = folder / f"end-{node}.new"
+    staged.write_text(json.dumps([end.ending, end.why, said, failure]))
+    staged.rename(folder / f"end-{node}")
+    os._exit(0)
