@@ -82,7 +82,12 @@ def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
         outcome = json.loads(read_plain(run.outcome(attempt)))
     except (FileNotFoundError, ValueError):
         return {}
-    if not isinstance(outcome, dict) or outcome.get("outcome") not in {"done", "stopped", "left"}:
+    if not isinstance(outcome, dict) or outcome.get("outcome") not in {
+        "done",
+        "failed",
+        "left",
+        "stopped",
+    }:
         return {}
     return {
         "outcome": outcome["outcome"],
@@ -344,6 +349,8 @@ class AttemptEnding:
         left = read_outcome(self._run, attempt)
         outcome = self._outcome(attempt, end, deadline, left)
         cause = left.get("cause") or deadline.cause
+        if left.get("outcome") == "failed":  # whatever else was to stop it
+            cause = None
         if end.ending == "killed" and cause is None:
             cause = StopCause.CLOCK
         why = end.why
@@ -430,6 +437,8 @@ class AttemptEnding:
             return "done"
         if left.get("outcome") == "stopped":
             return "stopped"
+        if left.get("outcome") == "failed":
+            return "user_error"
         if end.ending == "left":
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
@@ -476,6 +485,8 @@ class AttemptEnding:
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
+        if read_outcome(self._run, attempt).get("outcome") == "failed":
+            return "user_error"
         if failure is None or failure.kind in {"signal", HANG} or is_echo(failure):
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:

@@ -54,8 +54,9 @@ def write_outcome(
     Args:
         run: The run.
         attempt: The attempt.
-        outcome: "done"; "stopped" because of something; or "left": the program left its loop,
-            or has one of its own, which need not say when it ends.
+        outcome: "done"; "stopped" because of something; "failed" for good: no other start would go
+            better; or "left": the program left its loop, or has one of its own, which need not say
+            when it ends.
         step: The step it came to; None where that is for the ledger to tell.
         cause: Of a stop.
     """

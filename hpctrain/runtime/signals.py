@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.agent.signals import STOP_SIGNALS as HEARD
 from hpctrain.agent.signals import start_resource_tracker
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class RankSignals:
-    """Notes SIGTERM and SIGUSR2 for the life of this process."""
+    """Notes SIGTERM and SIGUSR2 for the life of this process, or until another one starts."""
+
+    _listening: ClassVar[RankSignals | None] = None
 
     def __init__(self) -> None:
         self.term = False
@@ -40,6 +42,7 @@ class RankSignals:
             interrupt: Also take the first Ctrl-C as a wish to save and leave; the second
             interrupts.
         """
+        first, RankSignals._listening = RankSignals._listening is None, self
         for signum in HEARD:
             # For threads that are older than the mask: then Python's own handler runs.
             signal.signal(signum, self._on_signal)
@@ -47,16 +50,26 @@ class RankSignals:
         signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         if interrupt:
             signal.signal(signal.SIGINT, self._on_interrupt)
-        threading.Thread(target=self._wait, name="hpctrain-signals", daemon=True).start()
+        if first:  # of two threads that wait, either would hear a signal, and the other not
+            threading.Thread(target=self._wait, name="hpctrain-signals", daemon=True).start()
 
-    def _wait(self) -> None:
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another one listens in the place of this."""
+        return RankSignals._listening is not self
+
+    @staticmethod
+    def _wait() -> None:
         while True:
-            self._note(signal.sigwait(HEARD))
+            signum = signal.sigwait(HEARD)
+            if RankSignals._listening is not None:
+                RankSignals._listening.note(signum)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._note(signum)
+        self.note(signum)
 
-    def _note(self, signum: int) -> None:
+    def note(self, signum: int) -> None:
+        """Take in a signal."""
         if signum == signal.SIGTERM:
             self.term_at = self.term_at or time.time()
             self.term = True

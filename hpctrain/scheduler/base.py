@@ -199,6 +199,20 @@ class Cluster(Protocol):
             ClusterError: refused, or no answer.
         """
 
+    def rehearse(self, job_id: str, *, time_limit: bool) -> None:
+        """Have a running job hear what it would hear of a preemption or of its time limit.
+
+        Args:
+            job_id: The job.
+            time_limit: The warning before the limit instead.
+
+        Raises:
+            ClusterError: refused, or no answer.
+            UsageError: it cannot be rehearsed here.
+        """
+        del job_id, time_limit
+        raise UsageError(f"{self.name} has no signals to rehearse with")
+
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """The script of one submission, which is kept as ``run.script(token)``.
 

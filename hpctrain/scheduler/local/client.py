@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
 from hpctrain.base.process import own_program
 from hpctrain.base.records import JobInfo, JobStart, JobState
-from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import Cluster
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.site.preset import Site
 
 PREFIX = "local-"
+REHEARSED_GRACE_S = 60.0
 OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
 
 
@@ -197,6 +198,7 @@ class LocalCluster(Cluster):
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
         import subprocess  # not for a dry run
+        import threading
 
         spec = load_spec(RunDir(request.run_dir).spec)
         low, high = node_range(spec.settings.slurm.nodes)
@@ -213,13 +215,15 @@ class LocalCluster(Cluster):
         )
         output = (request.run_dir / "jobs" / f"{request.token}.out").open("ab")
         with output:
-            subprocess.Popen(
+            controller = subprocess.Popen(
                 own_program("hpctrain.entry.local_controller", record.job_id, python=spec.python),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # A notebook lives on: without a wait its ended controllers would stay as zombies.
+        threading.Thread(target=controller.wait, name="hpctrain-local", daemon=True).start()
         return record.job_id
 
     def find_job(self, token: str) -> JobInfo | None:
@@ -249,6 +253,13 @@ class LocalCluster(Cluster):
         if not is_job_id(job_id):
             raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
         request(job_id, "cancel")
+
+    def rehearse(self, job_id: str, *, time_limit: bool) -> None:
+        """Preempt the job with a grace time; all its nodes are left for its next start."""
+        record = _read(job_id)
+        if time_limit or record is None:
+            raise UsageError(f"{job_id}: a local job can be preempted; give it a short time limit")
+        request(job_id, "preempt", leave=record.max_nodes, grace_s=REHEARSED_GRACE_S)
 
     def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
         """A shell inside a job has variables of it, which would tell the ranks of another run."""

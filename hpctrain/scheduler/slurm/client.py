@@ -144,6 +144,11 @@ class SlurmCluster(Cluster):
         _refuse_no_id(job_id)
         self._run("scancel", "--", job_id)
 
+    def rehearse(self, job_id: str, *, time_limit: bool) -> None:
+        """Send the signal to the job's steps, as SLURM does."""
+        _refuse_no_id(job_id)
+        self._run("scancel", f"--signal={'USR2' if time_limit else 'TERM'}", "--", job_id)
+
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
         from hpctrain.scheduler.slurm.script import render_script

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
 from hpctrain.agent.node import RoundEnd
-from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
+from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
@@ -278,6 +278,23 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
     assert len(done) == (ends[0] == "completed")
     if ends[0] == "crashed":
         assert "without a word of its last" in end["detail"]
+
+
+@pytest.mark.parametrize("heard", [None, StopCause.WARNING])
+@pytest.mark.parametrize("kind", ["exception", "signal"])
+def test_a_program_that_says_it_has_failed_for_good_does_not_start_again(story, heard, kind):
+    """Also after hours, and where it was to stop anyway: its word counts."""
+    story.steps(1, 1, 50)
+    (story.run.attempt(1) / "outcome.json").write_text('{"outcome": "failed"}')
+    deadline = SimpleNamespace(cause=heard, is_told_to_stop=lambda: heard is not None)
+    failure = FailureReport(0, "n1", kind, "ValueError: x")
+    mine = ending(story, Scheduler())
+
+    assert not mine.after_crash(1, failure)
+    assert mine.conclude(1, RoundEnd("failed", failure=failure), deadline) == 1
+
+    end = all_fields(last(story, "attempt_ended"))
+    assert (end["reason"], end["next"]) == ("user_error", "stop")
 
 
 def test_a_program_with_its_own_loop_that_was_asked_to_stop_and_left_has_stopped(story):
