@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import VERSION
 
 if TYPE_CHECKING:
-    from hpctrain import errors, frameworks
+    from hpctrain import errors, frameworks, submitit
     from hpctrain.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
     from hpctrain.checkpoint.tensors import dcp
     from hpctrain.data.batches import (
@@ -88,6 +88,7 @@ _HOMES = {
     "resume": "hpctrain.api",
     "status": "hpctrain.api",
     "submit": "hpctrain.api",
+    "submitit": "hpctrain.submitit",
     "write_tokens": "hpctrain.data.tokens",
 }
 """Module of each name; a name that its module ends with is that module itself."""
@@ -135,6 +136,7 @@ __all__ = [
     "resume",
     "status",
     "submit",
+    "submitit",
     "write_tokens",
 ]
 

@@ -22,6 +22,7 @@ SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examp
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
 MODULES["faults"] = "hpctrain.testing.faults"
 MODULES["frameworks"] = "hpctrain.frameworks"
+MODULES["submitit"] = "hpctrain.submitit"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
 MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
 """Users are given these; how they are made is no promise."""
@@ -55,6 +56,8 @@ AttemptView.queued_s: float | None
 AttemptView.ready_s: float | None
 AttemptView.heard: float | None
 AttemptView.released: float | None
+AttemptView.awaited: RanksAwaited | None
+AttemptView.restart_pause_s: float | None
 CancelledJob
 CancelledJob.run: str
 CancelledJob.dir: Path
@@ -62,7 +65,7 @@ CancelledJob.job_id: str
 CancelledJob.saves: bool
 Checkpoint
 Checkpoint.name: str
-Checkpoint.step: int
+Checkpoint.step: int | None
 Checkpoint.t: float | None
 Checkpoint.size_bytes: int | None
 CheckpointError(HpctrainError)

@@ -1,0 +1,166 @@
+"""submitit's job, whose state is its run's: the ledger's word first, then the scheduler's.
+
+tests/unit/submitit/test_job.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from submitit.core import core, utils
+
+from hpctrain.base.records import JobState
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.history.run_state import OVER, RunState
+from hpctrain.run.layout import RunDir
+from hpctrain.submitit.folder import run_link
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpctrain.history.run_history import RunHistory
+
+R = TypeVar("R", covariant=True)  # noqa: PLC0105 - submitit's own name of it
+
+LOST_S = 60.0
+"""Between two starts of a job a scheduler may not know it; one that stays away longer is gone."""
+LOST, UNKNOWN = "LOST", "UNKNOWN"
+_WORDS = {
+    RunState.CREATED: JobState.PENDING,
+    RunState.SUBMITTING: JobState.PENDING,
+    RunState.PENDING: JobState.PENDING,
+    RunState.RUNNING: JobState.RUNNING,
+    RunState.REQUEUED: JobState.REQUEUED,
+    RunState.COMPLETING: JobState.COMPLETING,
+    RunState.DONE: JobState.COMPLETED,
+    RunState.FAILED: JobState.FAILED,
+    RunState.STOPPED: JobState.FAILED,
+    RunState.CANCELLED: JobState.CANCELLED,
+}
+"""SLURM's words, which submitit uses."""
+
+
+class RunWatcher(core.InfoWatcher):
+    """Looks at the runs of one folder; of those that are not over one question is asked for all."""
+
+    def __init__(self, folder: Path, delay_s: int = 30) -> None:
+        super().__init__(delay_s=delay_s)
+        self._folder = folder
+        self._lost_since: dict[str, float] = {}
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """The state in SLURM's words; UNKNOWN where nobody can say."""
+        return self.get_info(job_id, mode=mode).get("State") or UNKNOWN
+
+    def update(self) -> None:
+        """Look at every job that is not over."""
+        from hpctrain.history.run_history import RunHistory
+
+        self._num_calls += 1
+        waiting: dict[str, dict[str, tuple[RunDir, RunHistory]]] = {}
+        for job_id in sorted(self._registered - self._finished):
+            run = run_of(self._folder, job_id)
+            if run is None:
+                continue
+            history = RunHistory.read(run, marks="few")
+            if history.state.phase in OVER:
+                self._note(job_id, history.state.phase, history)
+            else:
+                waiting.setdefault(_cluster_of(run), {})[job_id] = run, history
+        for cluster, jobs in waiting.items():
+            self._ask(cluster, jobs)
+        self._last_status_check = time.time()
+        self._finished |= {one for one in self._registered if self.is_done(one, mode="cache")}
+
+    def _ask(self, cluster: str, jobs: dict[str, tuple[RunDir, RunHistory]]) -> None:
+        from hpctrain.history.run_state import run_state
+        from hpctrain.scheduler.base import get_cluster
+        from hpctrain.status.reader import ask
+
+        ids = [history.state.job_id or job_id for job_id, (_, history) in jobs.items()]
+        scheduler = get_cluster(cluster).survey(ids)
+        for job_id, (run, history) in jobs.items():
+            answer = ask(run, cluster, history, scheduler)
+            state = run_state(history.state, answer.job, asked=answer.asked)
+            self._note(job_id, state, history)
+
+    def _note(self, job_id: str, state: RunState, history: RunHistory) -> None:
+        if state is RunState.LOST:
+            since = self._lost_since.setdefault(job_id, time.time())
+            word = LOST if time.time() - since > LOST_S else UNKNOWN
+        else:
+            self._lost_since.pop(job_id, None)
+            word = _WORDS[state].value
+        if state is RunState.STOPPED and history.state.cancel:
+            word = JobState.CANCELLED.value
+        nodes = history.newest.nodes if history.newest is not None else ()
+        self._info_dict[job_id] = {"JobID": job_id, "State": word, "NodeList": ",".join(nodes)}
+
+
+_watchers: dict[str, RunWatcher] = {}
+
+
+class Job(core.Job[R]):
+    """A job of an executor of ours; submitit's own in all but where its state comes from."""
+
+    watcher: core.InfoWatcher
+
+    def _register_in_watcher(self) -> None:
+        folder = self._paths._folder  # noqa: SLF001 - with its %j: one watcher for all its jobs
+        self.watcher = _watchers.setdefault(str(folder), RunWatcher(folder))
+        super()._register_in_watcher()
+
+    @property
+    def run(self) -> Path:
+        """The directory of the job's run, for hpctrain's commands and functions.
+
+        Raises:
+            UsageError: this job has none.
+        """
+        run = run_of(self._paths._folder, self.job_id)  # noqa: SLF001 - as above
+        if run is None:
+            raise UsageError(f"job {self.job_id} is no run: {run_link(self.paths)} is not there")
+        return run.root
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel the job.
+
+        Args:
+            check: Whether an error is raised where it cannot be cancelled.
+        """
+        from hpctrain.api import cancel
+
+        with contextlib.nullcontext() if check else contextlib.suppress(HpctrainError):
+            run = self.run
+            with contextlib.suppress(*([UsageError] if self.done(force_check=True) else [])):
+                cancel(str(run))
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """Send the signal of a preemption, or of a time limit that is near, to rehearse it."""
+        from hpctrain.scheduler.base import get_cluster
+
+        get_cluster(_cluster_of(RunDir(self.run))).rehearse(self.job_id, time_limit=timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "watcher"}
+
+
+def run_of(folder: Path, job_id: str) -> RunDir | None:
+    """The run of a job; None where the folder has none of that number."""
+    link = run_link(utils.JobPaths(folder, job_id=job_id))
+    return RunDir(link.resolve()) if link.is_symlink() else None
+
+
+def _cluster_of(run: RunDir) -> str:
+    from hpctrain.settings.spec import load_spec
+
+    return load_spec(run.spec).cluster
+
+
+def cancel_all(jobs: Sequence[core.Job[Any]]) -> None:
+    """End what was started of an array of which the rest was refused."""
+    for job in jobs:
+        job.cancel(check=False)
