@@ -7,7 +7,9 @@ comes back by itself.
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import hpctrain
 from hpctrain.history.attempts import attempts
 from hpctrain.history.progress import progress
 from hpctrain.history.run_history import RunHistory
@@ -108,3 +111,79 @@ def test_the_program_that_is_shown_loses_no_step_to_a_preemption(tmp_path, frame
     else:
         expected = in_plain_torch(64 if framework == "Lightning" else STEPS)
     assert all(map(torch.equal, weights(tmp_path / "preempted", framework), expected))
+
+
+class ToldRun:
+    """Notes what a callback says to its run; a stop is agreed at step 2."""
+
+    def __init__(self):
+        self.world = SimpleNamespace(rank=0, world_size=1)
+        self.step, self.said = 0, []
+
+    def at(self, step, **values):
+        self.step = step
+        self.said.append((step, values))
+
+    def should_stop(self):
+        return self.step == 2
+
+    def sealed(self, step, path):
+        self.said.append(("sealed", step, path.name))
+
+    def leave(self):
+        self.said.append("left")
+
+
+def test_a_trainer_that_stops_saves_and_neither_evaluates_nor_deletes_its_last_checkpoint():
+    """With save_total_limit=1 the Trainer deletes at its end what is not the best."""
+    from transformers import TrainerControl, TrainerState
+
+    run = ToldRun()
+    callback = hpctrain.frameworks.huggingface.HuggingFaceCallback(run)
+    asked = SimpleNamespace(world_size=1, output_dir="out")
+    state, control = TrainerState(best_model_checkpoint="out/checkpoint-1"), TrainerControl()
+    callback.on_log(asked, state, control, logs={"eval_loss": 2.0})  # an evaluation before training
+    callback.on_train_begin(asked, state, control)
+    for step in (1, 2):
+        state.global_step = step
+        control.should_evaluate = True
+        callback.on_step_end(asked, state, control)
+        assert control.should_training_stop == control.should_save == (step == 2)
+        assert control.should_evaluate == (step == 1)
+    callback.on_save(asked, state, control)
+    control.should_evaluate = control.should_save = True  # as at the end of an epoch
+    callback.on_epoch_end(asked, state, control)
+    assert not control.should_evaluate
+    assert not control.should_save
+    assert state.best_model_checkpoint is None
+    callback.on_train_end(asked, state, control)
+    assert run.said == [(0, {}), (1, {}), (2, {}), ("sealed", 2, "checkpoint-2"), "left"]
+
+
+def test_lightnings_handler_of_sigterm_is_put_aside_and_gathered_gradients_are_no_step():
+    before = signal.getsignal(signal.SIGTERM)
+    run = ToldRun()
+    run.step = -1
+    try:
+        callback = hpctrain.frameworks.lightning.LightningCallback(run)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        trainer = SimpleNamespace(world_size=1, global_step=0, log_every_n_steps=1)
+        callback.on_train_start(trainer, None)
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(2.0)})
+    trainer.global_step = 1
+    callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(1.0)})
+    assert run.said == [(0, {}), (1, {"loss": 1.0})]
+
+
+def test_lightning_takes_the_ranks_that_this_start_has(monkeypatch):
+    run = SimpleNamespace(world=SimpleNamespace(world_size=6, ranks_per_node=2))
+    where = hpctrain.frameworks.lightning.where
+    monkeypatch.delenv("RANK", raising=False)
+    assert where(run) == {}
+    monkeypatch.setenv("RANK", "0")
+    told = where(run)
+    assert (told["devices"], told["num_nodes"]) == (2, 3)
+    assert [type(plugin).__name__ for plugin in told["plugins"]] == ["TorchElasticEnvironment"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict
 from functools import partial
 
@@ -19,11 +20,13 @@ from hpctrain.run.event_types import StepsDone
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.layout import RunDir
+from hpctrain.runtime.own_loop import earlier_save_s
 from tests.support import local_runs
 from tests.support.gloo import launch
 
 SCRIPT = str(local_runs.SCRIPTS / "own_steps.py")
 STEPS, PREEMPTED_AT = 200, 5
+SAVE_S = 0.3
 
 
 @pytest.mark.parametrize("words", [[], ["--returns", "--tells-after"]], ids=["leave", "returns"])
@@ -197,3 +200,25 @@ def test_the_jobs_end_is_a_stop_once_a_step_was_done_with_time_for_a_save(tmp_pa
     assert [fact.cause for fact in facts if fact.kind == "stop_requested"] == ["clock"]
     outcome = json.loads(RunDir(tmp_path / "run").outcome(1).read_text())
     assert outcome == {"outcome": "left", "step": 1, "cause": "clock"}, "it need not call leave"
+
+
+def _seals(run):
+    run.at(1)
+    time.sleep(SAVE_S)
+    path = run.dir.root.parent / "state.bin"
+    path.write_bytes(b"weights")
+    run.sealed(1, path)
+    run.at(2)
+    return run._clock.save_s
+
+
+def test_what_a_programs_own_save_takes_is_kept_for_the_next_stop(tmp_path):
+    answer, facts = told(_seals, tmp_path)
+
+    [fact] = [fact for fact in facts if fact.kind == "sealed"]
+    assert fact.own_s >= SAVE_S
+    assert answer >= fact.own_s
+    assert earlier_save_s(RunDir(tmp_path / "run"), 1) >= SAVE_S
+    marks = [fact for fact in facts if isinstance(fact, StepsDone)]
+    assert marks[-1].save_s >= SAVE_S, "it is no time of a step"
+    assert marks[-1].p50_s < SAVE_S
