@@ -163,6 +163,13 @@ def test_weights_that_change_at_a_stop_skip_and_repeat_nothing(stops, weights):
     assert_each_once_per_epoch(live(lives, sizes), sizes)
 
 
+def test_weights_that_have_changed_once_count_from_there_on_through_later_stops():
+    lives = [([1, 1], 1, 3, 8), ([1, 3], 2, 5, 8), ([1, 3], 1, 9, 8)]
+
+    once = [*lives[:1], ([1, 3], 1, 14, 8)]
+    assert live(lives, [40, 40]) == live(once, [40, 40])
+
+
 def test_weights_that_change_at_a_stop_are_told(caplog):
     live([([1, 1], 2, 3, 8)] * 2, [40, 40])
     assert not caplog.text

@@ -192,6 +192,16 @@ def test_files_that_were_cut_off_are_refused(tmp_path):
         open_stream(path)
 
 
+@pytest.mark.parametrize("name", ["corpus.bin", "corpus.idx"])
+def test_files_with_more_than_the_index_says_are_refused(tmp_path, name):
+    path = megatron(tmp_path / "corpus.bin")
+    with (tmp_path / name).open("ab") as file:
+        file.write(bytes(8))
+
+    with pytest.raises(UsageError, match=name):
+        open_stream(path)
+
+
 def test_an_index_without_its_file_is_not_there(tmp_path):
     megatron(tmp_path / "corpus.bin").unlink()
 
