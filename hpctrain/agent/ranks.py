@@ -11,6 +11,7 @@ test_failure_files.py hold the promises.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import multiprocessing
@@ -65,6 +66,7 @@ def run_rank(task: RankTask) -> None:
     """Run the program as one rank, in the rank's own process and with torchrun's environment."""
     signals.ignore_all()
     die_with_parent(os.getppid())
+    atexit._clear()  # noqa: SLF001 - as newer Pythons do; what is there by now is for the agent's own exit
     rank = int(os.environ["RANK"])
     attempt_dir = Path(os.environ[HPCTRAIN_ATTEMPT_DIR])
     print_to(rank_log_path(attempt_dir, rank))
@@ -89,6 +91,9 @@ def run_rank(task: RankTask) -> None:
         _exit_even_if_stuck(1)
         sys.exit(1)
     finally:
+        # Before Python 3.13 a process that was forked by multiprocessing leaves without them, and
+        # a tracker that ends its run there would lose its last steps.
+        atexit._run_exitfuncs()  # noqa: SLF001
         _end_children()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -79,6 +80,25 @@ def test_a_child_that_no_signal_ends_does_not_keep_its_rank(rank):
     process.join(PATIENCE_S)
 
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("last", ["", "raise SystemExit(3)", "1 / 0"])
+def test_what_a_program_leaves_to_its_exit_is_done(rank, tmp_path, last):
+    hook = "import atexit, pathlib\natexit.register(pathlib.Path('hook').write_text, 'ran')\n"
+
+    rank(hook.replace("'hook'", repr(str(tmp_path / "hook"))) + last).join(PATIENCE_S)
+
+    assert (tmp_path / "hook").read_text() == "ran"
+
+
+def test_what_the_agent_leaves_to_its_own_exit_is_not_done_by_a_rank(rank, tmp_path):
+    atexit.register(of_agent := (tmp_path / "hook").write_text, "ran")
+    try:
+        rank("pass").join(PATIENCE_S)
+    finally:
+        atexit.unregister(of_agent)
+
+    assert not (tmp_path / "hook").exists()
 
 
 def test_a_program_that_ends_while_its_data_loader_still_reads_has_not_failed(rank, tmp_path):
