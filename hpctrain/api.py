@@ -135,6 +135,8 @@ def submit(
     settings: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     snapshot: bool | None = None,
+    resume_args: str | None = None,
+    resume_if: str | None = None,
     allow_locked: bool = False,
     runs: Runs = None,
     start: bool = True,
@@ -159,6 +161,9 @@ def submit(
         settings: Any setting by "section.key", e.g. {"train.steps": 500}.
         env: Environment of the ranks; no secrets.
         snapshot: Run a copy of the script's git-tracked files; by default up to 64 MB.
+        resume_args: Arguments for a program that must be told to resume, in one text; added from
+            the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
+        resume_if: Add them where this pattern of paths matches instead.
         allow_locked: Change what the site's admins have locked; it is recorded.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
         start: False makes the run's directory and starts no job.
@@ -195,6 +200,8 @@ def submit(
         sets=_sets(settings),
         env=[f"{variable}={value}" for variable, value in (env or {}).items()],
         snapshot=snapshot,
+        resume_args=resume_args,
+        resume_if=resume_if,
         allow_locked=allow_locked,
         cluster_needed=start,
         ask_accounting=True,

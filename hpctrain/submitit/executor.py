@@ -137,16 +137,16 @@ class _RunExecutor(core.PicklingExecutor):
         self.runs.mkdir(parents=True, exist_ok=True)
         pickles = self._pickle(delayed_submissions)
         try:
-            for pickle in pickles:
+            for path in pickles:
                 self._throttle()
                 self._last_job_submitted = time.time()
-                jobs.append(self._start(pickle, flags, [job.job_id for job in jobs]))
+                jobs.append(self._start(path, flags, [job.job_id for job in jobs]))
         except BaseException:
             cancel_all(jobs)
             raise
         finally:
-            for pickle in pickles:
-                pickle.unlink(missing_ok=True)
+            for path in pickles:
+                path.unlink(missing_ok=True)
         return jobs
 
     def _pickle(self, calls: Sequence[DelayedSubmission]) -> list[Path]:
@@ -167,7 +167,7 @@ class _RunExecutor(core.PicklingExecutor):
                 )
         return written
 
-    def _start(self, pickle: Path, flags: Mapping[str, Any], before: Sequence[str]) -> Job[Any]:
+    def _start(self, written: Path, flags: Mapping[str, Any], before: Sequence[str]) -> Job[Any]:
         """Start the run of one call."""
         parallel = self.parameters.get("array_parallelism", 256)
         if self.has_dependencies and len(before) >= parallel:
@@ -179,7 +179,7 @@ class _RunExecutor(core.PicklingExecutor):
             raise AssertionError("a run that was to be started has no job")
         run, files = RunDir(started.dir), JobFiles.of(RunDir(started.dir))
         files.folder.mkdir(mode=0o700, exist_ok=True)
-        pickle.replace(files.pickle())  # the ranks wait for it
+        written.replace(files.pickle())  # the ranks wait for it
         ranks = self._num_tasks()
         [script] = run.jobs.glob("*.sh")
         job: Job[Any] = Job(self.folder, started.job_id, tasks=list(range(ranks)))
