@@ -40,6 +40,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|nn|os|pathlib|torch)\..*|AbstractContextManager|Optimizer|Path"),
     (r"py:.*", r"Loss|LossScale|State|program_state\.Stateful"),
+    (r"py:.*", r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited"),  # of an AttemptView
 ]
 
 

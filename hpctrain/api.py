@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.status.status import Checkpoint, RunStatus
 
-Runs = str | Path | None
-
 
 @dataclass(frozen=True)
 class StartedJob:
@@ -138,7 +136,7 @@ def submit(
     resume_args: str | None = None,
     resume_if: str | None = None,
     allow_locked: bool = False,
-    runs: Runs = None,
+    runs: str | Path | None = None,
     start: bool = True,
 ) -> StartedJob:
     """Make a run and start its job, as `hpctrain submit` does; not collective.
@@ -226,7 +224,7 @@ def resume(
     from_step: int | None = None,
     allow_locked: bool = False,
     foreign: bool = False,
-    runs: Runs = None,
+    runs: str | Path | None = None,
 ) -> StartedJob:
     """Go on with a run that is not running, as `hpctrain resume` does; not collective.
 
@@ -286,7 +284,7 @@ def resume(
     return StartedJob(run_dir.name, run_dir.root, job_id, plan.step, plan.checkpoint, notes)
 
 
-def status(run: str = LATEST, *, runs: Runs = None) -> Status:
+def status(run: str = LATEST, *, runs: str | Path | None = None) -> Status:
     """Where a run stands, as `hpctrain status` says it; not collective.
 
     Args:
@@ -303,7 +301,7 @@ def status(run: str = LATEST, *, runs: Runs = None) -> Status:
 
 
 def cancel(
-    run: str, *, save: bool = False, foreign: bool = False, runs: Runs = None
+    run: str, *, save: bool = False, foreign: bool = False, runs: str | Path | None = None
 ) -> CancelledJob:
     """Stop a run for good, as `hpctrain cancel` does: it is not requeued; not collective.
 

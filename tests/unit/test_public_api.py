@@ -210,13 +210,13 @@ World.control: dist.ProcessGroup | None
 World.ranks_per_node: int
 World.is_distributed
 broadcast(world: 'World', value: 'Any') -> 'Any'
-cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'CancelledJob'
+cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'str | Path | None' = None) -> 'CancelledJob'
 cu_seqlens(document_ids: 'torch.Tensor') -> 'tuple[torch.Tensor, int]'
 cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
 init(settings: 'Settings | None' = None) -> 'Run'
-resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'Runs' = None) -> 'StartedJob'
-status(run: 'str' = '-', *, runs: 'Runs' = None) -> 'Status'
-submit(command: 'Sequence[str | os.PathLike[str]]' = (), *, name: 'str | None' = None, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, site: 'str | None' = None, cluster: 'str | None' = None, config: 'str | os.PathLike[str] | None' = None, settings: 'Mapping[str, Any] | None' = None, env: 'Mapping[str, str] | None' = None, snapshot: 'bool | None' = None, resume_args: 'str | None' = None, resume_if: 'str | None' = None, allow_locked: 'bool' = False, runs: 'Runs' = None, start: 'bool' = True) -> 'StartedJob'
+resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'str | Path | None' = None) -> 'StartedJob'
+status(run: 'str' = '-', *, runs: 'str | Path | None' = None) -> 'Status'
+submit(command: 'Sequence[str | os.PathLike[str]]' = (), *, name: 'str | None' = None, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, site: 'str | None' = None, cluster: 'str | None' = None, config: 'str | os.PathLike[str] | None' = None, settings: 'Mapping[str, Any] | None' = None, env: 'Mapping[str, str] | None' = None, snapshot: 'bool | None' = None, resume_args: 'str | None' = None, resume_if: 'str | None' = None, allow_locked: 'bool' = False, runs: 'str | Path | None' = None, start: 'bool' = True) -> 'StartedJob'
 write_tokens(path: 'Path', chunks: 'Iterable[bytes]', *, dtype: 'str', vocabulary: 'int', source: 'Mapping[str, Any]') -> 'TokenFile'
 """
 
