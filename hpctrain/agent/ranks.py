@@ -49,6 +49,8 @@ log = logging.getLogger("hpctrain.agent")
 
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
+HOOKS_HANG_S = 300.0
+"""So long a program's hooks at its exit may take: a tracker may upload there."""
 ECHOES = (
     "Connection closed by peer",
     "connectFullMesh failed",
@@ -91,12 +93,29 @@ def run_rank(task: RankTask) -> None:
         _exit_even_if_stuck(1)
         sys.exit(1)
     finally:
-        # Before Python 3.13 a process that was forked by multiprocessing leaves without them, and
-        # a tracker that ends its run there would lose its last steps.
-        atexit._run_exitfuncs()  # noqa: SLF001
+        _run_hooks()
         _end_children()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _run_hooks() -> None:
+    """Do what the program has left to its exit.
+
+    Before Python 3.13 a process that was forked by multiprocessing leaves without it, and a tracker
+    that ends its run there would lose its last steps. A hook that hangs would hold the nodes.
+    """
+
+    def leave() -> None:
+        log.warning("what the program has left to its exit took %.0f s: left out", HOOKS_HANG_S)
+        sys.stdout.flush()
+        os._exit(0)
+
+    timer = threading.Timer(HOOKS_HANG_S, leave)
+    timer.daemon = True
+    timer.start()
+    atexit._run_exitfuncs()  # noqa: SLF001
+    timer.cancel()
 
 
 def _with_args(task: RankTask, rank: int) -> RankTask:

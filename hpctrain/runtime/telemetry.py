@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.errors import UsageError
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.runtime.step_log import StepLog, mark_every_s, run_age_s
+from hpctrain.world import gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,6 +215,9 @@ class Telemetry:
             self._writer.sampled(self._step, self._steps)
         self._steps, self._wall_s, self._data_before = 0, 0.0, self._data.seconds
         self._land(wait=at_end)
+        if at_end:
+            # Race: a rank that leaves while rank 0 still reads its row takes the connection away.
+            gather(self._world, None)
 
     def _land(self, *, wait: bool = False) -> None:
         rows = self._gathering.landed(wait=wait) if self._writer is not None else None

@@ -51,6 +51,7 @@ SOON_S = 30.0
 @pytest.fixture
 def soon(monkeypatch):
     monkeypatch.setattr(ranks, "EXIT_HANG_S", 0.3)
+    monkeypatch.setattr(ranks, "HOOKS_HANG_S", 0.3)
 
 
 def _ends(folder, name):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.checkpoint")
 
 NS = 1_000_000_000
+TICK_S = 0.01
+"""A kernel's stamp on a file may be a tick of its timer older than its clock."""
 RETURNED = "returned"
 """In an attempt's folder: all its ranks have returned, so nothing of it was left half written."""
 
@@ -119,7 +121,7 @@ def first_start_s(run: RunDir, attempt: Attempt) -> float:
     that step still lies there, and would be sealed again.
     """
     if attempt.number == 1:
-        return attempt.started
+        return attempt.started - TICK_S
     since = [attempt.started]
     for record in RunHistory.read(run, marks="few").attempts:
         since = [attempt.started] if record.went_back else [*since, record.began]
