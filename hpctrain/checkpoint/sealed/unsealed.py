@@ -125,7 +125,7 @@ def first_start_s(run: RunDir, attempt: Attempt) -> float:
     since = [attempt.started]
     for record in RunHistory.read(run, marks="few").attempts:
         since = [attempt.started] if record.went_back else [*since, record.began]
-    return min(since)
+    return min(since) - TICK_S
 
 
 def roots_of(run: RunDir, cwd: str) -> list[Path]:
