@@ -122,10 +122,11 @@ def first_start_s(run: RunDir, attempt: Attempt) -> float:
     """
     if attempt.number == 1:
         return attempt.started - TICK_S
-    since = [attempt.started]
+    since, tick_s = [attempt.started], TICK_S
     for record in RunHistory.read(run, marks="few").attempts:
         since = [attempt.started] if record.went_back else [*since, record.began]
-    return min(since) - TICK_S
+        tick_s = 0.0 if record.went_back else tick_s  # what they went back behind may be that new
+    return min(since) - tick_s
 
 
 def roots_of(run: RunDir, cwd: str) -> list[Path]:
