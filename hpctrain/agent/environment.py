@@ -8,7 +8,8 @@ To it belongs the folder in which torch keeps what it has compiled: torch takes 
 the temporary folder that everybody can guess, whoever has made it, and runs what lies there. On a
 node that users share, the first to make that folder would run code as the others.
 
-tests/unit/agent/test_environment.py and tests/unit/agent/test_compile_cache.py hold the promises.
+tests/unit/agent/test_environment.py, test_compile_cache.py and test_task_variables.py hold the
+promises.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from hpctrain.site.environment import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpctrain.base.records import JobContext
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
@@ -227,3 +230,38 @@ def compile_cache(run: RunDir) -> Path:
     other = run.root / "compiled"
     log.warning("what torch compiles is kept in %s: %s", other, why)
     return other
+
+
+def as_task(environ: Mapping[str, str]) -> dict[str, str]:
+    """SLURM's variables of a task, set to what a rank is; none where SLURM has not started it.
+
+    SLURM starts one task on each node, the agent. A program that reads SLURM_PROCID, as Lightning's
+    SLURMEnvironment and many scripts do, would take itself for that task: of one rank per node.
+    Variables of the job and of the node (SLURM_JOB_ID, SLURM_NNODES, GPUs, CPUs) are true as they
+    are.
+
+    Args:
+        environ: The rank's, with torchrun's variables.
+    """
+    if "SLURM_PROCID" not in environ:
+        return {}
+    rank, local_rank = environ["RANK"], environ["LOCAL_RANK"]
+    ranks, ranks_here = environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"]
+    nodes = int(ranks) // int(ranks_here)
+    per_node = ranks_here if nodes == 1 else f"{ranks_here}(x{nodes})"
+    first = int(rank) - int(local_rank)
+    ours = {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": local_rank,
+        "SLURM_NODEID": environ["GROUP_RANK"],
+        "SLURM_NTASKS": ranks,
+        "SLURM_NPROCS": ranks,
+        "SLURM_NTASKS_PER_NODE": ranks_here,
+        "SLURM_TASKS_PER_NODE": per_node,
+    }
+    of_step = {
+        "SLURM_STEP_NUM_TASKS": ranks,
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_GTIDS": ",".join(str(first + number) for number in range(int(ranks_here))),
+    }
+    return ours | {name: value for name, value in of_step.items() if name in environ}

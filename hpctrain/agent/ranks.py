@@ -26,8 +26,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import foreign, nsys, signals, task_variables
+from hpctrain.agent import foreign, nsys, signals
 from hpctrain.agent.cpus import bind
+from hpctrain.agent.environment import as_task
 from hpctrain.agent.resume_args import ResumeArgs, line
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT_DIR,
@@ -74,7 +75,7 @@ def run_rank(task: RankTask) -> None:
     print_to(rank_log_path(attempt_dir, rank))
     configure(f"rank {rank}")
     bind(task.cpus)
-    os.environ.update(task_variables.of_rank(os.environ))
+    os.environ.update(as_task(os.environ))
     task = _with_args(task, rank)
     try:
         if not nsys.run_below(task, rank, attempt_dir):

@@ -654,31 +654,28 @@ def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: facts.StepsDo
 
 
 def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSaved) -> None:
-    save = SaveRecord(
-        t=t,
-        attempt=None if attempt is None else attempt.number,
-        kind=fact.kind,
-        step=fact.step,
-        restores=run.restores,
-        leaving=attempt is not None and attempt.stopping is not None,
-        seconds=fact.seconds,
-        stall_s=fact.stall_s,
-        waited_s=fact.waited_s or 0.0,
-        size_bytes=fact.bytes,
-        mode=fact.mode,
+    _add_save(
+        run, attempt, t, fact, stall_s=fact.stall_s, waited_s=fact.waited_s or 0.0, mode=fact.mode
     )
-    run.saves.append(save)
-    run.seen = t
-    run.kept_save = (fact.step, t, fact.bytes)
     run.newest_saved = max(fact.step, run.newest_saved or 0)
     if attempt is not None:
         attempt.moved(fact.step)
-        attempt.saves.append(save)
-        attempt.last_saved_step = fact.step
 
 
 def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSealed) -> None:
     """It tells of no step that was done: the program may be far beyond it."""
+    stall_s = fact.seconds if fact.by == "program" else 0.0
+    _add_save(run, attempt, t, fact, stall_s=stall_s, mode="sealed", own_s=fact.own_s)
+    run.sealed_path = fact.path
+
+
+def _add_save(
+    run: RunHistory,
+    attempt: _Attempt,
+    t: float,
+    fact: facts.CheckpointSaved | facts.CheckpointSealed,
+    **more: Any,
+) -> None:
     save = SaveRecord(
         t=t,
         attempt=None if attempt is None else attempt.number,
@@ -687,15 +684,12 @@ def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Checkpoint
         restores=run.restores,
         leaving=attempt is not None and attempt.stopping is not None,
         seconds=fact.seconds,
-        stall_s=fact.seconds if fact.by == "program" else 0.0,
         size_bytes=fact.bytes,
-        mode="sealed",
-        own_s=fact.own_s,
+        **more,
     )
     run.saves.append(save)
     run.seen = t
     run.kept_save = (fact.step, t, fact.bytes)
-    run.sealed_path = fact.path
     if attempt is not None:
         attempt.saves.append(save)
         if fact.step is not None:

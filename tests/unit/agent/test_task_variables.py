@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.agent.task_variables import of_rank
+from hpctrain.agent.environment import as_task
 
 SLURMS = {
     "SLURM_JOB_ID": "7",
@@ -30,7 +30,7 @@ def torchruns(rank, ranks_per_node, nodes):
 
 
 def test_each_rank_is_a_task_of_its_own():
-    assert of_rank(SLURMS | torchruns(6, 4, 2)) == {
+    assert as_task(SLURMS | torchruns(6, 4, 2)) == {
         "SLURM_PROCID": "6",
         "SLURM_LOCALID": "2",
         "SLURM_NODEID": "1",
@@ -44,9 +44,9 @@ def test_each_rank_is_a_task_of_its_own():
 
 
 def test_one_node_is_written_as_slurm_writes_it():
-    assert of_rank(SLURMS | torchruns(1, 2, 1))["SLURM_TASKS_PER_NODE"] == "2"
+    assert as_task(SLURMS | torchruns(1, 2, 1))["SLURM_TASKS_PER_NODE"] == "2"
 
 
 def test_without_slurm_nothing_is_set():
-    assert of_rank(torchruns(1, 2, 1)) == {}
-    assert of_rank({"SLURM_JOB_ID": "7", **torchruns(1, 2, 1)}) == {}
+    assert as_task(torchruns(1, 2, 1)) == {}
+    assert as_task({"SLURM_JOB_ID": "7", **torchruns(1, 2, 1)}) == {}
