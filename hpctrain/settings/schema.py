@@ -192,8 +192,8 @@ class CheckpointSettings(Table):
     )
     sealed: list[str] = setting(
         [],
-        "the program's own checkpoints, sealed by the agent: names or patterns, relative to its "
-        "working directory and to the run's output folder, e.g. out/checkpoint-*",
+        "the program's own checkpoints, sealed by the agent: names or patterns, absolute or relative "
+        "to its working directory and to the run's output folder, e.g. out/checkpoint-*",
     )
     seal_settle_s: float = setting(
         10.0, "such a file or folder is sealed once it has not changed for so long"

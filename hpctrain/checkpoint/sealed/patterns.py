@@ -1,10 +1,10 @@
 """`checkpoint.sealed`: which of a program's files are its checkpoints, by name.
 
-A pattern is relative to the program's working directory and to the run's `output`; each part of it
-is matched in one folder, so a look costs one listing for each folder on the way. Without a wildcard
-each save writes over the same path; with one each has a name of its own, and the step is among the
-digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py holds the
-promises.
+A pattern is absolute, or relative to the program's working directory and to the run's `output`.
+Each part of it is matched in one folder, so a look costs one listing for each folder on the way.
+Without a wildcard each save writes over the same path; with one each has a name of its own, and the
+step is among the digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py
+holds the promises.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import fnmatch
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 _WILD = re.compile(r"(?:\*|\?|\[[^\]]+\])+")
 _TOKEN = re.compile(r"\*|\?|\[!")
@@ -53,10 +53,12 @@ class Pattern:
     Attributes:
         text: As it was set.
         parts: Its components.
+        is_absolute: Whether they begin at the root of all, whatever folder is asked about.
     """
 
     text: str
     parts: tuple[str, ...]
+    is_absolute: bool = False
 
     @property
     def has_wildcard(self) -> bool:
@@ -65,9 +67,14 @@ class Pattern:
 
     def matches(self, root: Path) -> Iterator[NamedPath]:
         """What lies below a folder; nothing where it cannot be listed."""
+        root = self.root(root)
         for path in _below(root, self.parts):
             step = self.step_of(path.relative_to(root).parts)
             yield NamedPath(path, step, is_written_over=not self.has_wildcard)
+
+    def root(self, folder: Path) -> Path:
+        """The folder that the parts begin in, where a relative pattern is asked about this one."""
+        return Path("/") if self.is_absolute else folder
 
     def step_of(self, names: Sequence[str]) -> int | None:
         """The step in what the wildcards stand for; None where that is not plain."""
@@ -105,7 +112,7 @@ def refuse_wrong(patterns: Sequence[str], cwd: Path | None, run: Path) -> None:
     """
     for pattern in parse(patterns):
         for root in filter(None, (cwd, run / "output")):
-            if _meets(pattern.parts, root, run):
+            if _meets(pattern.parts, pattern.root(root), run):
                 raise UsageError(
                     f"{SETTING} {pattern.text!r} takes in the run's own files in {run}; name the "
                     "program's checkpoints alone"
@@ -114,21 +121,19 @@ def refuse_wrong(patterns: Sequence[str], cwd: Path | None, run: Path) -> None:
 
 def _parsed(text: str) -> Pattern:
     why = ""
-    parts = tuple(part for part in text.split("/") if part not in {"", "."})
+    place = os.path.expanduser(text)  # noqa: PTH111 - a pattern
+    parts = tuple(part for part in place.split("/") if part not in {"", "."})
     if not parts:
         why = "is empty"
-    elif text.startswith(("/", "~")):
-        why = (
-            "is absolute; patterns are relative to the program's working directory or to the run's "
-            "output folder (call run.sealed for files elsewhere)"
-        )
+    elif place.startswith("~"):
+        why = "names the home of a user whom nobody knows here"
     elif ".." in parts:
         why = "leaves its folder by '..'"
     elif "**" in parts or "\0" in text:
         why = "has '**', which would look through whole trees; name each folder on the way"
     if why:
         raise UsageError(f"{SETTING}: pattern {text!r} {why}")
-    return Pattern(text, parts)
+    return Pattern(text, parts, is_absolute=place.startswith("/"))
 
 
 def _meets(parts: Sequence[str], root: Path, run: Path) -> bool:

@@ -92,6 +92,19 @@ def test_what_has_not_changed_for_so_long_is_sealed_in_place_with_its_step(run):
     assert [event.kind for event in ledger.read(run)] == ["attempt_started", "sealed"]
 
 
+def test_what_lies_far_from_the_run_is_sealed_and_put_back_alike(run, tmp_path):
+    watched = Watched(run, f"{tmp_path}/scratch/ckpt.pt")
+    path = save(watched, tmp_path / "scratch" / "ckpt.pt")
+    whole = path.read_bytes()
+    watched.look()
+    assert watched.look(SETTLE_S) == [None]
+
+    path.write_bytes(b"PK\x03\x04torn")
+
+    assert watched.next_start() == "scratch/ckpt.pt"
+    assert path.read_bytes() == whole
+
+
 def test_what_still_grows_is_not_sealed(run):
     watched = Watched(run, "out/checkpoint-*")
     folder = watched.cwd / "out" / "checkpoint-50"

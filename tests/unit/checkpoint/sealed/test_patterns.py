@@ -54,14 +54,24 @@ def test_links_hidden_files_and_what_was_set_aside_do_not_match(tmp_path):
     assert matches == ["a-1"]
 
 
+def test_an_absolute_pattern_means_the_same_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ckpt-50.pt").touch()
+
+    for text in (f"{tmp_path}/out/ckpt-*.pt", "~/out/ckpt-*.pt"):
+        (match,) = parse([text])[0].matches(tmp_path / "elsewhere")
+        assert (match.path, match.step) == (tmp_path / "out" / "ckpt-50.pt", 50)
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
         ("", "is empty"),
         ("ckpt-*,", "is empty"),
         ("./", "is empty"),
-        ("/scratch/out/*", "is absolute"),
-        ("~/out/*", "is absolute"),
+        ("/", "is empty"),
+        ("~nobody-of-this-name/out/*", "whom nobody knows"),
         ("../out/*", "leaves its folder"),
         ("out/**/ckpt", "whole trees"),
         ("*", "the run's own files"),
@@ -69,6 +79,8 @@ def test_links_hidden_files_and_what_was_set_aside_do_not_match(tmp_path):
         ("runs/gpt", "the run's own files"),
         ("runs/*/checkpoints/*", "the run's own files"),
         ("runs/gpt/output", "the run's own files"),
+        ("/wor?", "the run's own files"),
+        ("/work/here/runs/gpt/checkpoints/*", "the run's own files"),
     ],
 )
 def test_what_would_seal_nothing_or_the_runs_own_is_refused_in_a_line(pattern, why):
@@ -78,7 +90,17 @@ def test_what_would_seal_nothing_or_the_runs_own_is_refused_in_a_line(pattern, w
 
 
 @pytest.mark.parametrize(
-    "pattern", ["out/*", "*.pt", "runs/gpt/output/ckpt-*", "runs/other/x", "ckpt.pt"]
+    "pattern",
+    [
+        "out/*",
+        "*.pt",
+        "runs/gpt/output/ckpt-*",
+        "runs/other/x",
+        "ckpt.pt",
+        "/scratch/*",
+        "~/out/*",
+        "/work/here/runs/gpt/output/ckpt-*",
+    ],
 )
 def test_what_is_the_programs_is_not_refused(pattern):
     refuse_wrong([pattern], CWD, RUN)
@@ -93,8 +115,8 @@ def test_submit_refuses_a_wrong_pattern_in_one_line(tmp_path):
         runs=Path("runs"),
         command=["train.py"],
         cluster="local",
-        sets=["checkpoint.sealed=/scratch/*.pt"],
+        sets=["checkpoint.sealed=../*.pt"],
     )
 
-    with pytest.raises(UsageError, match=r"^checkpoint\.sealed: pattern '/scratch/\*\.pt' is abs"):
+    with pytest.raises(UsageError, match=r"^checkpoint\.sealed: pattern '\.\./\*\.pt' leaves"):
         prepare(request)
