@@ -228,13 +228,13 @@ def undisturbed(program: Program, folder: Path) -> str:
 RESULT = r"^result (\S+)"
 ONE_FILE = Program(
     "one file",
-    (str(SCRIPTS / "one_file.py"), "--steps=2000", "--every=100"),
+    (str(SCRIPTS / "one_file.py"), "--steps=1200", "--every=100"),
     result=RESULT,
     hurry=("--step-s=0",),
 )
 ONE_FILE_TOLD = Program(
     "one file, with hpctrain's lines",
-    (str(SCRIPTS / "one_file_told.py"), "--steps=2000", "--every=100"),
+    (str(SCRIPTS / "one_file_told.py"), "--steps=1200", "--every=100"),
     every=100,
     hears=True,
     result=RESULT,
@@ -244,7 +244,7 @@ ONE_FILE_SEALED = dataclasses.replace(
     ONE_FILE,
     name="one file, sealed",
     flags=("--set=checkpoint.sealed=out/ckpt.pt", "--resume-args=--init-from=resume"),
-    every=100,
+    every=140,
 )
 
 
@@ -252,7 +252,7 @@ def _looped(name: str, script: str, *words: str) -> Program:
     """A program of many steps that says them, hears of stops and has a result."""
     return Program(
         name,
-        (str(SCRIPTS / script), "--steps=2000", "--every=100", *words),
+        (str(SCRIPTS / script), "--steps=1200", "--every=100", *words),
         every=100,
         hears=True,
         result=RESULT,
@@ -270,5 +270,17 @@ TRAINER_SEALED = dataclasses.replace(
     every=140,
     hears=False,
 )
-PROGRAMS = {program.name: program for program in (ONE_FILE, ONE_FILE_TOLD, ACCELERATE, DEEPSPEED)}
+PROGRAMS = {
+    program.name: program
+    for program in (
+        ONE_FILE,
+        ONE_FILE_SEALED,
+        ONE_FILE_TOLD,
+        ACCELERATE,
+        DEEPSPEED,
+        LIGHTNING,
+        TRAINER,
+        TRAINER_SEALED,
+    )
+}
 """By name."""

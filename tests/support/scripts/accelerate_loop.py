@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpctrain
@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20)
     asked = parser.parse_args()
     run = hpctrain.init()
-    accelerator = Accelerator(cpu=True)
+    # The plain sampler draws an epoch's order anew at each start: other samples, another result.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=order)
     set_seed(1)
     source = torch.randn(4096, WIDTH)
     data = TensorDataset(source, source.sum(dim=1, keepdim=True).sin())

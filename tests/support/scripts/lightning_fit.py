@@ -5,24 +5,43 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from typing import TYPE_CHECKING
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WIDTH = 64
 
 
-class Numbers(Dataset):
-    def __len__(self) -> int:
-        return 100_000
+class Batches:
+    """Batches that follow from their number, and a loader that can say where it is."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        source = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
-        return source, source.sum().sin()
+    def __init__(self, count: int) -> None:
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.count, self.at = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while self.at < self.count:
+            generator = torch.Generator().manual_seed(self.at * self.ranks + self.rank)
+            self.at += 1
+            source = torch.randn(4, WIDTH, generator=generator)
+            yield source, source.sum(dim=1).sin()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
 class Model(lightning.LightningModule):
@@ -82,7 +101,7 @@ def main() -> None:
     model = Model()
     trainer.fit(
         model,
-        DataLoader(Numbers(), batch_size=4, shuffle=True),
+        Batches(asked.steps),
         ckpt_path=os.environ.get("HPCTRAIN_RESUME"),
     )
     if trainer.is_global_zero:
