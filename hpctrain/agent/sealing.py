@@ -80,7 +80,6 @@ class SealWatch:
         self._is_stopping, self._clock = is_stopping, clock
         roots = unsealed.roots_of(run, cwd)
         self._unsealed = unsealed.Unsealed(run, settings.sealed, roots) if settings.sealed else None
-        self._since_s = unsealed.first_start_s(run, attempt)
         self._still: dict[Path, tuple[tuple[object, ...], float]] = {}
         self._sealed_at: dict[Path, int] = {}
         self._over = threading.Event()
@@ -129,7 +128,7 @@ class SealWatch:
             if match.path not in closely and self._is_as_sealed(match.path):
                 continue
             save = self._unsealed.unit(match)
-            if save is None or save.mtime_ns < self._since_s * unsealed.NS:
+            if save is None or not self._unsealed.is_new(save):
                 continue
             files, first_seen = self._still.get(match.path, ((), 0.0))
             if files != save.files:
@@ -170,7 +169,7 @@ class SealWatch:
     def _seal_rest(self) -> None:
         self._over.clear()
         if self._unsealed is not None:
-            self._seal(self._unsealed.since(self._since_s), settled=False)
+            self._seal(self._unsealed.due(), settled=False)
 
     def _is_as_sealed(self, path: Path) -> bool:
         return path in self._sealed_at and self._sealed_at[path] == _top_ns(path)

@@ -204,6 +204,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     checkpoint = choice.checkpoint
     if checkpoint is None and own is None and from_step is None:
         refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
+        _refuse_lost_seals(run, spec, events)
     manifest = checkpoint.manifest if checkpoint is not None else None
     is_recipe = spec.entry.kind == "recipe"
     found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
@@ -245,6 +246,14 @@ def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, lis
     seal = taken.stored.seal
     own = {"step": seal.step, "name": seal.path, "taken": True, "why": "newest that was sealed"}
     return seal, [*rows, own]
+
+
+def _refuse_lost_seals(run: RunDir, spec: Spec, events: list[ledger.Event]) -> None:
+    """Where the agent could seal what lies there once more, the next start decides."""
+    if not spec.settings.checkpoint.sealed:
+        from hpctrain.checkpoint.sealed.resume import refuse_lost_seals
+
+        refuse_lost_seals(run, RunHistory.of(events))
 
 
 @dataclass(frozen=True)

@@ -122,4 +122,4 @@ def test_an_unchanged_program_that_is_killed_in_the_middle_of_a_save_goes_on_fro
     assert torch.load(path)["step"] == 5
     (chosen,) = local_runs.events(run, "resume_chosen")
     assert (chosen["path"], chosen["put_back"]) == (str(path), True)
-    assert len(list(RunDir(run).sealed.iterdir())) == 2, "checkpoint.keep_sealed"
+    assert len(seals.listing(RunDir(run))) == 2, "checkpoint.keep_sealed"

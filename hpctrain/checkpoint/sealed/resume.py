@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.sealed.manifest import SealedFile
     from hpctrain.checkpoint.sealed.seals import StoredSeal
+    from hpctrain.history.run_history import RunHistory
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
@@ -433,6 +434,20 @@ def _nothing_whole(
         f"{'; '.join(shown)}{more}. It does not begin anew unasked: bring one back, or "
         f"`hpctrain resume {run.name} --from 0`"
     )
+
+
+def refuse_lost_seals(run: RunDir, history: RunHistory) -> None:
+    """Refuse to begin anew where the run has sealed; asked where it has no seal.
+
+    Raises:
+        NoCheckpoint: somebody has removed its seals.
+    """
+    if history.sealed_path:
+        raise NoCheckpoint(
+            f"{run.name} has sealed checkpoints, the newest of {history.sealed_path}, and no seal "
+            f"is left in {run.sealed}. It does not begin anew unasked: bring them back, or "
+            f"`hpctrain resume {run.name} --from 0`"
+        )
 
 
 def seal_proved(

@@ -11,25 +11,18 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.proof import proves_itself
-from hpctrain.checkpoint.sealed.resume import Choice, set_aside
-from hpctrain.checkpoint.sealed.unsealed import (
-    RETURNED,
-    Unsealed,
-    cut,
-    first_start_s,
-    roots_of,
-    seal,
-)
+from hpctrain.checkpoint.sealed.resume import Choice, Resume, refuse_lost_seals, set_aside
+from hpctrain.checkpoint.sealed.unsealed import RETURNED, Unsealed, cut, roots_of, seal
+from hpctrain.checkpoint.store import find
 from hpctrain.errors import FileSystemFault
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CheckpointSetAside, ResumeChosen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpctrain.base.records import Skipped
-    from hpctrain.checkpoint.sealed.resume import Resume
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
@@ -49,21 +42,28 @@ def resume_at_start(
         cwd: The program's working directory, "" for none.
 
     Raises:
-        CheckpointError: see `Choice.choose`.
+        CheckpointError: see `Choice.choose`; or the run's seals are gone.
     """
-    asked = RunHistory.read(run, marks="few").asked_seal if attempt.number > 1 else None
+    history = RunHistory.read(run, marks="few") if attempt.number > 1 else RunHistory()
+    asked = history.asked_seal
+    is_anew = attempt.number == 1 or asked is not None
     aside: list[Skipped] = []
-    if settings.sealed and attempt.number > 1 and asked is None:
-        again = Patience(settings.patience_s)
-        try:
-            again(lambda: _take_in(run, attempt, settings, cwd, aside))
-        except OSError as error:
-            raise FileSystemFault(f"a checkpoint cannot be read: {error}") from error
-    if not seals.has_any(run):
-        _set_aside(run, attempt, aside)
-        return None
-    resume = Choice(run, attempt, patience_s=settings.patience_s).choose(at_step=asked)
+    unsealed = Unsealed(run, settings.sealed, roots_of(run, cwd))
+    if settings.sealed and not is_anew:
+        _patiently(settings, lambda: _take_in(run, attempt, settings, unsealed, aside))
     _set_aside(run, attempt, aside)
+    resume = None
+    if seals.has_any(run):
+        resume = Choice(run, attempt, patience_s=settings.patience_s).choose(at_step=asked)
+    elif not find.steps(run):  # it may have changed over to checkpoints of ours
+        if asked is None:
+            refuse_lost_seals(run, history)
+        else:  # written down, or each start after it would go back again
+            resume = Resume()
+    if settings.sealed and is_anew:
+        _patiently(settings, lambda: unsealed.remember_before(attempt, anew=True))
+    if resume is None:
+        return None
     _write_down(run, attempt, resume)
     if resume.path is None:
         return None
@@ -72,16 +72,27 @@ def resume_at_start(
     return str(resume.path)
 
 
+def _patiently(settings: CheckpointSettings, act: Callable[[], None]) -> None:
+    try:
+        Patience(settings.patience_s)(act)
+    except OSError as error:
+        raise FileSystemFault(f"checkpoints cannot be looked at: {error}") from error
+
+
 def _take_in(
-    run: RunDir, attempt: Attempt, settings: CheckpointSettings, cwd: str, aside: list[Skipped]
+    run: RunDir,
+    attempt: Attempt,
+    settings: CheckpointSettings,
+    unsealed: Unsealed,
+    aside: list[Skipped],
 ) -> None:
     """Seal what the attempt before has saved and nobody has sealed; `aside` takes what is torn.
 
     All of it where its ranks had returned. Else the newest single file that its own checksums prove
     whole: a kill may have left anything else half written.
     """
-    unsealed = Unsealed(run, settings.sealed, roots_of(run, cwd))
-    units = unsealed.since(first_start_s(run, attempt))
+    unsealed.remember_before(attempt, anew=False)
+    units = unsealed.due()
     returned = (run.attempt(attempt.number - 1) / RETURNED).exists()
     for save in units if returned else reversed(units):
         path = save.match.path

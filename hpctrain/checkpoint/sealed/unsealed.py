@@ -1,16 +1,21 @@
 """What the patterns of `checkpoint.sealed` stand for and nobody has sealed so far.
 
 Only what was changed since the run's first start counts: the checkpoints of an earlier run in the
-same folder are not this run's. tests/unit/agent/test_sealing.py holds the promises.
+same folder are not this run's. What lies there before the first ranks start is written down, since
+the stamp of a file server cannot be held against a node's clock. tests/unit/agent/test_sealing.py
+holds the promises.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.files import read_plain, replace_text
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import proof, seals
 from hpctrain.checkpoint.sealed.patterns import parse
@@ -30,8 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.checkpoint")
 
 NS = 1_000_000_000
-TICK_S = 0.01
-"""A kernel's stamp on a file may be a tick of its timer older than its clock."""
+BEFORE = "there-before.json"
+"""In the folder of seals: what lay there before the run's first ranks."""
+MOST_BYTES = 256 << 20
 RETURNED = "returned"
 """In an attempt's folder: all its ranks have returned, so nothing of it was left half written."""
 
@@ -54,11 +60,24 @@ class UnsealedSave:
         return max(file.mtime_ns for file in self.files)
 
     @property
+    def state(self) -> list[int]:
+        """What would be another had it been saved anew."""
+        return [self.mtime_ns, sum(file.size for file in self.files), len(self.files)]
+
+    @property
     def is_file(self) -> bool:
         """Whether it is a single file, and no folder."""
         return [file.name for file in self.files] == [self.match.path.name] and (
             not self.match.path.is_dir()
         )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What lay there before the run's first ranks, as far as these patterns stand for it."""
+
+    patterns: list[str] = field(default_factory=list)
+    there: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Unsealed:
@@ -104,29 +123,63 @@ class Unsealed:
             self._refused[path] = why
             log.warning("%s is not sealed: %s", path, why)
 
-    def since(self, first_start_s: float) -> list[UnsealedSave]:
-        """All that was changed since then and is not sealed as it is, the oldest first."""
+    def is_new(self, save: UnsealedSave) -> bool:
+        """Whether it did not lie there, as it is, before the run's first ranks."""
+        return self._before.there.get(str(save.match.path)) != save.state
+
+    def due(self) -> list[UnsealedSave]:
+        """All that the run has saved and that is not sealed as it is, the oldest first."""
         stored = seals.listing(self._run)
-        units = [found for match in self.matches() if (found := self.unit(match)) is not None]
-        fresh = [save for save in units if save.mtime_ns >= first_start_s * NS]
+        units = [save for match in self.matches() if (save := self.unit(match)) is not None]
         return sorted(
-            (save for save in fresh if not is_sealed(save, stored)), key=lambda save: save.mtime_ns
+            (save for save in units if self.is_new(save) and not is_sealed(save, stored)),
+            key=lambda save: save.mtime_ns,
         )
+
+    def remember_before(self, attempt: Attempt, *, anew: bool) -> None:
+        """Write down what lies there; called before each start of ranks.
+
+        Of a pattern that the run has had before nothing is new. One that comes later stands for
+        what was saved since the first start too: here alone stamps of files are held against the
+        clock of a node.
+
+        Args:
+            attempt: The attempt that begins.
+            anew: No ranks of the run have saved so far, or a person has gone back to an older step:
+                what was newer than that still lies there, and would be sealed again.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        listed = _Before() if anew else self._before
+        fresh = [one.text for one in self._patterns if one.text not in listed.patterns]
+        if not fresh:
+            return
+        since_ns = None if anew else first_start_s(self._run, attempt) * NS
+        there = dict(listed.there)
+        look = Unsealed(self._run, fresh, self._roots)
+        for save in filter(None, map(look.unit, look.matches())):
+            if since_ns is None or save.mtime_ns < since_ns:
+                there[str(save.match.path)] = save.state
+        self._run.sealed.mkdir(exist_ok=True)
+        self._before = _Before([*listed.patterns, *fresh], there)
+        replace_text(self._run.sealed / BEFORE, json.dumps(asdict(self._before)))
+
+    @cached_property
+    def _before(self) -> _Before:
+        try:
+            before = json.loads(read_plain(self._run.sealed / BEFORE, MOST_BYTES))
+            return _Before(list(before["patterns"]), dict(before["there"]))
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+            return _Before()
 
 
 def first_start_s(run: RunDir, attempt: Attempt) -> float:
-    """When the run's first ranks were started: what is older was there before it.
-
-    After a person has gone back to an older step: the first ones since then. What was newer than
-    that step still lies there, and would be sealed again.
-    """
-    if attempt.number == 1:
-        return attempt.started - TICK_S
-    since, tick_s = [attempt.started], TICK_S
+    """When the run's first ranks were started, or the first since a person has gone back."""
+    since = [attempt.started]
     for record in RunHistory.read(run, marks="few").attempts:
         since = [attempt.started] if record.went_back else [*since, record.began]
-        tick_s = 0.0 if record.went_back else tick_s  # what they went back behind may be that new
-    return min(since) - tick_s
+    return min(since)
 
 
 def roots_of(run: RunDir, cwd: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 
 import pytest
@@ -48,6 +49,7 @@ class Watched:
             is_stopping=lambda: stopping,
             clock=lambda: self.now,
         )
+        self.went_on_from = self.choose(self.attempt)
 
     def start(self):
         attempt = next_attempt(self.run)
@@ -66,10 +68,12 @@ class Watched:
             watch.returned = returned
         return [stored.seal.step for stored in reversed(seals.listing(self.run))]
 
-    def next_start(self):
-        attempt = self.start()
+    def choose(self, attempt):
         path = resume_at_start(self.run, attempt, self.settings, cwd=str(self.cwd))
         return path and path.removeprefix(f"{self.cwd}/")
+
+    def next_start(self):
+        return self.choose(self.start())
 
 
 def save(watched, name, content=b"weights"):
@@ -150,12 +154,13 @@ def test_each_save_over_one_path_is_sealed_with_a_copy(run):
     assert path.read_bytes() == newest.copy.read_bytes()
 
 
-def test_what_lay_there_before_the_run_is_not_the_runs(run):
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_what_lay_there_before_the_run_is_not_the_runs(run, hours):
+    """Whatever the clock of its file server says."""
     old = run.root.parent.parent / "out" / "ckpt-900.pt"
     old.parent.mkdir()
     archive(old, b"of another run")
-    an_hour_ago = time.time() - 3600
-    os.utime(old, (an_hour_ago, an_hour_ago))
+    os.utime(old, 2 * (time.time() + 3600 * hours,))
     watched = Watched(run, "out/ckpt-*.pt")
 
     watched.look()
@@ -163,6 +168,38 @@ def test_what_lay_there_before_the_run_is_not_the_runs(run):
     assert watched.left(returned=True) == []
     assert watched.next_start() is None
     assert old.exists()
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_file_server_of_another_time_hides_no_save(run, hours):
+    """Nor does a program that copies a file together with its time."""
+    (run.root.parent.parent / "out").mkdir()
+    archive(run.root.parent.parent / "out" / "ckpt-900.pt", b"of another run")
+    watched = Watched(run, "out/ckpt-*.pt")
+
+    paths = [save(watched, "out/ckpt-50.pt"), save(watched, "out/ckpt-900.pt", b"anew")]
+    for path in paths:
+        os.utime(path, 2 * (time.time() + 3600 * hours,))
+
+    watched.look()
+    assert watched.look(SETTLE_S) == [50, 900]
+    paths.append(save(watched, "out/ckpt-950.pt"))
+    os.utime(paths[-1], 2 * (time.time() + 3600 * hours + 1,))
+    assert watched.left(returned=False) == [50, 900]
+    assert watched.next_start() == "out/ckpt-950.pt"
+
+
+def test_a_pattern_that_comes_later_stands_for_what_was_saved_since_the_first_start(run):
+    old = run.root.parent.parent / "out" / "ckpt-900.pt"
+    old.parent.mkdir()
+    archive(old, b"of another run")
+    os.utime(old, 2 * (time.time() - 3600,))
+    first = Watched(run, "other/*")
+    os.utime(save(first, "out/ckpt-50.pt"), 2 * (time.time() + 1,))
+    first.left(returned=True)
+
+    assert Watched(run, "other/*", "out/ckpt-*.pt").went_on_from == "out/ckpt-50.pt"
+    assert [stored.seal.step for stored in seals.listing(run)] == [50]
 
 
 def test_when_all_ranks_have_returned_what_is_left_is_sealed_at_once(run):
@@ -215,6 +252,44 @@ def test_what_a_person_went_back_behind_is_not_sealed_again(run):
     os.utime(old[1], (later, later))  # trained anew
     again.look()
     assert again.look(SETTLE_S) == [50, 100]
+
+
+def test_a_person_goes_back_once(run):
+    """Not again at each start after it: what was trained since would be forgotten."""
+    watched = Watched(run, "out/ckpt-*.pt")
+    ledger.append(run, Submitted(token="t", job_id="8", from_step=0))
+    again = Watched(run, "out/ckpt-*.pt")
+    assert again.went_on_from is None
+
+    save(watched, "out/ckpt-50.pt")
+
+    assert again.left(returned=True) == [50]
+    assert watched.next_start() == "out/ckpt-50.pt"
+    assert watched.next_start() == "out/ckpt-50.pt"
+
+
+def test_a_run_whose_seals_are_gone_does_not_begin_anew_unasked(run):
+    watched = Watched(run, "out/checkpoint-*")
+    save(watched, "out/checkpoint-50/model.pt")
+    watched.look()
+    assert watched.look(SETTLE_S) == [50]
+    shutil.rmtree(run.sealed)
+
+    with pytest.raises(CheckpointError, match=r"sealed .*out/checkpoint-50, .*resume gpt --from 0"):
+        watched.next_start()
+
+    ledger.append(run, Submitted(token="t", job_id="8", from_step=0))
+    assert watched.next_start() is None
+    assert watched.next_start() is None
+
+
+def test_where_ranks_had_returned_seals_that_are_gone_are_made_again(run):
+    watched = Watched(run, "out/checkpoint-*")
+    os.utime(save(watched, "out/checkpoint-50/model.pt"), 2 * (time.time() + 1,))
+    assert watched.left(returned=True) == [50]
+    shutil.rmtree(run.sealed)
+
+    assert watched.next_start() == "out/checkpoint-50"
 
 
 def test_a_torn_archive_that_nobody_has_sealed_is_set_aside(run):

@@ -12,9 +12,11 @@ from hpctrain.checkpoint.sealed import manifest, seals
 from hpctrain.cli import checkpoints
 from hpctrain.cli.cancel import _report
 from hpctrain.cli.checkpoints_sealed import prune
-from hpctrain.errors import FileSystemFault, HpctrainError, UsageError
+from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint, UsageError
 from hpctrain.history.run_history import RunHistory
-from hpctrain.settings.schema import Settings
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import CheckpointSealed
+from hpctrain.settings.schema import CheckpointSettings, Settings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.status.reader import StatusReader, _checkpoints
 from hpctrain.submit.resume import plan_resume
@@ -127,18 +129,32 @@ def test_a_run_that_has_sealed_nothing_says_so(run):
         call(run, "path", "gpt-a")
 
 
-def test_resume_shows_what_the_next_start_is_given(run, out):
-    settings = Settings()
-    spec = Spec(
+def spec_of(cwd, *patterns):
+    return Spec(
         name="gpt-a",
         run_id="0",
         created=0.0,
         cluster="local",
         site="",
-        entry=Entry(kind="script", path="train.py", args=[], cwd=str(out.parent)),
-        settings=settings,
+        entry=Entry(kind="script", path="train.py", args=[], cwd=str(cwd)),
+        settings=Settings(checkpoint=CheckpointSettings(sealed=list(patterns))),
         origins={},
     )
+
+
+def test_resume_does_not_begin_anew_where_somebody_has_removed_the_seals(run, tmp_path):
+    path = tmp_path / "out-50"
+    ledger.append(run, CheckpointSealed(path=str(path), step=50, by="program"), attempt=1)
+
+    with pytest.raises(NoCheckpoint, match=r"newest of .*out-50, and no seal is left .*--from 0"):
+        plan_resume(run, spec_of(tmp_path), None)
+
+    assert plan_resume(run, spec_of(tmp_path), 0).checkpoint is None
+    assert plan_resume(run, spec_of(tmp_path, "out-*"), None).checkpoint is None, "sealed anew"
+
+
+def test_resume_shows_what_the_next_start_is_given(run, out):
+    spec = spec_of(out.parent)
     plan = plan_resume(run, spec, None)
 
     assert (plan.step, plan.checkpoint) == (50, str(out / "checkpoint-50"))
