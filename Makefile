@@ -53,7 +53,7 @@ browser: $(STAMP)
 
 .PHONY: fuse
 fuse: $(STAMP)
-	@tests/support/install_fuse.sh tests/support/torch_environment.sh >.fuse-install.log 2>&1 || \
+	@tests/support/install_fuse.sh >.fuse-install.log 2>&1 || \
 	  { tail -n 1 .fuse-install.log >&2; \
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .fuse-install.log
@@ -88,7 +88,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/torch_environment.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 

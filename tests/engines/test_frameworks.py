@@ -6,9 +6,7 @@ comes back by itself.
 
 from __future__ import annotations
 
-import re
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -25,9 +23,10 @@ from hpctrain.run.layout import RunDir
 from tests.support import local_runs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 RANKS, STEPS, PREEMPTED_AT, NEVER = 2, 100, 7, 10**6
 TRAINER = "Hugging Face Trainer"
 FINAL = {
@@ -38,16 +37,10 @@ FINAL = {
 }
 
 
-def program(framework: str) -> str:
-    """The program that the page shows of a framework."""
-    section = PAGE.read_text().partition(f"\n## {framework}\n")[2]
-    return re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
-
-
 def train(folder: Path, framework: str, preempted_at: int) -> RunHistory:
     """Two ranks of the program to their end."""
     folder.mkdir()
-    (folder / "train.py").write_text(program(framework))
+    (folder / "train.py").write_text(local_runs.shown(framework))
     script = [str(local_runs.SCRIPTS / "preempted.py"), str(preempted_at), "train.py"]
     words = ["--env", "ACCELERATE_USE_CPU=true", "--", *script]
     run = local_runs.start(folder, "r", 1, RANKS, *words)

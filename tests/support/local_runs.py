@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
+FRAMEWORKS = Path(__file__).parents[2] / "docs" / "frameworks.md"
 POLL_S = 0.1
+
+
+def shown(framework: str) -> str:
+    """The program that docs/frameworks.md shows of a framework."""
+    section = FRAMEWORKS.read_text().partition(f"\n## {framework}\n")[2]
+    return re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
 
 
 def hpctrain(folder: Path, *words: str) -> str:
