@@ -30,6 +30,8 @@ from hpctrain.run.event_types import AttemptStarted, OrphanLeft
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpctrain.agent.resume_args import ResumeArgs
     from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.event_types import RanksAwaited
@@ -172,8 +174,9 @@ def _run_rounds(
         ledger.append(run, begun, attempt=attempt.number)
         return attempt
 
-    def resume(attempt: Attempt) -> str | None:
-        return resume_at_start(run, attempt, spec.settings.checkpoint, cwd=spec.entry.cwd)
+    def resume(attempt: Attempt, on_bytes: Callable[[int], None]) -> str | None:
+        settings, cwd = spec.settings.checkpoint, spec.entry.cwd
+        return resume_at_start(run, attempt, settings, cwd=cwd, on_bytes=on_bytes)
 
     def sealing(attempt: Attempt) -> SealWatch:
         return SealWatch(

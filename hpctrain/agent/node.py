@@ -27,6 +27,7 @@ from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.resume_args import ResumeArgs
+from hpctrain.agent.resume_choice import StopHeard, choose
 from hpctrain.agent.signals import Orphans, arrivals, kept
 from hpctrain.agent.stop_notice import StopFile, listens, send_term
 from hpctrain.agent.stragglers import SAY_S, LifeWatch, NodeEnds, in_words
@@ -122,7 +123,8 @@ class RoundHooks:
     Attributes:
         begin: Takes the attempt's number; called before the ranks start, with their number.
         resume: What the ranks of this attempt go on from; may take long, since it reads what it
-            names. A CheckpointError of it ends the round before any rank is started.
+            names, and calls what it is given for each part of that. A CheckpointError of it ends
+            the round before any rank is started.
         sealing: Seals what the program saves, beside the ranks of an attempt.
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
@@ -136,7 +138,9 @@ class RoundHooks:
     begin: Callable[[int], Attempt]
     deadline: StopDeadline
     may_restart: Callable[[FailureReport | None], bool]
-    resume: Callable[[Attempt], str | None] = lambda _: None
+    resume: Callable[[Attempt, Callable[[int], None]], str | None] = lambda _attempt, _on_bytes: (
+        None
+    )
     sealing: Callable[[Attempt], SealWatch] | None = None
     awaited: Callable[[RanksAwaited], None] = lambda _: None
     starts: Callable[[], int] = lambda: 1
@@ -246,25 +250,29 @@ class NodeAgent(LocalElasticAgent):
     def _run_rounds(self) -> RunResult:
         group = self._worker_group
         orphans = Orphans()
-        self._initialize_workers(group)
         while True:
-            with (
-                LogIndexer(self._logs(), in_all=group.workers[0].world_size),
-                self._sealing as seal,
-            ):
-                end = self._watch_round()
-                self._stop_workers(group)
-                if seal is not None:
-                    seal.returned = end.ending == "left"
-            orphans.end(spare=telling())
-            self.end = end
-            if end.restart:
-                self._next_round()
+            try:
                 self._initialize_workers(group)
+            except StopHeard as stop:
+                self.end = RoundEnd("killed", why=str(stop))
+            else:
+                self.end = self._run_round(group)
+            orphans.end(spare=telling())
+            if self.end.restart:
+                self._next_round()
                 continue
-            group.state = WorkerState.SUCCEEDED if end.ending == "left" else WorkerState.FAILED
+            is_left = self.end.ending == "left"
+            group.state = WorkerState.SUCCEEDED if is_left else WorkerState.FAILED
             self._say_goodbye()
             return RunResult(state=group.state)
+
+    def _run_round(self, group: WorkerGroup) -> RoundEnd:
+        with LogIndexer(self._logs(), in_all=group.workers[0].world_size), self._sealing as seal:
+            end = self._watch_round()
+            self._stop_workers(group)
+            if seal is not None:
+                seal.returned = end.ending == "left"
+        return end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._begin_attempt(worker_group)
@@ -326,7 +334,9 @@ class NodeAgent(LocalElasticAgent):
 
     def _chosen(self, hooks: RoundHooks, attempt: Attempt) -> dict[str, Any]:
         try:
-            path = hooks.resume(attempt)
+            path = choose(
+                lambda on_bytes: hooks.resume(attempt, on_bytes), lambda: self._why_leave(hooks)
+            )
             start = hooks.starts()
             return {"path": path, "start": start, "more": asdict(hooks.more_args(start, path))}
         except Fenced:
@@ -334,17 +344,22 @@ class NodeAgent(LocalElasticAgent):
         except CheckpointError as error:
             self._refused = error
             return {"refused": str(error)}
+        except StopHeard as stop:
+            return {"stopped": str(stop)}
 
     def _set_resume(self) -> None:
         """Node 0 may read terabytes first; if it dies, the store dies, and this raises.
 
         Raises:
             NothingToResume: on every node.
+            StopHeard: on every node.
         """
         said = self._news_store.wait(f"resume/{self._round}", RESUME_S)
         if said.get("refused"):
             self._say_goodbye()
             raise NothingToResume(self._refused or CheckpointError(said["refused"]))
+        if said.get("stopped"):
+            raise StopHeard(said["stopped"])
         os.environ[HPCTRAIN_STARTS] = str(said["start"])
         os.environ[HPCTRAIN_RESUME_ARGS] = json.dumps(said["more"])
         if said["path"]:
@@ -394,6 +409,17 @@ class NodeAgent(LocalElasticAgent):
         if not self._stop_told and (cause := notice.look(self._rank_0_listens)) is not None:
             self._stop_told = True
             self._publish({STOP: cause})
+
+    @staticmethod
+    def _why_leave(hooks: RoundHooks) -> str:
+        """Why ranks should not be started any more; "" while nothing says so."""
+        is_late, cause = hooks.deadline.look().kill, hooks.deadline.cause
+        if hooks.notice is not None:
+            cause = hooks.notice.look(lambda: False)
+        if cause is None and not is_late:
+            return ""
+        named = f" ({cause})" if cause is not None else ""
+        return f"the job is to end{named}, and no rank had started"
 
     def _send_term(self) -> None:
         """To ranks that catch it by now; the number of one that has ended may be another's."""

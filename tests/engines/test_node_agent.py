@@ -87,14 +87,19 @@ def _agent(node, port, folder, changes=None):
         return Attempt(len(begun), "token", "1", 0, time.time())
 
     context = JobContext("1", 0, node, ["n0", "n1"], "127.0.0.1", port, "")
-    deadline = StopDeadline(context, arrivals=list, ask=None)
+    reads_long = (folder / "reads-long").exists()
+    deadline = StopDeadline(context, arrivals=signals.arrivals if reads_long else list, ask=None)
     told = []
 
     def may_restart(failure):
         told.append(failure.summary)
         return True
 
-    def resume(_attempt):
+    def resume(_attempt, on_bytes):
+        while reads_long:
+            on_bytes(1)
+            (folder / "reading").write_text("begun")
+            time.sleep(0.01)
         if not (folder / "nothing-is-whole").exists():
             return "/out/ckpt.pt"
         raise NoCheckpoint("nothing is whole")
@@ -301,3 +306,19 @@ def test_where_nothing_can_be_gone_on_from_no_node_starts_a_rank(start, tmp_path
     assert _wait(tmp_path / "refused-0") == "NoCheckpoint: nothing is whole"
     assert _wait(tmp_path / "refused-1") == "CheckpointError: nothing is whole"
     assert not (tmp_path / "1" / "ran").exists()
+
+
+def test_a_stop_is_heard_while_it_is_proved_what_the_ranks_go_on_from(start, tmp_path):
+    (tmp_path / "reads-long").touch()
+    agents = start(
+        "import os, pathlib\npathlib.Path(os.environ['HPCTRAIN_ATTEMPT_DIR'], 'ran').touch()\n"
+    )
+    _wait(tmp_path / "reading")
+    os.kill(agents[0].pid, signal.SIGTERM)
+
+    for node in range(2):
+        assert json.loads(_wait(tmp_path / f"end-{node}"))[0] == "killed"
+    assert not (tmp_path / "1" / "ran").exists()
+    (tmp_path / "reading").unlink()
+    agents[0].join(20)
+    assert not (tmp_path / "reading").exists(), "nobody reads on"

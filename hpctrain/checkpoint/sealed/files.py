@@ -191,10 +191,11 @@ def flush_tree(root: Path) -> None:
         flush_directory(Path(folder))
 
 
-def put_back(copy: Path, path: Path) -> None:
+def put_back(copy: Path, path: Path, on_bytes: Callable[[int], object] | None = None) -> None:
     """Put a copy where it came from: readers find nothing there, or all of it.
 
-    The copy stays. Whatever lies in the way must have been moved first.
+    The copy stays. Whatever lies in the way must have been moved first. What `on_bytes` raises ends
+    it; it is told of no bytes, since they were read before.
 
     Raises:
         OSError: it cannot be written; what was begun is removed.
@@ -205,10 +206,10 @@ def put_back(copy: Path, path: Path) -> None:
     try:
         if copy.is_dir():
             for file in unit_files(copy, anybodys=True):
-                _put(copy / file.name, staged / file.name)
+                _put(copy / file.name, staged / file.name, on_bytes)
             flush_tree(staged)
         else:
-            _put(copy, staged)
+            _put(copy, staged, on_bytes)
         staged.rename(path)
         flush_directory(path.parent)
     except BaseException:
@@ -217,7 +218,7 @@ def put_back(copy: Path, path: Path) -> None:
         raise
 
 
-def _put(source: Path, target: Path) -> None:
+def _put(source: Path, target: Path, on_bytes: Callable[[int], object] | None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _open(source) as file:
-        _copied(file.fileno(), target)
+        _copied(file.fileno(), target, on_bytes)

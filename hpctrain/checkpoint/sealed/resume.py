@@ -100,14 +100,16 @@ class Verdict:
 class BytesRead:
     """How many bytes were read; says so now and then where it takes long. Threads share one."""
 
-    def __init__(self, what: str = "") -> None:
+    def __init__(self, what: str = "", on_bytes: Callable[[int], object] | None = None) -> None:
         self.bytes = 0
         self._what = what
+        self._on_bytes = on_bytes or (lambda _: None)
         self._next = time.monotonic() + TELL_S
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
         """So many more."""
+        self._on_bytes(count)
         with self._lock:
             self.bytes += count
             if self._what and time.monotonic() > self._next:
@@ -290,11 +292,18 @@ def glance(run: RunDir, *, at_step: int | None = None) -> tuple[Looked | None, l
 class Choice:
     """Goes through the seals of a run, newest first, until one is whole."""
 
-    def __init__(self, run: RunDir, attempt: Attempt, *, patience_s: float) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: Attempt,
+        *,
+        patience_s: float,
+        on_bytes: Callable[[int], object] | None = None,
+    ) -> None:
         self._run = run
         self._attempt = attempt
         self._patience = Patience(patience_s)
-        self._reading = BytesRead(f"verifying the sealed checkpoints of {run.name}")
+        self._reading = BytesRead(f"verifying the sealed checkpoints of {run.name}", on_bytes)
         self._skipped: list[Skipped] = []
         self._aside: list[Skipped] = []
         self._looked_at = set[Path]()
@@ -397,7 +406,7 @@ class Choice:
 
     def _put_back(self, copy: Path, path: Path) -> None:
         try:
-            unit.put_back(copy, path)
+            unit.put_back(copy, path, self._reading)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be put back from {copy}: {error}") from error
         log.warning("%s was put back from the run's copy of it", path)
@@ -466,7 +475,7 @@ def seal_proved(
         raise FileSystemFault(f"{path} cannot be read: {error}") from error
     plan = seals.begin(run, attempt, path, step=None, copy=True)
     try:
-        sealed = [plan.seal_file(file) for file in plan.files]
+        sealed = [plan.seal_file(file, on_bytes) for file in plan.files]
         return seals.commit(run, attempt, plan, sealed, step=None, by="agent")
     except OSError as error:
         raise NotWritten(f"{path} cannot be sealed: {error}") from error

@@ -31,7 +31,12 @@ log = logging.getLogger("hpctrain.checkpoint")
 
 
 def resume_at_start(
-    run: RunDir, attempt: Attempt, settings: CheckpointSettings, *, cwd: str = ""
+    run: RunDir,
+    attempt: Attempt,
+    settings: CheckpointSettings,
+    *,
+    cwd: str = "",
+    on_bytes: Callable[[int], object] | None = None,
 ) -> str | None:
     """The path of the newest whole sealed checkpoint; None in a run that has sealed nothing.
 
@@ -40,6 +45,7 @@ def resume_at_start(
         attempt: The attempt that begins; nothing of the run writes but the caller.
         settings: How long a file system is waited for; the patterns of the program's checkpoints.
         cwd: The program's working directory, "" for none.
+        on_bytes: Called for each part that is read, from several threads; what it raises ends all.
 
     Raises:
         CheckpointError: see `Choice.choose`; or the run's seals are gone.
@@ -50,11 +56,15 @@ def resume_at_start(
     aside: list[Skipped] = []
     unsealed = Unsealed(run, settings.sealed, roots_of(run, cwd))
     if settings.sealed and not is_anew:
-        _patiently(settings, lambda: _take_in(run, attempt, settings, unsealed, aside))
+        _patiently(
+            settings,
+            lambda: _take_in(run, attempt, settings, unsealed, aside=aside, on_bytes=on_bytes),
+        )
     _set_aside(run, attempt, aside)
     resume = None
     if seals.has_any(run):
-        resume = Choice(run, attempt, patience_s=settings.patience_s).choose(at_step=asked)
+        choice = Choice(run, attempt, patience_s=settings.patience_s, on_bytes=on_bytes)
+        resume = choice.choose(at_step=asked)
     elif not find.steps(run):  # it may have changed over to checkpoints of ours
         if asked is None:
             refuse_lost_seals(run, history)
@@ -84,7 +94,9 @@ def _take_in(
     attempt: Attempt,
     settings: CheckpointSettings,
     unsealed: Unsealed,
+    *,
     aside: list[Skipped],
+    on_bytes: Callable[[int], object] | None,
 ) -> None:
     """Seal what the attempt before has saved and nobody has sealed; `aside` takes what is torn.
 
@@ -96,11 +108,11 @@ def _take_in(
     returned = (run.attempt(attempt.number - 1) / RETURNED).exists()
     for save in units if returned else reversed(units):
         path = save.match.path
-        why = cut(save)
+        why = cut(save, on_bytes)
         if why is not None and save.is_file:
             aside += set_aside(path, attempt.number, why, step=save.match.step)
-        elif why is None and (returned or (save.is_file and proves_itself(path))):
-            seal(run, attempt, save, settings)
+        elif why is None and (returned or (save.is_file and proves_itself(path, on_bytes))):
+            seal(run, attempt, save, settings, on_bytes)
             if not returned:
                 break
         else:

@@ -30,6 +30,10 @@ def run(tmp_path):
     return run
 
 
+class Interrupted(Exception):
+    """As the agent raises it where a stop comes."""
+
+
 class Watched:
     """A watch whose clock the test turns."""
 
@@ -68,12 +72,14 @@ class Watched:
             watch.returned = returned
         return [stored.seal.step for stored in reversed(seals.listing(self.run))]
 
-    def choose(self, attempt):
-        path = resume_at_start(self.run, attempt, self.settings, cwd=str(self.cwd))
+    def choose(self, attempt, on_bytes=None):
+        path = resume_at_start(
+            self.run, attempt, self.settings, cwd=str(self.cwd), on_bytes=on_bytes
+        )
         return path and path.removeprefix(f"{self.cwd}/")
 
-    def next_start(self):
-        return self.choose(self.start())
+    def next_start(self, on_bytes=None):
+        return self.choose(self.start(), on_bytes)
 
 
 def save(watched, name, content=b"weights"):
@@ -252,6 +258,46 @@ def test_what_a_person_went_back_behind_is_not_sealed_again(run):
     os.utime(old[1], (later, later))  # trained anew
     again.look()
     assert again.look(SETTLE_S) == [50, 100]
+
+
+@pytest.mark.parametrize(
+    ("state", "reads"),
+    [("whole", 1), ("torn", 2), ("newer", 5), ("not sealed", 5), ("left behind", 5)],
+)
+def test_a_start_can_be_interrupted_at_each_part_that_it_reads(run, state, reads):
+    """As by a stop: it ends there, and the next start goes on from the same."""
+    watched = Watched(run, "out/ckpt.pt")
+    path = save(watched, "out/ckpt.pt", b"first" * 100)
+    if state not in {"not sealed", "left behind"}:
+        watched.look()
+        watched.look(SETTLE_S)
+    if state == "torn":
+        path.write_bytes(b"PK\x03\x04torn")
+    elif state == "newer":
+        archive(path, b"second" * 100, later_than=path)
+    elif state == "left behind":
+        run.attempt(1).joinpath(unsealed.RETURNED).touch()
+    saved = b"second" if state == "newer" else b"first"
+    parts = 0
+
+    while True:
+        left = parts
+
+        def stop(_):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Interrupted
+
+        try:
+            assert watched.next_start(stop) == "out/ckpt.pt"
+            break
+        except Interrupted:
+            parts += 1
+            run.attempt(watched.start().number - 1).mkdir(parents=True, exist_ok=True)
+
+    assert parts == reads
+    assert saved in path.read_bytes()
 
 
 def test_a_person_goes_back_once(run):
