@@ -12,6 +12,7 @@ import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.files import is_plain, read_plain
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -170,11 +171,15 @@ def _write_sidecar(path: Path, described: dict[str, Any]) -> None:
 def _read_sidecar(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise NotFound(f"there is no token file {path}; build it first")
+    if not is_plain(path):
+        raise UsageError(f"token file {path} cannot be used: it is not an ordinary file")
     try:
-        described = json.loads(sidecar(path).read_text())
+        described = json.loads(read_plain(sidecar(path)))
     except FileNotFoundError:
         raise _torn(path, f"{sidecar(path).name}, which is written last, is not there") from None
-    except ValueError as error:
+    except OSError as error:
+        raise UsageError(f"token file {path} cannot be used: {error}") from None
+    except (ValueError, RecursionError) as error:
         raise _torn(path, f"{sidecar(path).name} is not JSON: {error}") from None
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise _torn(path, f"{sidecar(path).name} is not of format {FORMAT}")

@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.data.tokens import TokenFile, sidecar, write_tokens
 from hpctrain.errors import NotFound, UsageError
+from tests.support.fuzzing import cases, chances, damaged, odd
 
 
 def write(path, values, *, dtype="uint16", pieces=3):
@@ -105,6 +106,7 @@ def describe(**changed):
         describe(source=None),
         lambda path: sidecar(path).write_text("[]"),
         lambda path: sidecar(path).write_text("{}"),
+        lambda path: sidecar(path).write_text("[" * 100_000),
     ],
 )
 def test_a_torn_token_file_is_refused_in_one_line_that_names_it(tmp_path, damage):
@@ -161,3 +163,40 @@ write_tokens(pathlib.Path({str(path)!r}), chunks(), dtype="uint16", vocabulary=2
     with pytest.raises((UsageError, NotFound)):
         TokenFile(path)
     assert write(path, range(9)).len_sequences(8) == 1
+
+
+@cases(300, 20_000)
+def test_damaged_token_files_are_one_line(tmp_path, begin, end):
+    """Read as their description says and no further, or refused; never another error."""
+    path = tmp_path / "t"
+    write(path, range(41))
+    tokens, described = path.read_bytes(), sidecar(path).read_text()
+    refused = []
+    for number, chance in chances(begin, end):
+        path.write_bytes(tokens[: chance.choice((41 * 2, chance.randrange(41 * 2)))])
+        text = damaged(described, chance)
+        if chance.random() < 0.5:
+            fields = json.loads(described)
+            fields[chance.choice(list(fields))] = odd(chance)
+            text = json.dumps(fields)
+        sidecar(path).write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            file = TokenFile(path)
+            sequences = [file.sequence(i, 8) for i in range(file.len_sequences(8))]
+            assert all(len(sequence) == 9 for sequence in sequences), number
+            file.verify()
+        except UsageError as error:
+            refused.append(str(error))
+
+    assert len(refused) > (end - begin) * 0.6
+    assert not [line for line in refused if len(line.splitlines()) > 1]
+
+
+@pytest.mark.parametrize("name", ["t", "t.json"])
+def test_a_fifo_is_not_waited_for(tmp_path, name):
+    write(tmp_path / "t", range(41))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(UsageError, match="not an ordinary file"):
+        TokenFile(tmp_path / "t")
