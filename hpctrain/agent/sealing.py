@@ -53,6 +53,7 @@ class SealWatch:
 
     Attributes:
         returned: All ranks have returned; set before it is left.
+        rest_s: Until the next look.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SealWatch:
             clock: Seconds on a clock that never jumps.
         """
         self.returned = False
+        self.rest_s = LOOK_S
         self._run, self._attempt, self._settings = run, attempt, settings
         self._is_stopping, self._clock = is_stopping, clock
         roots = unsealed.roots_of(run, cwd)
@@ -119,7 +121,15 @@ class SealWatch:
         """
         if self._unsealed is None:
             return
-        matches = list(self._unsealed.matches())
+        began = self._clock()
+        try:
+            due = self._settled(self._unsealed)
+        finally:  # reading a checkpoint does not count: the next ones would wait for minutes
+            self.rest_s = max(LOOK_S, REST * (self._clock() - began))
+        self._seal(due, settled=True)
+
+    def _settled(self, program: unsealed.Unsealed) -> list[UnsealedSave]:
+        matches = list(program.matches())
         there = {match.path for match in matches}
         self._still = {path: seen for path, seen in self._still.items() if path in there}
         closely = set(sorted(self._sealed_at, key=self._sealed_at.__getitem__)[-NEWEST:])
@@ -127,15 +137,15 @@ class SealWatch:
         for match in matches:
             if match.path not in closely and self._is_as_sealed(match.path):
                 continue
-            save = self._unsealed.unit(match)
-            if save is None or not self._unsealed.is_new(save):
+            save = program.unit(match)
+            if save is None or not program.is_new(save):
                 continue
             files, first_seen = self._still.get(match.path, ((), 0.0))
             if files != save.files:
                 self._still[match.path] = save.files, self._clock()
             elif self._clock() - first_seen >= self._settings.seal_settle_s:
                 due.append(save)
-        self._seal(sorted(due, key=lambda save: save.mtime_ns), settled=True)
+        return sorted(due, key=lambda save: save.mtime_ns)
 
     def _seal(self, due: Iterable[UnsealedSave], *, settled: bool) -> None:
         stored = None
@@ -186,12 +196,9 @@ class SealWatch:
             log.warning("no word for the next start: %s", error)
 
     def _watch(self) -> None:
-        pause = LOOK_S
-        while not self._over.wait(pause):
-            began = time.monotonic()
+        while not self._over.wait(self.rest_s):
             if not self._guarded(self.look):
                 return
-            pause = max(LOOK_S, REST * (time.monotonic() - began))
 
     def _guarded(self, act: Callable[[], None]) -> bool:
         """Whether it may be done again: sealing must never end a run."""

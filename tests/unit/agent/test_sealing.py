@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.agent.sealing import SealWatch, is_open_for_writing
+from hpctrain.agent.sealing import LOOK_S, REST, SealWatch, is_open_for_writing
 from hpctrain.checkpoint.sealed import seals, unsealed
 from hpctrain.checkpoint.sealed.start import resume_at_start
 from hpctrain.errors import CheckpointError, Fenced
@@ -390,6 +390,29 @@ def test_a_disk_that_refuses_never_ends_the_watch(run, monkeypatch, caplog):
         patch.setattr("hpctrain.checkpoint.sealed.seals.begin", refuses)
         assert watched.left(returned=True) == []
     assert "No space left" in caplog.text
+
+
+def test_it_rests_for_what_a_look_took_and_not_for_what_reading_a_checkpoint_took(run, monkeypatch):
+    watched = Watched(run, "out/ckpt-*.pt")
+    save(watched, "out/ckpt-50.pt")
+    matches, seal = unsealed.Unsealed.matches, unsealed.seal
+
+    def takes(seconds, act):
+        def acts(*args):
+            watched.now += seconds
+            return act(*args)
+
+        return acts
+
+    monkeypatch.setattr(unsealed, "seal", takes(60.0, seal))
+    watched.look()
+    assert watched.look(SETTLE_S) == [50]
+    assert watched.now > 60, "the checkpoint was read"
+    assert watched.watch.rest_s == LOOK_S
+
+    monkeypatch.setattr(unsealed.Unsealed, "matches", takes(3.0, matches))
+    watched.look()
+    assert watched.watch.rest_s == 3.0 * REST
 
 
 def test_the_thread_looks_by_itself_and_is_gone_with_the_ranks(run, monkeypatch):
