@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _READ_BYTES = 1 << 22
+_DIGEST = re.compile(r"xxh3_64:[0-9a-f]{16}")
 _FIELDS = {"dtype": str, "length": int, "vocabulary": int, "digest": str, "source": dict}
 
 
@@ -184,8 +186,11 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise _torn(path, f"{sidecar(path).name} is not of format {FORMAT}")
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(described.get(name), kind)]
-    if wrong or described["dtype"] not in ITEM_BYTES:
-        raise _torn(path, f"{sidecar(path).name} has a bad value for {wrong or 'dtype'}")
+    if not wrong:  # what is said of a file must not hold a stranger's escape sequences
+        wrong += [] if described["dtype"] in ITEM_BYTES else ["dtype"]
+        wrong += [] if _DIGEST.fullmatch(described["digest"]) else ["digest"]
+    if wrong:
+        raise _torn(path, f"{sidecar(path).name} has a bad value for {', '.join(wrong)}")
     return described
 
 

@@ -52,7 +52,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in told if event["kind"] == kind]
 
 
-def await_end(run: Path, attempts: int = 1, patience_s: float = 60.0) -> dict[str, Any]:
+def await_end(run: Path, attempts: int = 1, patience_s: float = 180.0) -> dict[str, Any]:
     """Wait for the end of the last of so many attempts; each may take so long, no more."""
     began, seen = time.monotonic(), 0
     while len(ended := events(run, "attempt_ended")) < attempts:

@@ -104,6 +104,7 @@ def describe(**changed):
         describe(dtype="float7"),
         describe(length="many"),
         describe(source=None),
+        describe(digest="\x1b[2K\r"),
         lambda path: sidecar(path).write_text("[]"),
         lambda path: sidecar(path).write_text("{}"),
         lambda path: sidecar(path).write_text("[" * 100_000),
