@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.data.mixture import Mixture
     from hpctrain.data.order import SampleOrder
     from hpctrain.data.packing import PackedDocuments, cu_seqlens
+    from hpctrain.data.stream_loader import StreamLoader
     from hpctrain.data.streams import TokenSequences
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
@@ -70,6 +71,7 @@ _HOMES = {
     "Status": "hpctrain.api",
     "StepBatch": "hpctrain.data.batches",
     "Stopped": "hpctrain.runtime.run",
+    "StreamLoader": "hpctrain.data.stream_loader",
     "TokenFile": "hpctrain.data.tokens",
     "TokenSequences": "hpctrain.data.streams",
     "TrackedRun": "hpctrain.runtime.trackers",
@@ -117,6 +119,7 @@ __all__ = [
     "Status",
     "StepBatch",
     "Stopped",
+    "StreamLoader",
     "TokenFile",
     "TokenSequences",
     "TrackedRun",

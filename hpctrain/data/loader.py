@@ -330,7 +330,8 @@ def length_of(dataset: Any) -> int:
     if size is None or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"run.loader: a {name} has no length or cannot be asked for its n-th sample; "
-            "an order over all samples needs a map-style dataset, with __len__ and __getitem__"
+            "an order over all samples needs a map-style dataset, with __len__ and __getitem__; "
+            "run.stream_loader takes iterables"
         )
     if size < 1:
         raise UsageError(f"run.loader: this {name} has no samples; look at the path it reads from")
@@ -357,38 +358,49 @@ def make_loader(
         order = dataset.sample_order(rules.seed)
     else:
         order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
-    torchs = _torch_options(options)
+    torchs = torch_options(options, "run.loader")
     return Loader(dataset, order, rules, place=place, watch=watch, options=torchs)
 
 
-def _torch_options(options: LoaderOptions) -> dict[str, Any]:
-    """The options as torch's DataLoader has them."""
+def torch_options(options: LoaderOptions, caller: str) -> dict[str, Any]:
+    """The options as torch's DataLoader has them.
+
+    Raises:
+        UsageError: there is no such option, or its number makes no sense.
+    """
     for name in options.keys() - LoaderOptions.__annotations__.keys():
         instead = (
             f"set {OURS[name]}"
             if name in OURS
             else f"there are {', '.join(LoaderOptions.__annotations__)}"
         )
-        raise UsageError(f"run.loader: {name} is not an option of the loader; {instead}")
+        raise UsageError(f"{caller}: {name} is not an option of the loader; {instead}")
     others: dict[str, Any] = dict(options)
     workers, prefetch = others.pop("workers", 0), others.pop("prefetch", 2)
     start_method = others.pop("start_method", None)
     if workers < 0:
-        raise UsageError(f"run.loader: workers={workers} is less than 0")
+        raise UsageError(f"{caller}: workers={workers} is less than 0")
     if prefetch < 1:
-        raise UsageError(f"run.loader: prefetch={prefetch} is not a number of batches; 1 or more")
+        raise UsageError(f"{caller}: prefetch={prefetch} is not a number of batches; 1 or more")
     if workers:
         others |= {"multiprocessing_context": start_method, "prefetch_factor": prefetch}
     return {**others, "num_workers": workers}
 
 
+def check_batch(global_batch: int, micro_batch: int | None, caller: str) -> None:
+    """Refuse what is no number of samples.
+
+    Raises:
+        UsageError: naming the caller and the value.
+    """
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"{caller}: global_batch={global_batch!r} is not a number of samples")
+    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 0):
+        raise UsageError(f"{caller}: micro_batch={micro_batch!r} is not a number from 0 on")
+
+
 def _check(rules: BatchRules, size: int) -> None:
-    if rules.global_batch < 1:
-        raise UsageError(
-            f"run.loader: global_batch={rules.global_batch} is not a number of samples"
-        )
-    if rules.micro_batch is not None and rules.micro_batch < 0:
-        raise UsageError(f"run.loader: micro_batch={rules.micro_batch} is less than 0")
+    check_batch(rules.global_batch, rules.micro_batch, "run.loader")
     if rules.drop_last and size < rules.global_batch:
         raise UsageError(
             f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "

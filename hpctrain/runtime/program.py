@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,8 +18,10 @@ import torch
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
 from hpctrain.data.loader import DataPlace
+from hpctrain.data.stream_loader import Ranks, StreamLoader
 from hpctrain.engines import state as names
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.world import gather, gather_numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +107,7 @@ class Program:
         taken = {"model", "optimizer", *self.tracked, *(["data"] if self.data is not None else [])}
         if name in taken:
             raise UsageError(
-                f"run.loader: {name!r} is tracked already; give this loader another name (name=...)"
+                f"{name!r} is tracked already; give this loader another name (name=...)"
             )
         if name == "data":
             self.data = loader
@@ -117,8 +120,16 @@ class Program:
             return DataPlace(self._world.rank, self._world.world_size)
         return DataPlace(self.engine.data_rank, self.engine.data_ranks, self.engine.passes)
 
+    def ranks(self) -> Ranks:
+        """How a loader speaks with those of the other ranks."""
+        return Ranks(
+            self.data_place, partial(gather_numbers, self._world), partial(gather, self._world)
+        )
+
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""
+        if isinstance(self.data, StreamLoader):  # its state is collective
+            return self.data.consumed
         count = self.data.state_dict().get("samples_consumed") if self.data is not None else None
         return None if count is None else int(count)
 

@@ -31,10 +31,9 @@ from hpctrain.base.env import (
 from hpctrain.base.log import configure
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
-from hpctrain.checkpoint.store.retention import sweep
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
-from hpctrain.errors import CheckpointError, Fenced, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.profile.files import folder_name
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import (
@@ -62,7 +61,7 @@ from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.requests import Rank0Requests
 from hpctrain.runtime.save_policy import JobClock
-from hpctrain.runtime.saves import Saves
+from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.signals import RankSignals
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
@@ -80,6 +79,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.data.loader import Loader, LoaderOptions
+    from hpctrain.data.stream_loader import StreamLoader
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.run.event_types import LedgerFact
@@ -87,7 +87,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.runtime")
-
 
 ASK_S = 2.0
 """So long may the scheduler take to say how long a preemption's grace time is."""
@@ -271,6 +270,39 @@ class Run:
         rules = BatchRules(global_batch, micro_batch, drop_last, seed if shuffle else None)
         place, watch = self._program.data_place, self.timed("data")
         loader = make_loader(dataset, rules, options, place=place, watch=watch)
+        self._program.add_data(name, loader)
+        return loader
+
+    def stream_loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        drop_last: bool = False,
+        readers: int | None = None,
+        replay: bool = False,
+        name: str = "data",
+        **options: Unpack[LoaderOptions],
+    ) -> StreamLoader:
+        """As `loader`, for an iterable dataset; what is promised depends on it (docs/data.md).
+
+        Args:
+            dataset: Hugging Face's IterableDataset; or a function of (reader, readers) that returns
+                the reader's share, an iterable with state_dict and load_state_dict.
+            global_batch: As of `loader`; so are micro_batch and options.
+            micro_batch: See there.
+            drop_last: End the epoch with the last whole batch; what readers have yet is left out.
+            readers: Shares in all, as long as the run lives; None for what many ranks divide.
+            replay: After a stop read again what was used and drop it; no state is needed.
+            name: As of `loader`.
+        """
+        from hpctrain.data.stream_loader import StreamRules, make_stream_loader
+
+        options.setdefault("pin_memory", self.world.device.type == "cuda")
+        rules = StreamRules(global_batch, micro_batch, drop_last, readers, replay)
+        ranks, watch = self._program.ranks(), self.timed("data")
+        loader = make_stream_loader(dataset, rules, options, ranks=ranks, watch=watch)
         self._program.add_data(name, loader)
         return loader
 
@@ -687,7 +719,7 @@ class Run:
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)
-        on_rank_0(self.world, lambda: _sweep(place))
+        on_rank_0(self.world, lambda: sweep_old(place))
         if restored.manifest is not None:
             self._program.take_over(restored.manifest)
             self.step = restored.manifest.step
@@ -766,13 +798,3 @@ class Run:
     def _leave_word(self, outcome: str, cause: StopCause | None, step: int | None) -> None:
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
             write_outcome(self.dir, self._attempt, outcome, step=step, cause=cause)
-
-
-def _sweep(place: SavePlace) -> None:
-    """Housekeeping: where the disk refuses, room is lost and nothing else."""
-    try:
-        sweep(place.run, place.attempt)
-    except Fenced:
-        raise
-    except CheckpointError as error:
-        log.warning("%s; the next attempt tries again", error)

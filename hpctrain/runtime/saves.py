@@ -346,3 +346,13 @@ class Saves:
     def _event(self, fact: LedgerFact) -> None:
         if self._world.rank == 0:
             ledger.record(self._place.run, fact, attempt=self._place.attempt.number)
+
+
+def sweep_old(place: SavePlace) -> None:
+    """Housekeeping: where the disk refuses, room is lost and nothing else."""
+    try:
+        retention.sweep(place.run, place.attempt)
+    except Fenced:
+        raise
+    except CheckpointError as error:
+        log.warning("%s; the next attempt tries again", error)

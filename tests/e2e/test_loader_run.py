@@ -62,6 +62,32 @@ def test_each_sample_is_trained_on_once_through_five_preemptions_over_4_2_and_3_
     assert [end.get("steps_lost", 0) for end in ended] == [0] * len(RANKS)
 
 
+def test_an_iterable_dataset_is_used_once_through_stops_over_4_2_and_3_ranks(tmp_path):
+    """The readers' states travel in the checkpoints, and the ledger's count is that of samples."""
+    script = local_runs.SCRIPTS / "stream_loader.py"
+    run = local_runs.start(tmp_path, "stream", "2-4", 1, "--", str(script))
+    for attempt, ranks in enumerate([2, 3], start=1):
+        await_file(tmp_path / f"waits-{attempt}", run)
+        local_runs.hpctrain(
+            tmp_path, "local", "preempt", "stream", f"--leave={ranks}", "--grace=60"
+        )
+    local_runs.await_end(run, attempts=3, patience_s=PATIENCE_S)
+
+    rows = [
+        json.loads(line)
+        for path in tmp_path.glob("steps-*.txt")
+        for line in path.read_text().splitlines()
+    ]
+    size = runpy.run_path(str(script))["SIZE"]
+    used = [number for epoch, numbers in rows if epoch == 0 for number in numbers]
+    assert sorted(used) == list(range(size))
+    assert max(epoch for epoch, _ in rows) == 1
+    starts = local_runs.events(run, "attempt_started")
+    assert [start["world_size"] for start in starts] == [4, 2, 3]
+    ended = local_runs.events(run, "attempt_ended")
+    assert [end.get("steps_lost", 0) for end in ended] == [0] * 3
+
+
 def await_file(path, run):
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():

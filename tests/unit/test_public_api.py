@@ -25,6 +25,7 @@ MODULES["frameworks"] = "hpctrain.frameworks"
 MODULES["submitit"] = "hpctrain.submitit"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
 MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
+MADE_BY_US |= {"StreamLoader"}
 """Users are given these; how they are made is no promise."""
 OURS = {"Mixture.sample_order"} | {
     f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")
@@ -133,6 +134,7 @@ Run.resume_path
 Run.parallelize(self, model: 'nn.Module', optimizer: 'Optimizer', *, plan: 'ModelPlan | None' = None) -> 'Engine'
 Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
 Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'Loader'
+Run.stream_loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, drop_last: 'bool' = False, readers: 'int | None' = None, replay: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'StreamLoader'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
 Run.at(self, step: 'int', **values: 'float') -> 'None'
 Run.should_stop(self) -> 'bool'
@@ -180,6 +182,15 @@ StepBatch.last: int
 StepBatch.pieces: list[MicrobatchSamples]
 StepBatch.consumed
 Stopped(SystemExit)
+StreamLoader
+StreamLoader.consumed
+StreamLoader.epoch
+StreamLoader.taken
+StreamLoader.readers
+StreamLoader.weight
+StreamLoader.close(self) -> 'None'
+StreamLoader.state_dict(self) -> 'dict[str, Any]'
+StreamLoader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 TokenFile(path: 'Path') -> 'None'
 TokenFile.len_sequences(self, seq_len: 'int') -> 'int'
 TokenFile.sequence(self, i: 'int', seq_len: 'int') -> 'npt.NDArray[np.int64]'
