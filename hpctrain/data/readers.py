@@ -136,7 +136,7 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
     return False
 
 
-class Reader:
+class OpenReader:
     """One reader that is open."""
 
     def __init__(

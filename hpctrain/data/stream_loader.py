@@ -25,7 +25,7 @@ from hpctrain.data.batches import ANY_PASSES, MicrobatchSamples, StepBatch, cut_
 from hpctrain.data.loader import check_batch, torch_options
 from hpctrain.data.readers import (
     MOST_READERS,
-    Reader,
+    OpenReader,
     ReaderPlace,
     Source,
     check_first,
@@ -290,7 +290,7 @@ class StreamLoader:
         """What a rank without samples computes on, lest the others wait for it."""
         if self._spare is None:
             for number in range(self.readers):
-                reader = Reader(self._source, number, self.readers, self.epoch, ReaderPlace())
+                reader = OpenReader(self._source, number, self.readers, self.epoch, ReaderPlace())
                 self._spare = next(([sample] for sample in _samples(reader)), None)
                 if self._spare is not None:
                     break
@@ -437,11 +437,11 @@ class _Draw:
 
     def __init__(self, share: _Share, places: dict[int, ReaderPlace]) -> None:
         self._share = share
-        self._open: dict[int, Reader] = {}
+        self._open: dict[int, OpenReader] = {}
         self._places = places
         self._next = [(one.samples, number) for number, one in places.items() if not one.is_done]
         heapq.heapify(self._next)
-        self._moved: dict[int, Reader] = {}
+        self._moved: dict[int, OpenReader] = {}
 
     def take(self, count: int) -> list[Any]:
         """So many samples; fewer, or none, where the readers have no more."""
@@ -474,11 +474,11 @@ class _Draw:
                 del self._open[number]
         return rows
 
-    def _reader(self, number: int) -> Reader:
+    def _reader(self, number: int) -> OpenReader:
         if number not in self._open:
             share = self._share
             place = self._places[number]
-            self._open[number] = Reader(share.source, number, share.readers, share.epoch, place)
+            self._open[number] = OpenReader(share.source, number, share.readers, share.epoch, place)
         return self._open[number]
 
 
@@ -507,7 +507,7 @@ def _hide_worker() -> None:
     worker._worker_info = None  # noqa: SLF001 - torch has no other way
 
 
-def _samples(reader: Reader) -> Iterator[Any]:
+def _samples(reader: OpenReader) -> Iterator[Any]:
     try:
         yield reader.take()
     except StopIteration:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data.readers import (
     TAG,
-    Reader,
+    OpenReader,
     ReaderPlace,
     Source,
     check_first,
@@ -80,10 +80,10 @@ def rest(reader):
 def test_a_reader_goes_on_with_the_sample_behind_its_place(make, replay):
     source = Source(lambda _reader, _readers: make(), replay=replay)
     check_first(source, 1)
-    first = Reader(source, 0, 1, 0, ReaderPlace())
+    first = OpenReader(source, 0, 1, 0, ReaderPlace())
     taken = [first.take() for _ in range(4)]
     place = ReaderPlace(first.samples, state=first.state())
-    second = Reader(source, 0, 1, 0, place)
+    second = OpenReader(source, 0, 1, 0, place)
 
     assert taken + rest(second) == list(range(9))
     assert (second.samples, second.is_done) == (9, True)
@@ -93,14 +93,14 @@ def test_a_reader_goes_on_with_the_sample_behind_its_place(make, replay):
 def test_a_reader_without_state_is_replayed():
     source = Source(lambda _reader, _readers: Stateless(), replay=True)
 
-    assert rest(Reader(source, 0, 1, 0, ReaderPlace(6))) == [6, 7, 8]
+    assert rest(OpenReader(source, 0, 1, 0, ReaderPlace(6))) == [6, 7, 8]
 
 
 def test_a_replayed_reader_that_has_become_shorter_is_refused():
     source = Source(lambda _reader, _readers: Stateless(5), replay=True)
 
     with pytest.raises(CheckpointError, match="reader 0 of 1 has 5 samples, and 6 were used"):
-        Reader(source, 0, 1, 0, ReaderPlace(6))
+        OpenReader(source, 0, 1, 0, ReaderPlace(6))
 
 
 @pytest.mark.parametrize("state", ["7", '{"to": 3}', "[]", f'{{"{TAG}": "what"}}', '"at"'])
@@ -108,29 +108,29 @@ def test_a_state_that_the_dataset_does_not_understand_is_refused_in_one_line(sta
     source = Source(lambda _reader, _readers: Count())
 
     with pytest.raises(CheckpointError, match="reader 0 of 1 cannot go on from its state") as no:
-        Reader(source, 0, 1, 0, ReaderPlace(3, state=state))
+        OpenReader(source, 0, 1, 0, ReaderPlace(3, state=state))
 
     assert "\n" not in str(no.value)
 
 
 def test_a_state_that_is_understood_only_at_the_first_sample_is_refused_too():
     source = source_of(stream(2), replay=False)
-    reader = Reader(source, 0, 2, 0, ReaderPlace())
+    reader = OpenReader(source, 0, 2, 0, ReaderPlace())
     reader.take()
     odd = json.loads(reader.state())
     odd["examples_iterable"] = {"shard_idx": "3"}
 
     with pytest.raises(CheckpointError, match="cannot go on from its state"):
-        Reader(source, 0, 2, 0, ReaderPlace(1, state=json.dumps(odd))).take()
+        OpenReader(source, 0, 2, 0, ReaderPlace(1, state=json.dumps(odd))).take()
 
 
 def test_a_state_of_another_epoch_is_refused_though_hugging_face_would_begin_anew():
     source = source_of(stream(2), replay=False)
-    reader = Reader(source, 0, 2, 1, ReaderPlace())
+    reader = OpenReader(source, 0, 2, 1, ReaderPlace())
     reader.take()
 
     with pytest.raises(CheckpointError, match="it is of epoch 1, not 2"):
-        Reader(source, 0, 2, 2, ReaderPlace(1, state=reader.state()))
+        OpenReader(source, 0, 2, 2, ReaderPlace(1, state=reader.state()))
 
 
 def test_an_error_of_the_dataset_itself_is_raised_as_it_is():
@@ -139,7 +139,7 @@ def test_an_error_of_the_dataset_itself_is_raised_as_it_is():
             yield 1
             raise KeyError("no such column")
 
-    reader = Reader(Source(lambda _reader, _readers: Bad()), 0, 1, 0, ReaderPlace())
+    reader = OpenReader(Source(lambda _reader, _readers: Bad()), 0, 1, 0, ReaderPlace())
     reader.take()
     with pytest.raises(KeyError, match="no such column"):
         reader.take()
@@ -152,7 +152,7 @@ def test_the_epoch_is_told_to_a_dataset_that_wants_to_know_it():
 
     source = Source(lambda _reader, _readers: Epochs())
 
-    assert len(rest(Reader(source, 0, 1, 2, ReaderPlace()))) == 20
+    assert len(rest(OpenReader(source, 0, 1, 2, ReaderPlace()))) == 20
 
 
 # ---- how it is divided
@@ -166,7 +166,7 @@ def stream(shards):
 def test_the_shares_of_all_readers_are_the_dataset(shards, readers):
     source = source_of(stream(shards), replay=False)
 
-    shares = [Reader(source, n, readers, 0, ReaderPlace()) for n in range(readers)]
+    shares = [OpenReader(source, n, readers, 0, ReaderPlace()) for n in range(readers)]
 
     assert sorted(row["i"] for reader in shares for row in rest(reader)) == list(range(60))
     assert source.shards == shards
