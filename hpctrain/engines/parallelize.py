@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
+from hpctrain.engines.deferred import DeferredModel
 from hpctrain.engines.engine import EngineInputs
 from hpctrain.engines.layouts import make_meshes
 from hpctrain.engines.native import Native, shard
@@ -29,9 +31,7 @@ from hpctrain.plan.mesh import plan_mesh
 from hpctrain.plan.versions import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.engines.engine import Engine
     from hpctrain.plan.mesh import ModelShape
@@ -60,43 +60,106 @@ class ModelPlan:
 
 
 def parallelize(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer],
     settings: EngineSettings,
     world: World,
     *,
     plan: ModelPlan | None = None,
+    seed: int = 0,
 ) -> Engine:
     """Spread a model over the ranks. Collective: every rank calls it with the same model.
 
     Args:
-        model: Of one process, on the CPU.
-        optimizer: Of all its parameters, without state.
+        model: Of one process, on the CPU; or a function that makes it, which is called without
+            memory for its values. Each value is made when the model is cut: no rank holds more
+            than its shards and one tensor.
+        optimizer: Of all its parameters, without state; or a function that makes it from the model
+            as it is on this rank then.
         settings: Which engine, and its mesh.
         world: The ranks.
         plan: How to cut the model along `tp` and `pp`, where its layout is not a common one.
+        seed: Of the values that a function makes.
 
     Raises:
         UsageError: the optimizer has state already, or the settings do not fit model or world.
     """
     _require_versions(settings)
-    if optimizer.state:
-        raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
-    _refuse_without_effect(model, settings)
-    widen(model)
+    source = _source(model, optimizer, seed)
+    _refuse_without_effect(source.model, settings)
+    widen(source.model)
     plan = plan or ModelPlan()
-    state_names = frozenset(model.state_dict())
+    state_names = frozenset(source.model.state_dict())
     if not world.is_distributed:
-        return _copied(model, optimizer, EngineInputs(settings, world, Mesh(), state_names))
+        return _copied(source, EngineInputs(settings, world, Mesh(), state_names))
     mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
     inputs = EngineInputs(settings, world, mesh, state_names)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero.engine import Zero
 
-        return Zero(model, optimizer, inputs)
+        source.fill(source.model, world)
+        return Zero(source.model, source.optimizer_of(source.model), inputs)
     if settings.kind == "ddp":
-        return _copied(model, optimizer, inputs)
-    return _sharded(model, optimizer, inputs, plan)
+        return _copied(source, inputs)
+    return _sharded(source, inputs, plan)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The program's model and optimizer, before they are spread.
+
+    Attributes:
+        model: Whole, on the CPU; on the meta device where its values are deferred.
+        deferred: What fills it; None where it has its values.
+        optimizer: Of its parameters; or what makes one.
+        names: Of its parameters, by identity.
+    """
+
+    model: nn.Module
+    deferred: DeferredModel | None
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer]
+    names: dict[int, str]
+
+    def fill(self, part: nn.Module, world: World, *, offload: bool = False) -> None:
+        """Give a part of the model this rank's values, where it has none so far."""
+        if self.deferred is not None:
+            self.deferred.fill(part, world, offload=offload)
+
+    def optimizer_of(self, model: nn.Module, *, may_lack: bool = False) -> Optimizer:
+        """The optimizer of the parameters as they are now; see `point_to`.
+
+        Raises:
+            UsageError: see `point_to`; or the program's function makes no optimizer.
+        """
+        if isinstance(self.optimizer, Optimizer):
+            point_to(self.optimizer, model, self.names, may_lack=may_lack)
+            return self.optimizer
+        made = self.optimizer(model)
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"run.parallelize was given a function that makes a {type(made).__name__} of the "
+                "model; it has to return a torch.optim.Optimizer"
+            )
+        return made
+
+
+def _source(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer],
+    seed: int,
+) -> _Source:
+    if isinstance(optimizer, Optimizer) and optimizer.state:
+        raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
+    if isinstance(model, nn.Module):
+        return _Source(model, None, optimizer, names_of(model))
+    if isinstance(optimizer, Optimizer):
+        raise UsageError(
+            "run.parallelize makes the model by the function that it was given, and the optimizer "
+            "has other parameters; give it a function too: lambda model: "
+            f"{type(optimizer).__name__}(model.parameters(), ...)"
+        )
+    deferred = DeferredModel(model, seed)
+    return _Source(deferred.model, deferred, optimizer, {})
 
 
 def _require_versions(settings: EngineSettings) -> None:
@@ -154,9 +217,11 @@ def widen(model: nn.Module) -> None:
             tensor.data = tensor.data.float()
 
 
-def _copied(model: nn.Module, optimizer: Optimizer, inputs: EngineInputs) -> Engine:
-    settings, world = inputs.settings, inputs.world
+def _copied(source: _Source, inputs: EngineInputs) -> Engine:
+    settings, world, model = inputs.settings, inputs.world, source.model
+    source.fill(model, world)
     prepare(model, settings, world)
+    optimizer = source.optimizer_of(model)
     kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
         from hpctrain.engines.exact.copies import ExactCopies
@@ -180,14 +245,11 @@ def _averaged(model: nn.Module, world: World) -> nn.Module:
     return wrapped
 
 
-def _sharded(
-    model: nn.Module, optimizer: Optimizer, inputs: EngineInputs, plan: ModelPlan
-) -> Engine:
-    settings, world, mesh = inputs.settings, inputs.world, inputs.mesh
+def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
+    settings, world, mesh, model = inputs.settings, inputs.world, inputs.mesh, source.model
     if world.rank == 0 and not every_block(model):
         text = "%s has no list of blocks: each pass gathers the whole model at once"
         log.warning(text, type(model).__name__)
-    before = names_of(model)
     meshes = make_meshes(mesh, world.device)
     stages = None
     if mesh.pp > 1:
@@ -206,7 +268,8 @@ def _sharded(
             expert_parallelize(part, meshes)
         prepare(part, settings, world)
         shard(part, meshes, precision_of(settings.precision, world.device), settings)
-    point_to(optimizer, model, before, may_lack=stages is not None)
+        source.fill(part, world, offload=settings.offload == "cpu")
+    optimizer = source.optimizer_of(model, may_lack=stages is not None)
     if stages is not None:
         from hpctrain.engines.pipeline import Pipeline
 
@@ -223,7 +286,8 @@ def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     blocks, how = every_block(model), settings.activation_checkpointing
     if how != "no":
         recompute_blocks(model, how)
-    model.to(world.device)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(world.device)
     if settings.compile != "no":
         # What is recomputed in full is compiled inside its wrapper: aot autograd cannot keep the
         # device mesh that a recomputed graph of tensor parallelism refers to.

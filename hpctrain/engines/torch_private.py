@@ -14,6 +14,7 @@ tests/engines/test_program_ends.py holds that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from importlib import import_module
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -162,6 +164,44 @@ def map_tensors(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     """Change the tensors of a kind in a nested value."""
     over = _get("torch.utils._pytree", "tree_map_only", "engine.tp")
     return over(kind, change, value)
+
+
+# ---- what is done to tensors
+
+
+@contextlib.contextmanager
+def intercepting(
+    operator: Callable[[Any, Any, Any], Any], function: Callable[[Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Around code whose calls of torch go through functions of ours, which call what they are for.
+
+    Args:
+        operator: Called instead of each operator with it, its args and its kwargs. What it calls
+            itself is torch's own.
+        function: The same for each function, method and property that Python code uses.
+    """
+    what_for = "a function that makes the model"
+    modes: Any = _get("torch.utils._python_dispatch", "TorchDispatchMode", what_for)
+    plain: Any = _get("torch._C", "DisableTorchFunction", what_for)
+
+    def dispatch(_self: Any, called: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plain():
+            return operator(called, args, kwargs or {})
+
+    def python(_self: Any, called: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(called, args, kwargs or {})
+
+    operators = type("Operators", (modes,), {"__torch_dispatch__": dispatch})
+    functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": python})
+    with functions(), operators():
+        yield
+
+
+def without_modes() -> Any:
+    """Around code that shall call torch as if it were not inside `intercepting`."""
+    return _get(
+        "torch.utils._python_dispatch", "_disable_current_modes", "a function that makes the model"
+    )()
 
 
 _init = DistributedDataParallel.__init__

@@ -71,7 +71,7 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.world import World, device_name, join_world, on_rank_0
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -180,13 +180,19 @@ class Run:
     # ---- what a program calls
 
     def parallelize(
-        self, model: nn.Module, optimizer: Optimizer, *, plan: ModelPlan | None = None
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        optimizer: Optimizer | Callable[[nn.Module], Optimizer],
+        *,
+        plan: ModelPlan | None = None,
     ) -> Engine:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
 
         Args:
-            model: On the CPU, the same on every rank.
-            optimizer: Of all its parameters, without state.
+            model: On the CPU, the same on every rank; or a function that makes it, so that no rank
+                ever holds it whole (docs/engines.md).
+            optimizer: Of all its parameters, without state; or a function that makes it from the
+                model as it is on this rank then.
             plan: How to cut a model of an uncommon layout along `tp` and `pp`.
 
         Returns:
@@ -194,8 +200,11 @@ class Run:
         """
         from hpctrain.engines.parallelize import parallelize
 
-        engine = parallelize(model, optimizer, self.settings.engine, self.world, plan=plan)
-        engine.seed = self.settings.train.seed
+        seed = self.settings.train.seed
+        engine = parallelize(
+            model, optimizer, self.settings.engine, self.world, plan=plan, seed=seed
+        )
+        engine.seed = seed
         self._program.use(engine)
         ranks = self.world.ranks_per_node
         self._event(MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh)))
