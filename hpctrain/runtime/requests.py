@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_CLUSTER
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
 from hpctrain.profile.files import ProfileRequest, read_request
 from hpctrain.run.fence import stop_is_asked
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
+from hpctrain.scheduler.base import get_control
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
@@ -24,12 +27,40 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.base.records import JobFacts
+    from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
     from hpctrain.runtime.save_policy import JobClock
     from hpctrain.scheduler.base import JobControl
+    from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.runtime")
 
 POLL_S = 0.5
+
+
+def start_requests(
+    run: RunDir | None, attempt: Attempt | None, world: World, clock: JobClock
+) -> Rank0Requests | None:
+    """Begin to watch on rank 0; None on the others, and where there is no run.
+
+    Args:
+        run: The run.
+        attempt: Whose job the scheduler is asked about.
+        world: The ranks.
+        clock: Learns when the job ends.
+    """
+    if world.rank != 0 or run is None or attempt is None:
+        return None
+    cluster = os.environ.get(HPCTRAIN_CLUSTER)
+    requests = Rank0Requests(
+        request=run.stop_request,
+        profile_request=run.profile_request,
+        job_id=attempt.job_id,
+        clock=clock,
+        control=get_control(cluster, attempt.job_id, attempt.restarts) if cluster else None,
+    )
+    requests.start()
+    return requests
 
 
 class Rank0Requests:

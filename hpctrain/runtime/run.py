@@ -23,7 +23,6 @@ import torch
 
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT,
-    HPCTRAIN_CLUSTER,
     HPCTRAIN_JOB_END,
     HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_RUN_DIR,
@@ -59,13 +58,12 @@ from hpctrain.runtime.attempt import join_attempt, write_outcome
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
-from hpctrain.runtime.requests import Rank0Requests
+from hpctrain.runtime.requests import start_requests
 from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.signals import RankSignals
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
-from hpctrain.scheduler.base import get_control
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
 from hpctrain.world import World, device_name, join_world, on_rank_0
@@ -165,7 +163,7 @@ class Run:
             settings.run.stop_margin_s,
             float(end) - time.time() if end else None,
         )
-        self._requests = self._start_requests()
+        self._requests = start_requests(self.dir, self._attempt, self.world, self._clock)
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
         self._trackers: Trackers | None = None
@@ -776,23 +774,6 @@ class Run:
             folder = self.dir.profile / folder_name(self._attempt.number)
         watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
         return Profiler(self.world, self.settings.profile, folder, self._event, watches)
-
-    def _start_requests(self) -> Rank0Requests | None:
-        if self.world.rank != 0 or self.dir is None or self._attempt is None:
-            return None
-        cluster = os.environ.get(HPCTRAIN_CLUSTER)
-        control = None
-        if cluster:
-            control = get_control(cluster, self._attempt.job_id, self._attempt.restarts)
-        requests = Rank0Requests(
-            request=self.dir.stop_request,
-            profile_request=self.dir.profile_request,
-            job_id=self._attempt.job_id,
-            clock=self._clock,
-            control=control,
-        )
-        requests.start()
-        return requests
 
     def _event(self, fact: LedgerFact) -> None:
         """A disk that is full costs the fact, never the training."""
