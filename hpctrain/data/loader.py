@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from hpctrain.data.batches import ANY_PASSES, MicrobatchRules, StepBatch, cut_step
+from hpctrain.data.batches import (
+    ANY_PASSES,
+    MicrobatchRules,
+    MicrobatchSamples,
+    StepBatch,
+    cut_step,
+)
 from hpctrain.data.mixture import Mixture, MixtureOrder
 from hpctrain.data.order import FileOrder, SampleOrder
 from hpctrain.errors import CheckpointError, UsageError
@@ -232,7 +237,7 @@ class Loader:
         most, count = min(AHEAD_STEPS, max(1, AHEAD_SAMPLES // per_rank)), 1
         cuts: dict[int, StepBatch] = {}  # of so many samples, with offsets for indices
         while True:
-            count = min(2 * count, most)
+            count = min(4 * count, most)
             spans = []
             for _ in range(count):
                 at = self._next_place(at)
@@ -251,7 +256,7 @@ class Loader:
                 pieces = []
                 for piece in cuts[size].pieces:
                     last = first + len(piece.indices)
-                    pieces.append(replace(piece, indices=samples[first:last]))
+                    pieces.append(MicrobatchSamples(samples[first:last], piece.weights, piece.leaf))
                     first = last
                 start = before.epoch * self._order.size + before.offset
                 after = before._replace(offset=before.offset + size)

@@ -71,6 +71,14 @@ def test_many_at_once_are_the_same_as_each_alone(size, seed, first, count, strid
     assert order.take(positions) == [order.index(position) for position in positions]
 
 
+@pytest.mark.parametrize("size", [5, 257, 20_000, 2**24, 2**24 + 1])
+def test_rounds_that_are_looked_up_are_those_that_are_worked_out(size):
+    order = SampleOrder(size, 7)
+    positions = range(3 * size - 70, 3 * size + 70)
+
+    assert order.take(positions) == [order.index(position) for position in positions]
+
+
 def test_positions_before_the_first_are_refused_however_many_there_are():
     for count in (1, 100):
         with pytest.raises(IndexError, match="position -1 is before"):
