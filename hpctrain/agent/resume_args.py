@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "{checkpoint}"
 """In run.resume_args: the path that HPCTRAIN_RESUME has."""
+STEP = "{step}"
+"""In run.resume_args: the number that the name of that path ends with, without leading zeros."""
+_NUMBER = re.compile(r"0*(\d+)(?:\.[A-Za-z]\w*)?$")
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,13 @@ def resume_args(
     if not run.resume_args:
         return ResumeArgs()
     words = shlex.split(run.resume_args)
-    missing = resume is None and any(CHECKPOINT in word for word in words)
+    named = any(CHECKPOINT in word or STEP in word for word in words)
+    missing = resume is None and named
     missing = missing or bool(sealed and not run.resume_if)
     pattern = os.path.expanduser(os.path.expandvars(run.resume_if))  # noqa: PTH111 - a pattern
+    number = _NUMBER.search(resume or "")
+    if resume is not None and number is None and any(STEP in word for word in words):
+        return ResumeArgs(why=f"the name of {resume} ends with no number, which {STEP} is for")
     if resume is not None:
         why = f"there is {resume}"
     elif missing:
@@ -66,7 +74,10 @@ def resume_args(
         return ResumeArgs(why="this is the run's first start")
     else:
         why = f"this is start {start} of the run"
-    return ResumeArgs(tuple(word.replace(CHECKPOINT, resume or "") for word in words), why)
+    step = number[1] if number else ""
+    return ResumeArgs(
+        tuple(word.replace(STEP, step).replace(CHECKPOINT, resume or "") for word in words), why
+    )
 
 
 def line(more: ResumeArgs) -> str:

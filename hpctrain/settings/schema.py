@@ -99,7 +99,8 @@ class RunSettings(Table):
     resume_args: str = setting(
         "",
         "arguments added to the program's own where it has something to go on from, e.g. "
-        "--init_from=resume; {checkpoint} in them is its newest sealed checkpoint",
+        "--init_from=resume; {checkpoint} in them is its newest sealed checkpoint, {step} the number "
+        "that its name ends with",
     )
     resume_if: str = setting(
         "",

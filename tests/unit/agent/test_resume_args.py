@@ -23,6 +23,14 @@ def added(tmp_path, args, pattern="", *, start=1, resume=None):
         (("--from {checkpoint}/x", ""), (1, "/c d"), ("--from", "/c d/x")),
         (("--from {checkpoint}", ""), (2, None), ()),
         (("--from {checkpoint}", "out/*.pt"), (2, None), ()),
+        (("--at {step}", ""), (2, "/c/iter_0000100.pt2"), ("--at", "100")),
+        (
+            ("--at={step} {checkpoint}", ""),
+            (2, "/c2/e=3-step=50.ckpt"),
+            ("--at=50", "/c2/e=3-step=50.ckpt"),
+        ),
+        (("--at {step}", ""), (2, "/c2/ckpt.pt"), ()),
+        (("--at {step}", "out/*.pt"), (2, None), ()),
         (("'a b' c", "out/*.pt"), (1, None), ("a b", "c")),
         (("-r", "none/*.pt"), (2, None), ()),
         (("-r", "none/*.pt"), (2, "/c"), ("-r",)),
@@ -54,4 +62,7 @@ def test_each_start_says_why(tmp_path):
         "arguments added, since this is start 3 of the run: -r"
     )
     assert line(added(tmp_path, "-r", "x*")) == "no arguments added: nothing matches x*"
+    assert added(tmp_path, "--at {step}", resume="/c/latest") == ResumeArgs(
+        why="the name of /c/latest ends with no number, which {step} is for"
+    )
     assert added(tmp_path, "") == ResumeArgs()

@@ -197,6 +197,7 @@ def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
             {"resume_args": "-r {checkpoint}"},
             "arguments where it has a sealed checkpoint: -r {check",
         ),
+        ({"resume_args": "-r {step}"}, "arguments where it has a sealed checkpoint: -r {step}"),
     ],
 )
 def test_what_later_starts_get_is_said(work, asked, note):
