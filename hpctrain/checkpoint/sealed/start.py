@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.base.records import Skipped
+    from hpctrain.checkpoint.sealed.unsealed import UnsealedSave
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
@@ -106,7 +107,9 @@ def _take_in(
     unsealed.remember_before(attempt, anew=False)
     units = unsealed.due()
     returned = (run.attempt(attempt.number - 1) / RETURNED).exists()
-    for save in units if returned else reversed(units):
+    left: list[UnsealedSave] = []
+    while units:
+        save = units.pop(0 if returned else -1)
         path = save.match.path
         why = cut(save, on_bytes)
         if why is not None and save.is_file:
@@ -114,9 +117,13 @@ def _take_in(
         elif why is None and (returned or (save.is_file and proves_itself(path, on_bytes))):
             seal(run, attempt, save, settings, on_bytes)
             if not returned:
+                left += units
                 break
         else:
             unsealed.refuse(path, why or "a kill may have left it half written")
+            left.append(save)
+    # It lies still, as what is whole does: the watch beside the next ranks would seal it.
+    unsealed.pass_over(left)
 
 
 def _set_aside(run: RunDir, attempt: Attempt, aside: Sequence[Skipped]) -> None:

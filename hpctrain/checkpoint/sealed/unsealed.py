@@ -36,7 +36,7 @@ log = logging.getLogger("hpctrain.checkpoint")
 
 NS = 1_000_000_000
 BEFORE = "there-before.json"
-"""In the folder of seals: what lay there before the run's first ranks."""
+"""In the folder of seals: what lay there before the run's first ranks, or a kill has left."""
 MOST_BYTES = 256 << 20
 RETURNED = "returned"
 """In an attempt's folder: all its ranks have returned, so nothing of it was left half written."""
@@ -161,9 +161,22 @@ class Unsealed:
         for save in filter(None, map(look.unit, look.matches())):
             if since_ns is None or save.mtime_ns < since_ns:
                 there[str(save.match.path)] = save.state
+        self._write(_Before([*listed.patterns, *fresh], there))
+
+    def pass_over(self, saves: Sequence[UnsealedSave]) -> None:
+        """Write down what is not to be sealed as it is, as if it had been there before the run.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if saves:
+            more = {str(save.match.path): save.state for save in saves}
+            self._write(_Before(self._before.patterns, {**self._before.there, **more}))
+
+    def _write(self, before: _Before) -> None:
         self._run.sealed.mkdir(exist_ok=True)
-        self._before = _Before([*listed.patterns, *fresh], there)
-        replace_text(self._run.sealed / BEFORE, json.dumps(asdict(self._before)))
+        self._before = before
+        replace_text(self._run.sealed / BEFORE, json.dumps(asdict(before)))
 
     @cached_property
     def _before(self) -> _Before:

@@ -232,6 +232,37 @@ def test_after_a_kill_a_folder_is_not_sealed_and_a_single_whole_archive_is(run):
     assert [stored.seal.step for stored in seals.listing(run)] == [40]
 
 
+def test_what_a_kill_has_left_is_not_sealed_by_later_starts_until_it_is_saved_again(run):
+    watched = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
+    save(watched, "out/checkpoint-40/model.pt")
+    watched.look()
+    assert watched.look(SETTLE_S) == [40]
+    save(watched, "out/checkpoint-50/model.pt")
+    watched.left(returned=False)
+
+    later = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
+    assert later.went_on_from == "out/checkpoint-40"
+    later.look()
+    assert later.look(SETTLE_S) == [40]
+    save(later, "out/checkpoint-50/model.pt", b"saved again")
+    later.look()
+    assert later.look(SETTLE_S) == [40, 50]
+    assert later.left(returned=True) == [40, 50]
+
+
+def test_what_is_older_than_the_file_that_a_start_goes_on_from_is_not_sealed_after_it(run):
+    watched = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
+    folder, whole = save(watched, "out/checkpoint-40/model.pt"), save(watched, "out/ckpt-50.pt")
+    for later_s, path in enumerate((folder, whole)):
+        os.utime(path, (time.time() + later_s, time.time() + later_s))
+    watched.left(returned=False)
+
+    later = Watched(run, "out/checkpoint-*", "out/ckpt-*.pt")
+    assert later.went_on_from == "out/ckpt-50.pt"
+    later.look()
+    assert later.look(SETTLE_S) == [50]
+
+
 def test_what_has_changed_since_it_had_settled_is_not_sealed(run):
     watched = Watched(run, "out/checkpoint-*")
     folder = save(watched, "out/checkpoint-50/model.pt").parent
