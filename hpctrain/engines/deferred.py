@@ -27,7 +27,7 @@ from hpctrain.engines.torch_private import intercepting, map_tensors, without_mo
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from hpctrain.world import World
 
@@ -129,7 +129,14 @@ class DeferredModel:
         tensor = self._tensors[name]
         return self._replay(tensor) if isinstance(tensor, _View) else tensor.detach()
 
-    def fill(self, model: nn.Module, world: World, *, offload: bool = False) -> None:
+    def fill(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        offload: bool = False,
+        awaited: Collection[str] = (),
+    ) -> None:
         """Give every tensor that is on the meta device its memory and this rank's values.
 
         Not collective. Beside what the model keeps, one whole tensor is held at a time.
@@ -138,6 +145,7 @@ class DeferredModel:
             model: The model or a part of it, whole or cut: parameters may be DTensors by now.
             world: The ranks, and the device.
             offload: Parameters stay on the CPU.
+            awaited: Names of those whose values come from a checkpoint: memory is all they get.
         """
         # All memory first: whole tensors between the shards would leave holes that nothing fits.
         filled = dict[int, torch.Tensor]()
@@ -153,7 +161,8 @@ class DeferredModel:
                 empty[unwrapped(name)] = own_part
             table[own] = filled.get(id(tensor), tensor)
         for name, own_part in empty.items():
-            self._fill(name, own_part, world)
+            if name not in awaited:
+                self._fill(name, own_part, world)
 
     def _fill(self, name: str, own_part: torch.Tensor, world: World) -> None:
         (box,) = held(State({name: own_part}), world)

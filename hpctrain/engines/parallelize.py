@@ -67,6 +67,7 @@ def parallelize(
     *,
     plan: ModelPlan | None = None,
     seed: int = 0,
+    is_restored: bool = False,
 ) -> Engine:
     """Spread a model over the ranks. Collective: every rank calls it with the same model.
 
@@ -80,12 +81,13 @@ def parallelize(
         world: The ranks.
         plan: How to cut the model along `tp` and `pp`, where its layout is not a common one.
         seed: Of the values that a function makes.
+        is_restored: A checkpoint is loaded next: what it holds gets memory, and no values before.
 
     Raises:
         UsageError: the optimizer has state already, or the settings do not fit model or world.
     """
     _require_versions(settings)
-    source = _source(model, optimizer, seed)
+    source = _source(model, optimizer, seed, is_restored=is_restored)
     _refuse_without_effect(source.model, settings)
     widen(source.model)
     plan = plan or ModelPlan()
@@ -113,17 +115,19 @@ class _Source:
         deferred: What fills it; None where it has its values.
         optimizer: Of its parameters; or what makes one.
         names: Of its parameters, by identity.
+        awaited: Names of what a checkpoint fills next.
     """
 
     model: nn.Module
     deferred: DeferredModel | None
     optimizer: Optimizer | Callable[[nn.Module], Optimizer]
     names: dict[int, str]
+    awaited: frozenset[str] = frozenset()
 
     def fill(self, part: nn.Module, world: World, *, offload: bool = False) -> None:
         """Give a part of the model this rank's values, where it has none so far."""
         if self.deferred is not None:
-            self.deferred.fill(part, world, offload=offload)
+            self.deferred.fill(part, world, offload=offload, awaited=self.awaited)
 
     def optimizer_of(self, model: nn.Module, *, may_lack: bool = False) -> Optimizer:
         """The optimizer of the parameters as they are now; see `point_to`.
@@ -147,6 +151,8 @@ def _source(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | Callable[[nn.Module], Optimizer],
     seed: int,
+    *,
+    is_restored: bool,
 ) -> _Source:
     if isinstance(optimizer, Optimizer) and optimizer.state:
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
@@ -159,7 +165,8 @@ def _source(
             f"{type(optimizer).__name__}(model.parameters(), ...)"
         )
     deferred = DeferredModel(model, seed)
-    return _Source(deferred.model, deferred, optimizer, {})
+    awaited = frozenset(deferred.model.state_dict() if is_restored else ())
+    return _Source(deferred.model, deferred, optimizer, {}, awaited)
 
 
 def _require_versions(settings: EngineSettings) -> None:

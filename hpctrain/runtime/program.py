@@ -57,6 +57,7 @@ class Program:
         optimizer: The same.
         data: The position in the data.
         tracked: Everything else by its name.
+        awaits_weights: The model has memory and no values: a checkpoint's go straight into it.
     """
 
     def __init__(self, world: World) -> None:
@@ -65,6 +66,7 @@ class Program:
         self.optimizer: Optimizer | None = None
         self.data: Any = None
         self.tracked: dict[str, Stateful] = {}
+        self.awaits_weights = False
         self._world = world
         self._loading: dict[str, Any] = {}
 
@@ -149,7 +151,8 @@ class Program:
     def wanted(self, manifest: Manifest) -> Wanted:
         """The tensors to fill from a checkpoint; the program's own, not copies."""
         state = self._tensors(with_optimizer=_has_optimizer(manifest))
-        fresh = {name for name in state.shared if name.startswith(names.OPTIM)}
+        empty = (names.OPTIM, names.MODEL) if self.awaits_weights else (names.OPTIM,)
+        fresh = {name for name in state.shared if name.startswith(empty)}
         placeholders: dict[str, torch.Tensor] = {}
         empty_tensors(manifest.extra, placeholders)
         own = capture(self._world) if self._has_generators(manifest) else {}

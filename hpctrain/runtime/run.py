@@ -30,9 +30,9 @@ from hpctrain.base.env import (
 from hpctrain.base.log import configure
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
-from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
+from hpctrain.checkpoint.tensors.restore import Restored, Wanted, has_checkpoints, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.profile.files import folder_name
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import (
@@ -198,9 +198,13 @@ class Run:
         """
         from hpctrain.engines.parallelize import parallelize
 
-        seed = self.settings.train.seed
+        settings, place = self.settings, self._place
+        is_made = not isinstance(model, torch.nn.Module)
+        awaits = is_made and place is not None and has_checkpoints(place, self.world)
+        self._program.awaits_weights = awaits
+        seed = settings.train.seed
         engine = parallelize(
-            model, optimizer, self.settings.engine, self.world, plan=plan, seed=seed
+            model, optimizer, settings.engine, self.world, plan=plan, seed=seed, is_restored=awaits
         )
         engine.seed = seed
         self._program.use(engine)
@@ -702,9 +706,7 @@ class Run:
         return state, manifest
 
     def _restore(self) -> None:
-        restored = Restored()
-        if self.dir is not None and self._attempt is not None:
-            restored = self._load(SavePlace(self.dir, self._attempt, self.settings.checkpoint))
+        restored = Restored() if self._place is None else self._load(self._place)
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
         self._open(self.step)
 
@@ -727,6 +729,8 @@ class Run:
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)
         on_rank_0(self.world, lambda: sweep_old(place))
+        if restored.manifest is None and self._program.awaits_weights:
+            raise CheckpointError(f"{place.run.name} had checkpoints, and has none now")
         if restored.manifest is not None:
             self._program.take_over(restored.manifest)
             self.step = restored.manifest.step
@@ -753,6 +757,13 @@ class Run:
         return wanted
 
     # ---- small things
+
+    @property
+    def _place(self) -> SavePlace | None:
+        """Where checkpoints are; None outside of a run."""
+        if self.dir is None or self._attempt is None:
+            return None
+        return SavePlace(self.dir, self._attempt, self.settings.checkpoint)
 
     def _start_trackers(self, run: RunDir, attempt: Attempt, step: int) -> None:
         self._trackers = Trackers(

@@ -14,6 +14,7 @@ import pytest
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.run import events as ledger
+from hpctrain.run.event_types import Submitted
 from hpctrain.run.fence import take_attempt
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
@@ -54,6 +55,28 @@ def test_another_engine_and_world_size_restores_the_same_bits(
     restored = _restored_state(run, to_world_size)
 
     assert_same_bits(saved, restored)
+
+
+def test_a_model_made_by_a_function_gets_no_values_but_the_checkpoints(tmp_path):
+    run = make_run(tmp_path / "run", engine__kind="fsdp2", train__steps=2)
+    train(run, 2)
+    saved = full_state(run, 2)
+
+    restored = _restored_state(run, 3, deferred=True)
+
+    assert_same_bits(saved, restored)
+
+
+def test_a_model_made_by_a_function_has_its_values_where_a_person_begins_anew(tmp_path):
+    run = make_run(tmp_path / "run", engine__kind="fsdp2", train__steps=2)
+    train(run, 2)
+    ledger.append(run, Submitted(token="t", job_id="2", from_step=0))
+
+    anew = _restored_state(run, 2, deferred=True, step=0)
+
+    names = [name for name in anew if name.startswith("model.") and "norm" in name]
+    assert names
+    assert all((anew[name] == 1).all() for name in names)
 
 
 def test_every_sample_is_used_once_at_changing_world_sizes_and_engines(tmp_path):
@@ -137,13 +160,13 @@ def _order_size(run):
     return load(run.checkpoints / f"step-{STEPS:010d}" / "MANIFEST.json").data["size"]
 
 
-def _restored_state(run, world_size):
+def _restored_state(run, world_size, **options):
     """What every rank holds after the restore, before any step, as full tensors."""
     attempt = take_attempt(run, job_id="test", restarts=0)
     os.environ["HPCTRAIN_RUN_DIR"] = str(run.root)
     os.environ["HPCTRAIN_ATTEMPT"] = json.dumps(asdict(attempt))
     try:
-        ranks = launch(_restore_rank, world_size)
+        ranks = launch(_restore_rank, world_size, **options)
     finally:
         del os.environ["HPCTRAIN_RUN_DIR"], os.environ["HPCTRAIN_ATTEMPT"]
     for other in ranks[1:]:
@@ -151,18 +174,28 @@ def _restored_state(run, world_size):
     return ranks[0]
 
 
-def _restore_rank():
+def _restore_rank(*, deferred=False, step=2):
     import torch
 
     import hpctrain
     from hpctrain.engines import state
+    from hpctrain.engines.deferred import DeferredModel
     from hpctrain.recipes.lm.model import LM, LMConfig
 
     run = hpctrain.init()
     config = LMConfig(layers=2, dim=16, heads=2, seq_len=16)
-    model = LM(config, seed=99)  # other weights than those that were saved
-    engine = run.parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.5))
-    assert list(run.steps(total=2)) == []  # both are done: it only restores
-    assert run.step == 2
+    if deferred:
+        made = []
+        value = DeferredModel.value
+        DeferredModel.value = lambda self, name: made.append(name) or value(self, name)
+        engine = run.parallelize(
+            lambda: LM(config, seed=99), lambda model: torch.optim.AdamW(model.parameters(), lr=0.5)
+        )
+        assert bool(made) == (step == 0)
+    else:
+        model = LM(config, seed=99)  # other weights than those that were saved
+        engine = run.parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    assert list(run.steps(total=step)) == []  # it only restores
+    assert run.step == step
     live = state.collect(engine.model, engine.optimizer)
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in live.items()}

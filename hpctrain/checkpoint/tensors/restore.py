@@ -108,6 +108,20 @@ class _Reading:
     patience: Patience
 
 
+def has_checkpoints(place: SavePlace, world: World) -> bool:
+    """Whether `restore` loads one, or raises: it does not begin anew unasked. Collective.
+
+    Raises:
+        FileSystemFault: the file system refused for longer than `checkpoint.patience_s`.
+    """
+
+    def look() -> bool:
+        return RunHistory.read(place.run).asked_step != 0 and bool(find.steps(place.run))
+
+    patience = Patience(place.settings.patience_s)
+    return on_rank_0(world, lambda: patience(look))
+
+
 def restore(
     place: SavePlace,
     world: World,
