@@ -52,7 +52,7 @@ def commands(page, marked=None):
         shlex.join(words)
         for mark, block in BLOCK.findall(page.read_text())
         if marked is None or mark == marked
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
         if (words := shlex.split(line, comments=True))
     ]
 
