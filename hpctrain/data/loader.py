@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    import numpy as np
+    import numpy.typing as npt
+
     from hpctrain.data.order import WalkOrder
 
 log = logging.getLogger("hpctrain.data")
@@ -232,10 +235,13 @@ class Loader:
 
     def _walk(self) -> Iterator[list[int]]:
         """Lists of samples for torch's DataLoader, one for each pass; notes each batch's plan."""
+        import numpy as np
+
         place, at = self._place(), self._at
         per_rank = max(1, self._rules.global_batch // place.ranks)
         most, count = min(AHEAD_STEPS, max(1, AHEAD_SAMPLES // per_rank)), 1
         cuts: dict[int, StepBatch] = {}  # of so many samples, with offsets for indices
+        offsets: dict[int, npt.NDArray[np.int64]] = {}  # the same, one after another
         while True:
             count = min(4 * count, most)
             spans = []
@@ -244,13 +250,16 @@ class Loader:
                 size = min(self._rules.global_batch, self._order.size - at.offset)
                 if size not in cuts:
                     cuts[size] = self._cut(size, place)
+                    pieces = cuts[size].pieces
+                    flat = [n for piece in pieces for n in piece.indices]
+                    offsets[size] = np.array(flat, np.int64)
                 spans.append((at, size))
                 at = at._replace(offset=at.offset + size)
-            positions: list[int] = []
-            for before, size in spans:
-                start = before.epoch * self._order.size + before.offset
-                for piece in cuts[size].pieces:
-                    positions += map(start.__add__, piece.indices)
+            starts = [
+                offsets[size] + (before.epoch * self._order.size + before.offset)
+                for before, size in spans
+            ]
+            positions: Any = np.concatenate(starts)  # an array of numpy's will do for a sequence
             samples, first = self._order.take(positions), 0
             for before, size in spans:
                 pieces = []

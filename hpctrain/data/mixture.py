@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.data.order import FileOrder, SampleOrder, mixed, mixed_many
+from hpctrain.data.order import FileOrder, SampleOrder, as_integers, mixed, mixed_many
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class MixtureOrder:
     def take(self, positions: Sequence[int]) -> list[int]:
         """The samples at these global positions."""
         asked: dict[int, tuple[list[int], list[int]]] = {}
-        for place, position in enumerate(positions):
+        for place, position in enumerate(as_integers(positions)):
             block, offset = divmod(position - self._since, BLOCK)
             sources, counts = self._table(block)
             source = sources[offset]

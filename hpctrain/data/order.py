@@ -45,6 +45,12 @@ class WalkOrder(Protocol):
         """The samples at these global positions."""
 
 
+def as_integers(positions: Sequence[int]) -> Sequence[int]:
+    """Python's own: numpy's overflow."""
+    integers: Sequence[int] = positions.tolist() if hasattr(positions, "tolist") else positions
+    return integers
+
+
 class FileOrder:
     """The samples as they lie, epoch after epoch."""
 
@@ -55,7 +61,7 @@ class FileOrder:
 
     def take(self, positions: Sequence[int]) -> list[int]:
         """The samples at these global positions."""
-        return [position % self.size for position in positions]
+        return [position % self.size for position in as_integers(positions)]
 
 
 class SampleOrder:
@@ -89,7 +95,7 @@ class SampleOrder:
     def take(self, positions: Sequence[int]) -> list[int]:
         """The samples at these global positions, in the order in which they are given."""
         if len(positions) < _MANY:
-            return [self.index(position) for position in positions]
+            return [self.index(position) for position in as_integers(positions)]
         import numpy as np
 
         offsets = np.asarray(positions, np.int64)
