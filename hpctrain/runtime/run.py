@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from functools import cached_property
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -24,7 +23,6 @@ import torch
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT,
     HPCTRAIN_JOB_END,
-    HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_RUN_DIR,
 )
 from hpctrain.base.log import configure
@@ -46,14 +44,6 @@ from hpctrain.run.event_types import (
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
-from hpctrain.runtime.agreement import (
-    STOP_CLOCK,
-    STOP_INTERRUPT,
-    STOP_TERM,
-    WARNED,
-    Agreement,
-    StopRequest,
-)
 from hpctrain.runtime.attempt import join_attempt, write_outcome
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
@@ -62,6 +52,7 @@ from hpctrain.runtime.requests import start_requests
 from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.signals import RankSignals
+from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
 from hpctrain.settings.schema import Settings
@@ -82,12 +73,10 @@ if TYPE_CHECKING:
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.run.event_types import LedgerFact
     from hpctrain.run.fence import Attempt
+    from hpctrain.runtime.agreement import StopRequest
     from hpctrain.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.runtime")
-
-ASK_S = 2.0
-"""So long may the scheduler take to say how long a preemption's grace time is."""
 
 
 class Stopped(SystemExit):
@@ -154,8 +143,6 @@ class Run:
         self.resume_path: Path | None = None
         self._attempt = attempt
         self._spec = spec
-        self._signals = signals
-        self._agreement = Agreement(world)
         self._program = Program(world)
         end = os.environ.get(HPCTRAIN_JOB_END)
         self._clock = JobClock(
@@ -163,7 +150,8 @@ class Run:
             settings.run.stop_margin_s,
             float(end) - time.time() if end else None,
         )
-        self._requests = start_requests(self.dir, self._attempt, self.world, self._clock)
+        requests = start_requests(self.dir, self._attempt, self.world, self._clock)
+        self._stops = Stops(world, signals, requests, self._clock)
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
         self._trackers: Trackers | None = None
@@ -172,7 +160,7 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
-        self._has_stepped = self._told_late = False
+        self._has_stepped = False
         self._event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
@@ -520,51 +508,13 @@ class Run:
     # ---- the loop's parts
 
     def _exchange(self) -> StopRequest:
-        agreed = self._agreement.tick(self._request())
-        if agreed.stop >= WARNED:
-            # Only now: most ticks of short steps exchange nothing, and would lose it.
-            self._signals.warned = False
-        if agreed.stop == WARNED and self._requests is not None:
-            self._requests.warn()
+        save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
+        agreed = self._stops.exchange(save=save, tell=self._telemetry.wishes_to_tell())
         if agreed.tell:
             self._telemetry.tell()
         if agreed.profile:
-            request = self._requests.take_profile() if self._requests is not None else None
-            self._profiler.asked(self.step, request)
+            self._profiler.asked(self.step, self._stops.take_profile())
         return agreed
-
-    def _request(self) -> StopRequest:
-        signals = self._signals
-        stop = 0
-        if signals.interrupted:
-            stop = STOP_INTERRUPT
-        elif signals.term:
-            stop = STOP_TERM
-        elif self._requests is not None and self._requests.stop:
-            stop = self._requests.stop
-        elif self.world.rank == 0 and self._is_due():
-            stop = STOP_CLOCK
-        elif signals.warned:
-            stop = WARNED
-        save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
-        profile = self._requests.profile if self._requests is not None else 0
-        return StopRequest(stop, save, self._telemetry.wishes_to_tell(), profile)
-
-    def _is_due(self) -> bool:
-        now = time.time()
-        late = self._clock.is_late(now)
-        if late and not self._clock.has_stepped and not self._told_late:
-            self._told_late = True
-            left = (self._clock.end_time or now) - now
-            log.warning(
-                "the job ends in %.0f s, and a stop with a save would have to begin %.0f s before "
-                "that (run.stop_margin_s, and a save of about %.0f s); one step is tried all the "
-                "same: ask for more time (--time)",
-                left,
-                self._clock.lead_s(),
-                self._clock.expected_save_s(),
-            )
-        return self._clock.is_due(now)
 
     def _obey(self, agreed: StopRequest) -> None:
         cause = agreed.cause or self._cause
@@ -581,29 +531,11 @@ class Run:
         if self._trackers is not None:
             self._trackers.flush()
 
-    def _left_s(self, cause: StopCause) -> float | None:
-        """Seconds until the processes are killed; None where nobody says.
-
-        Rank 0's counts: it alone asks the scheduler, and all ranks do as it does.
-        """
-        kill_wait = os.environ.get(HPCTRAIN_KILL_WAIT_S)
-        return self._clock.left_s(
-            cause,
-            time.time(),
-            term_at=self._signals.term_at,
-            kill_wait_s=float(kill_wait) if kill_wait else None,
-            grace_end=self._grace_end if cause is StopCause.TERM else None,
-        )
-
-    @cached_property
-    def _grace_end(self) -> float | None:
-        return self._requests.grace_end(ASK_S) if self._requests is not None else None
-
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event(StopRequested(cause=cause, rank=self.world.rank))
         if self._saves is not None:
             self._before_save()
-            self._saves.final(self.step, self._snapshot, self._left_s(cause))
+            self._saves.final(self.step, self._snapshot, self._stops.left_s(cause))
             self._saves.close()
         self._go(cause)
 
@@ -611,11 +543,11 @@ class Run:
         """Leave, with everything saved."""
         self._event(TrainingStopped(step=self._step_told))
         self._write_outcome("stopped", cause)
-        self._profiler.close(self._left_s(cause))
+        self._profiler.close(self._stops.left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
             log.info("leaving at step %d (%s)", self.step, cause.value)
         if self._trackers is not None:
-            self._trackers.close(self._left_s(cause))
+            self._trackers.close(self._stops.left_s(cause))
         raise Stopped(0)
 
     def _finish(self) -> None:

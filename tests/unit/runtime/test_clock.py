@@ -13,8 +13,8 @@ from hpctrain.plan import interval
 from hpctrain.run import events as ledger
 from hpctrain.runtime.agreement import STOP_TERM, WARNED, StopRequest
 from hpctrain.runtime.program import Program
-from hpctrain.runtime.run import Run
 from hpctrain.runtime.save_policy import LEAVE_S, JobClock
+from hpctrain.runtime.stops import Stops
 from tests.support.gloo import launch
 from tests.support.ledger_runs import Story
 
@@ -118,57 +118,62 @@ def test_without_an_end_nobody_says_what_time_is_left():
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """Rank 0's side of a run that heard SIGTERM 2 s ago, in a preemption's grace time of 300 s."""
-    now = time.time()
-    found = Run.__new__(Run)
-    found._told_late = False
-    found._clock = JobClock(now + 3600.0, MARGIN_S)
-    found._signals = SimpleNamespace(term_at=now - 2.0)
-    found._requests = SimpleNamespace(grace_end=lambda patience_s: now + 298.0 if patience_s else 0)
+def job_clock(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "30")
-    return found
+    return JobClock(time.time() + 3600.0, MARGIN_S)
 
 
-def test_a_graceful_stop_has_the_grace_time_and_not_killwait(run):
-    assert run._left_s(StopCause.TERM) == pytest.approx(293.0, abs=1.0)
-    assert run._left_s(StopCause.CLOCK) == pytest.approx(3627.0, abs=1.0)
+def stops_of(clock, *, grace=True, signals=None, requests=None, agreement=None):
+    """Rank 0's, which heard SIGTERM 2 s ago, in a preemption's grace time of 300 s."""
+    now = time.time()
+    if grace:
+        requests = SimpleNamespace(grace_end=lambda patience_s: now + 298.0 if patience_s else 0)
+    signals = signals or SimpleNamespace(term_at=now - 2.0, interrupted=False, term=False)
+    return Stops(SimpleNamespace(rank=0, control=None), signals, requests, clock, agreement)
 
 
-def test_without_a_grace_time_killwait_counts(run):
-    run._requests = None
+def test_a_graceful_stop_has_the_grace_time_and_not_killwait(job_clock):
+    stops = stops_of(job_clock)
 
-    assert run._left_s(StopCause.TERM) == pytest.approx(25.0, abs=1.0)
+    assert stops.left_s(StopCause.TERM) == pytest.approx(293.0, abs=1.0)
+    assert stops.left_s(StopCause.CLOCK) == pytest.approx(3627.0, abs=1.0)
 
 
-def test_a_job_that_is_too_short_is_told_so_once_and_tries(run, capsys):
-    run._clock.save_s = 4000.0
+def test_without_a_grace_time_killwait_counts(job_clock):
+    assert stops_of(job_clock, grace=False).left_s(StopCause.TERM) == pytest.approx(25.0, abs=1.0)
 
-    assert not run._is_due()
-    assert not run._is_due()
-    told = capsys.readouterr().err
-    assert told.startswith("hpctrain: the job ends in 3600 s, and a stop with a save")
-    assert "6010 s before that" in told
-    assert told.count("\n") == 1
-    run._clock.stepped(1.0)
-    assert run._is_due()
+
+def test_a_job_that_is_too_short_is_told_so_once_and_tries(job_clock, capsys):
+    job_clock.save_s = 4000.0
+    signals = SimpleNamespace(interrupted=False, term=False, warned=False)
+    stops = stops_of(job_clock, grace=False, signals=signals)
+
+    assert stops.exchange(save=False, tell=False).cause is None
+    assert stops.exchange(save=False, tell=False).cause is None
+    said = capsys.readouterr().err
+    assert said.startswith("hpctrain: the job ends in 3600 s, and a stop with a save")
+    assert "6010 s before that" in said
+    assert said.count("\n") == 1
+    job_clock.stepped(1.0)
+    assert stops.exchange(save=False, tell=False).cause is StopCause.CLOCK
 
 
 @pytest.mark.parametrize(
     ("agreed", "heard", "asked"), [(WARNED, False, 1), (STOP_TERM, False, 0), (0, True, 0)]
 )
-def test_a_warning_is_kept_until_all_ranks_have_heard_it(run, agreed, heard, asked):
+def test_a_warning_is_kept_until_all_ranks_have_heard_it(job_clock, agreed, heard, asked):
     """Most ticks of short steps exchange nothing."""
     warnings = []
-    run._signals = SimpleNamespace(interrupted=False, term=False, warned=True)
-    run._requests = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
-    run._agreement = SimpleNamespace(tick=lambda wish: StopRequest(agreed if wish.stop else 99))
-    run._telemetry = SimpleNamespace(wishes_to_tell=lambda: False)
-    run.world, run._saves = SimpleNamespace(rank=0), None
+    signals = SimpleNamespace(interrupted=False, term=False, warned=True)
+    requests = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
+    agreement = SimpleNamespace(tick=lambda wish: StopRequest(agreed if wish.stop else 99))
+    stops = stops_of(
+        job_clock, grace=False, signals=signals, requests=requests, agreement=agreement
+    )
 
-    run._exchange()
+    stops.exchange(save=False, tell=False)
 
-    assert (run._signals.warned, len(warnings)) == (heard, asked)
+    assert (signals.warned, len(warnings)) == (heard, asked)
 
 
 def _share(kind):

@@ -1,0 +1,134 @@
+"""When to stop: what this rank has heard, what all ranks agree on, and how long there is then.
+
+A rank hears of a stop by a signal; rank 0 also by a request of the user, by the scheduler's word on
+a warning, and by the clock. The loop asks once before each step. tests/unit/runtime/test_clock.py
+and tests/engines/test_agreement.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
+from hpctrain.base.records import StopCause
+from hpctrain.runtime.agreement import (
+    STOP_CLOCK,
+    STOP_INTERRUPT,
+    STOP_TERM,
+    WARNED,
+    Agreement,
+    StopRequest,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.profile.files import ProfileRequest
+    from hpctrain.runtime.requests import Rank0Requests
+    from hpctrain.runtime.save_policy import JobClock
+    from hpctrain.runtime.signals import RankSignals
+    from hpctrain.world import World
+
+log = logging.getLogger("hpctrain.runtime")
+
+ASK_S = 2.0
+"""So long may the scheduler take to say how long a preemption's grace time is."""
+
+
+class Stops:
+    """One rank's side of the agreement on stops."""
+
+    def __init__(
+        self,
+        world: World,
+        signals: RankSignals,
+        requests: Rank0Requests | None,
+        clock: JobClock,
+        agreement: Agreement | None = None,
+    ) -> None:
+        """Hear nothing so far.
+
+        Args:
+            world: The ranks.
+            signals: What this process was sent.
+            requests: Of users and the scheduler; rank 0's alone.
+            clock: When the job ends, and how long a save takes.
+            agreement: Through which the ranks speak; None for their control group.
+        """
+        self._world = world
+        self._signals = signals
+        self._requests = requests
+        self._clock = clock
+        self._agreement = agreement or Agreement(world)
+        self._said_late = False
+
+    def exchange(self, *, save: bool, tell: bool) -> StopRequest:
+        """Say what this rank has heard, and learn what all agreed on. Collective.
+
+        Args:
+            save: This rank's clock says that a periodic save is due; rank 0's.
+            tell: This rank wants to know what all ranks' time went to.
+        """
+        agreed = self._agreement.tick(self._request(save=save, tell=tell))
+        if agreed.stop >= WARNED:
+            # Only now: most ticks of short steps exchange nothing, and would lose it.
+            self._signals.warned = False
+        if agreed.stop == WARNED and self._requests is not None:
+            self._requests.warn()
+        return agreed
+
+    def take_profile(self) -> ProfileRequest | None:
+        """The request to profile that all ranks agreed to; None on others than rank 0."""
+        return self._requests.take_profile() if self._requests is not None else None
+
+    def left_s(self, cause: StopCause) -> float | None:
+        """Seconds until the processes are killed; None where nobody says.
+
+        Rank 0's counts: it alone asks the scheduler, and all ranks do as it does.
+        """
+        kill_wait = os.environ.get(HPCTRAIN_KILL_WAIT_S)
+        return self._clock.left_s(
+            cause,
+            time.time(),
+            term_at=self._signals.term_at,
+            kill_wait_s=float(kill_wait) if kill_wait else None,
+            grace_end=self._grace_end if cause is StopCause.TERM else None,
+        )
+
+    @cached_property
+    def _grace_end(self) -> float | None:
+        return self._requests.grace_end(ASK_S) if self._requests is not None else None
+
+    def _request(self, *, save: bool, tell: bool) -> StopRequest:
+        signals = self._signals
+        stop = 0
+        if signals.interrupted:
+            stop = STOP_INTERRUPT
+        elif signals.term:
+            stop = STOP_TERM
+        elif self._requests is not None and self._requests.stop:
+            stop = self._requests.stop
+        elif self._world.rank == 0 and self._is_due():
+            stop = STOP_CLOCK
+        elif signals.warned:
+            stop = WARNED
+        profile = self._requests.profile if self._requests is not None else 0
+        return StopRequest(stop, save, tell, profile)
+
+    def _is_due(self) -> bool:
+        now = time.time()
+        late = self._clock.is_late(now)
+        if late and not self._clock.has_stepped and not self._said_late:
+            self._said_late = True
+            left = (self._clock.end_time or now) - now
+            log.warning(
+                "the job ends in %.0f s, and a stop with a save would have to begin %.0f s before "
+                "that (run.stop_margin_s, and a save of about %.0f s); one step is tried all the "
+                "same: ask for more time (--time)",
+                left,
+                self._clock.lead_s(),
+                self._clock.expected_save_s(),
+            )
+        return self._clock.is_due(now)
