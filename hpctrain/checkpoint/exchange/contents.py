@@ -49,6 +49,8 @@ NUMPY: dict[str, str] = {
 TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 COMPARED = 4 << 20
+AT_ONCE = 1 << 18
+"""Values that are rounded together: what is made in between stays in the processor's cache."""
 _ROUND = np.uint32(0x7FFF)
 _QUIET = np.uint32(0x0040_0000)
 
@@ -186,18 +188,28 @@ def is_floating(dtype: str) -> bool:
 
 
 def _converted(tensor: Tensor, target: str) -> Bytes:
-    values = widened(tensor.read(), tensor.dtype)
-    if target == "BF16":
-        return _to_bf16(values.astype("<f4", copy=False))
-    with np.errstate(over="ignore"):
-        rounded = values.astype(NUMPY[target])
-    lost = np.isinf(rounded) & np.isfinite(values)
-    if lost.any():
+    """Part by part: whole, the values in between would take several times the tensor's memory."""
+    content = tensor.read()
+    step, size = AT_ONCE * DTYPES[tensor.dtype], AT_ONCE * DTYPES[target]
+    rounded = np.empty(len(content) // DTYPES[tensor.dtype] * DTYPES[target], np.uint8)
+    lost: list[NDArray[Any]] = []
+    for number, at in enumerate(range(0, len(content), step)):
+        values = widened(content[at : at + step], tensor.dtype)
+        part = rounded[number * size : (number + 1) * size]
+        if target == "BF16":
+            part[:] = _to_bf16(values.astype("<f4", copy=False))
+            continue
+        with np.errstate(over="ignore"):
+            fitted = part.view(NUMPY[target])
+            fitted[:] = values
+        lost.append(values[np.isinf(fitted) & np.isfinite(values)])
+    if count := sum(map(len, lost)):
+        largest = max(float(np.abs(part).max()) for part in lost if len(part))
         raise CheckpointError(
-            f"{tensor.name} has {int(lost.sum()):,} values that {target} cannot hold (largest "
-            f"{float(np.abs(values[lost]).max()):.4g}); export with --dtype bf16 or keep"
+            f"{tensor.name} has {count:,} values that {target} cannot hold (largest "
+            f"{largest:.4g}); export with --dtype bf16 or keep"
         )
-    return rounded.view(np.uint8)
+    return rounded
 
 
 def _to_bf16(values: NDArray[Any]) -> Bytes:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -15,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpctrain.checkpoint.exchange import contents, safetensors, to_torch
 from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import place as places
-from hpctrain.checkpoint.exchange import safetensors, to_torch
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.errors import HpctrainError
 from tests.support.exchange import bits, model_of, save, some
@@ -113,6 +114,23 @@ def test_not_a_number_stays_one_when_rounded():
     rounded = to_dtype(Tensor("x", "F32", (3,), lambda: worst), "BF16").read()
 
     assert np.isnan(widened(rounded, "BF16")).all()
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32")])
+def test_rounding_takes_no_more_memory_than_both_tensors(monkeypatch, dtype, target):
+    monkeypatch.setattr(contents, "AT_ONCE", 1 << 12)
+    words = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    values = torch.randn(32 * contents.AT_ONCE + 5).to(words[dtype])
+    raw = values.view(torch.uint8).numpy()
+    tensor = Tensor("x", dtype, tuple(values.shape), lambda: raw)
+
+    tracemalloc.start()
+    rounded = to_dtype(tensor, target).read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert rounded.tobytes() == values.to(words[target]).view(torch.uint8).numpy().tobytes()
+    assert peak < rounded.nbytes + 32 * contents.AT_ONCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
