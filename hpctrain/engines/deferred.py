@@ -29,6 +29,7 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from hpctrain.engines.pretrained import Pretrained
     from hpctrain.world import World
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -95,6 +96,7 @@ class DeferredModel:
 
     Attributes:
         model: Its parameters and buffers are on the meta device.
+        pretrained: Where values are read that the constructor's are passed over for; None for none.
     """
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
@@ -107,6 +109,7 @@ class DeferredModel:
         Raises:
             UsageError: it makes no module.
         """
+        self.pretrained: Pretrained | None = None
         self._seed = seed
         self._operations: list[_Operation] = []
         self._draws = 0
@@ -121,11 +124,13 @@ class DeferredModel:
         self._to_meta()
 
     def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer as the constructor would have left it: whole, on the CPU.
+        """A parameter or buffer as read, or as the constructor left it: whole, on the CPU.
 
         Args:
             name: Its name in the model as it was built.
         """
+        if self.pretrained is not None and name in self.pretrained:
+            return self.pretrained.whole(name)
         tensor = self._tensors[name]
         return self._replay(tensor) if isinstance(tensor, _View) else tensor.detach()
 
@@ -166,6 +171,9 @@ class DeferredModel:
 
     def _fill(self, name: str, own_part: torch.Tensor, world: World) -> None:
         (box,) = held(State({name: own_part}), world)
+        if self.pretrained is not None and name in self.pretrained:
+            self.pretrained.read_into(name, box)
+            return
         value = self.value(name)
         cut = zip(box.piece.begin, box.piece.extent, strict=True)
         for axis, (begin, extent) in enumerate(cut):

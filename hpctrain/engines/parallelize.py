@@ -26,12 +26,14 @@ from hpctrain.engines.engine import EngineInputs
 from hpctrain.engines.layouts import make_meshes
 from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
+from hpctrain.engines.pretrained import open_folder
 from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.plan.versions import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from hpctrain.engines.engine import Engine
     from hpctrain.plan.mesh import ModelShape
@@ -68,6 +70,7 @@ def parallelize(
     plan: ModelPlan | None = None,
     seed: int = 0,
     is_restored: bool = False,
+    pretrained: str | Path | None = None,
 ) -> Engine:
     """Spread a model over the ranks. Collective: every rank calls it with the same model.
 
@@ -82,12 +85,16 @@ def parallelize(
         plan: How to cut the model along `tp` and `pp`, where its layout is not a common one.
         seed: Of the values that a function makes.
         is_restored: A checkpoint is loaded next: what it holds gets memory, and no values before.
+        pretrained: A Hugging Face folder whose weights the model begins with; not opened where a
+            checkpoint is loaded next.
 
     Raises:
         UsageError: the optimizer has state already, or the settings do not fit model or world.
+        CheckpointError: the folder's files are damaged, or do not fit the model.
     """
     _require_versions(settings)
     source = _source(model, optimizer, seed, is_restored=is_restored)
+    source.begin_with(None if is_restored else pretrained, world)
     _refuse_without_effect(source.model, settings)
     widen(source.model)
     plan = plan or ModelPlan()
@@ -125,9 +132,27 @@ class _Source:
     awaited: frozenset[str] = frozenset()
 
     def fill(self, part: nn.Module, world: World, *, offload: bool = False) -> None:
-        """Give a part of the model this rank's values, where it has none so far."""
+        """Give a part of the model this rank's values, where it has none so far. Collective."""
         if self.deferred is not None:
             self.deferred.fill(part, world, offload=offload, awaited=self.awaited)
+            if self.deferred.pretrained is not None:
+                self.deferred.pretrained.agree(world)
+
+    def begin_with(self, folder: str | Path | None, world: World) -> None:
+        """Take values from a Hugging Face folder, where there is one. Collective.
+
+        Raises:
+            UsageError: the model has its values already.
+            CheckpointError: the folder's files are damaged, or do not fit the model.
+        """
+        if folder is None:
+            return
+        if self.deferred is None:
+            raise UsageError(
+                f"run.parallelize reads {folder} into a model that it makes; give it a function "
+                f"that builds one: lambda: {type(self.model).__name__}(config)"
+            )
+        self.deferred.pretrained = open_folder(folder, self.model, world)
 
     def optimizer_of(self, model: nn.Module, *, may_lack: bool = False) -> Optimizer:
         """The optimizer of the parameters as they are now; see `point_to`.

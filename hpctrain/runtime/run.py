@@ -171,6 +171,7 @@ class Run:
         optimizer: Optimizer | Callable[[nn.Module], Optimizer],
         *,
         plan: ModelPlan | None = None,
+        pretrained: str | Path | None = None,
     ) -> Engine:
         """Spread a model over the ranks as the settings say. Collective; call it before `track`.
 
@@ -180,6 +181,7 @@ class Run:
             optimizer: Of all its parameters, without state; or a function that makes it from the
                 model as it is on this rank then.
             plan: How to cut a model of an uncommon layout along `tp` and `pp`.
+            pretrained: A Hugging Face folder; a function's model begins with its weights.
 
         Returns:
             The engine, with `forward_backward`, `evaluate` and `step`.
@@ -192,7 +194,14 @@ class Run:
         self._program.awaits_weights = awaits
         seed = settings.train.seed
         engine = parallelize(
-            model, optimizer, settings.engine, self.world, plan=plan, seed=seed, is_restored=awaits
+            model,
+            optimizer,
+            settings.engine,
+            self.world,
+            plan=plan,
+            seed=seed,
+            is_restored=awaits,
+            pretrained=pretrained,
         )
         engine.seed = seed
         self._program.use(engine)

@@ -11,6 +11,8 @@ import signal
 from dataclasses import asdict
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.run import events as ledger
@@ -79,6 +81,21 @@ def test_a_model_made_by_a_function_has_its_values_where_a_person_begins_anew(tm
     assert all((anew[name] == 1).all() for name in names)
 
 
+def test_a_folders_weights_begin_a_run_and_are_not_asked_for_when_it_goes_on(tmp_path):
+    run = make_run(tmp_path / "run", engine__kind="fsdp2", train__steps=2)
+    weights = {name: torch.full_like(value, 0.5) for name, value in _lm().state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+
+    begun = _restored_state(run, 2, deferred=True, step=0, pretrained=tmp_path)
+
+    own = {name for name in begun if name.startswith("model.")}
+    assert own == {f"model.{name}" for name in weights}
+    assert all((begun[name] == 0.5).all() for name in own)
+    train(run, 2)
+    gone = _restored_state(run, 2, deferred=True, pretrained=tmp_path / "gone")
+    assert_same_bits(gone, full_state(run, 2))
+
+
 def test_every_sample_is_used_once_at_changing_world_sizes_and_engines(tmp_path):
     run = make_run(tmp_path / "run", train__global_batch=10)
     attempts = [("fsdp2", 4, 2), ("ddp", 3, 5), ("ddp", 1, 8), ("fsdp2", 2, None)]
@@ -99,8 +116,6 @@ def test_every_sample_is_used_once_at_changing_world_sizes_and_engines(tmp_path)
 
 
 def test_a_reshaped_run_stays_within_tolerance_of_the_undisturbed_one(tmp_path):
-    import torch
-
     quiet = make_run(tmp_path / "quiet", train__dropout=0.0)
     moved = make_run(tmp_path / "moved", train__dropout=0.0)
     train(quiet, 4)
@@ -174,26 +189,28 @@ def _restored_state(run, world_size, **options):
     return ranks[0]
 
 
-def _restore_rank(*, deferred=False, step=2):
-    import torch
+def _lm():
+    from hpctrain.recipes.lm.model import LM, LMConfig
 
+    return LM(LMConfig(layers=2, dim=16, heads=2, seq_len=16), seed=99)
+
+
+def _restore_rank(*, deferred=False, step=2, pretrained=None):
     import hpctrain
     from hpctrain.engines import state
     from hpctrain.engines.deferred import DeferredModel
-    from hpctrain.recipes.lm.model import LM, LMConfig
 
     run = hpctrain.init()
-    config = LMConfig(layers=2, dim=16, heads=2, seq_len=16)
     if deferred:
         made = []
         value = DeferredModel.value
         DeferredModel.value = lambda self, name: made.append(name) or value(self, name)
         engine = run.parallelize(
-            lambda: LM(config, seed=99), lambda model: torch.optim.AdamW(model.parameters(), lr=0.5)
+            _lm, lambda model: torch.optim.AdamW(model.parameters(), lr=0.5), pretrained=pretrained
         )
-        assert bool(made) == (step == 0)
+        assert bool(made) == (step == 0 and pretrained is None)
     else:
-        model = LM(config, seed=99)  # other weights than those that were saved
+        model = _lm()  # other weights than those that were saved
         engine = run.parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.5))
     assert list(run.steps(total=step)) == []  # it only restores
     assert run.step == step

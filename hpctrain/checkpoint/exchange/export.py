@@ -13,7 +13,7 @@ from hpctrain.checkpoint.exchange.contents import CARRIED, same, to_dtype
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from hpctrain.checkpoint.exchange.contents import Tensor
@@ -88,7 +88,7 @@ def state_of(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in CARRIED} | {"step": manifest.step}
 
 
-def compare(wanted: Iterable[Tensor], got: dict[str, Tensor], on_bytes: OnBytes) -> int:
+def compare(wanted: Iterable[Tensor], got: Mapping[str, Tensor], on_bytes: OnBytes) -> int:
     """Read both and compare every bit; returns how many tensors.
 
     Raises:

@@ -13,6 +13,7 @@ import math
 import os
 import struct
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,13 +40,46 @@ MAX_HEADER = 100_000_000
 """As safetensors itself has it: a longer one is no header."""
 READ_BYTES = 64 << 20
 GB = 10**9
+MAX_AXES, MAX_SIZE = 64, 2**63
+SHOWN = 200
+"""Characters of what a stranger wrote, in an error of one line."""
+
+
+@dataclass(frozen=True)
+class StoredTensor(Tensor):
+    """A tensor in a file: whole, or some of its rows.
+
+    Attributes:
+        path: The file.
+        position: Of its first byte in the file.
+    """
+
+    path: Path
+    position: int
+
+    @classmethod
+    def at(
+        cls, path: Path, position: int, name: str, dtype: str, shape: tuple[int, ...]
+    ) -> StoredTensor:
+        """One that the header says lies there."""
+        count = math.prod(shape) * DTYPES[dtype]
+        return cls(name, dtype, shape, partial(_read, path, position, count), path, position)
+
+    def rows(self, first: int, count: int) -> Bytes:
+        """The bytes of so many of its rows, along its first axis, and nothing else of the file.
+
+        Raises:
+            CheckpointError: the file cannot be read, or was cut since.
+        """
+        row = math.prod(self.shape[1:]) * DTYPES[self.dtype]
+        return _read(self.path, self.position + first * row, count * row)
 
 
 @dataclass
 class Header:
     """What a file holds."""
 
-    tensors: list[Tensor]
+    tensors: list[StoredTensor]
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -56,6 +90,8 @@ def read_header(path: Path) -> Header:
         CheckpointError: the file is cut, or no safetensors file.
     """
     try:
+        if not path.is_file():  # a FIFO would keep us waiting
+            raise CheckpointError(f"{path} is no file")
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -74,7 +110,7 @@ def read_header(path: Path) -> Header:
         spans = sorted(entry["data_offsets"] for entry in raw.values())
         metadata = {str(key): str(value) for key, value in metadata.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+        raise CheckpointError(f"{path} is no safetensors file: {_short(error)}") from None
     end = 0
     for low, high in spans:
         if low != end:
@@ -97,19 +133,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return names
 
 
-def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> Tensor:
+def _short(text: object) -> str:
+    """What a stranger wrote, in one line that is not too long."""
+    line = " ".join(ascii(str(text))[1:-1].split())
+    return line if len(line) <= SHOWN else line[:SHOWN] + "..."
+
+
+def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, which is not known here")
     if not all(type(number) is int and number >= 0 for number in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or an offset that is no whole number")
+    if len(shape) > MAX_AXES or max((*shape, low, high)) >= MAX_SIZE:
+        raise ValueError(f"{name} has a shape or an offset that no tensor has")
     if math.prod(shape) * DTYPES[dtype] != high - low:
         raise ValueError(f"{name} takes {high - low:,} bytes, which is not {dtype}{shape}")
-
-    def content() -> Bytes:
-        return _read(path, base + low, high - low)
-
-    return Tensor(name, dtype, tuple(shape), content)
+    return StoredTensor.at(path, base + low, name, dtype, tuple(shape))
 
 
 def _read(path: Path, position: int, count: int) -> Bytes:
@@ -267,7 +307,7 @@ def read(source: Path) -> Contents:
             _take_state(contents, header.metadata[STATE_KEY])
         for tensor in header.tensors:
             if tensors.setdefault(tensor.name, tensor) is not tensor:
-                raise CheckpointError(f"{path} holds {tensor.name}, as another file does")
+                raise CheckpointError(f"{path} holds {_short(tensor.name)}, as another file does")
     _require_indexed(source, set(tensors))
     contents.leaves = [NestedValue((name,), tensor) for name, tensor in tensors.items()]
     return contents
@@ -290,7 +330,8 @@ def _files(source: Path) -> list[Path]:
     index = _index(source)
     if index is not None:
         return _listed(index)
-    files = sorted(source.glob("*.safetensors"))
+    whole = source / f"{STEM}.safetensors"  # others may lie beside it, as consolidated.safetensors
+    files = [whole] if whole.is_file() else sorted(source.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{source} has no *.safetensors in it")
     return files
@@ -309,10 +350,12 @@ def _listed(index: Path) -> list[Path]:
     names = dict.fromkeys(_weight_map(index).values())
     for name in names:
         # An index must not be able to name a file outside of its own directory.
-        if "/" in name or name in {"", ".", ".."}:
-            raise CheckpointError(f"{index} names {name!r}, which is no file of its directory")
-        if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is missing")
+        if "/" in name or "\0" in name or name in {"", ".", ".."}:
+            raise CheckpointError(
+                f"{index} names '{_short(name)}', which is no file of its directory"
+            )
+        if not os.path.isfile(index.parent / name):  # noqa: PTH113 - Path's raises on long names
+            raise CheckpointError(f"{index} names {_short(name)}, which is missing")
     return [index.parent / name for name in names]
 
 
@@ -323,14 +366,17 @@ def _require_indexed(source: Path, names: set[str]) -> None:
         return
     named = set(_weight_map(index))
     for name in sorted(named - names)[:1]:
-        raise CheckpointError(f"{index} names {name}, which none of its files holds")
+        raise CheckpointError(f"{index} names {_short(name)}, which none of its files holds")
     for name in sorted(names - named)[:1]:
-        raise CheckpointError(f"{index} does not name {name}, which one of its files holds")
+        raise CheckpointError(f"{index} does not name {_short(name)}, which one of its files holds")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        listed = json.loads(index.read_text())["weight_map"]
+        with index.open("rb") as file:
+            listed = json.loads(file.read(MAX_HEADER))["weight_map"]
         return {str(name): str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is no index of safetensors files: {_short(error)}"
+        ) from None
