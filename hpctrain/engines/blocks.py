@@ -1,6 +1,7 @@
 """A model's repeated blocks, and what is done block by block: compiling and recomputation.
 
-`find_blocks` and `every_block` tell which submodules they are; sharding too goes by them.
+`find_blocks` and `every_block` tell which submodules they are, `find_ends` what is before and
+behind them; sharding too goes by them.
 `compile_blocks` gives each to torch.compile on its own, after a look at what the backend asks of
 this machine. `recompute_blocks` is activation checkpointing: what a block computed is computed
 again in the backward pass. The promises are held by tests/engines/test_recompute_compile.py.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,53 @@ def _blocks_of(module: nn.Module) -> Sequence[nn.Module]:
         if isinstance(part, nn.ModuleList)
     )
     return children if max(inner, default=0) * 2 < size else []
+
+
+def find_ends(model: nn.Module) -> tuple[nn.Module | None, list[nn.Module]]:
+    """The input embedding and what is behind the blocks, as far as each can be gathered by itself.
+
+    Not so what shares a parameter with another part of the model, as a tied head does. Nor an
+    embedding without a matrix of its own length behind the blocks: a model that has no such head
+    may take the embedding's weights for it, outside of the embedding's own forward pass.
+
+    Returns:
+        The embedding or None, and what follows the blocks: a final norm and a head, or nothing
+        where that has no matrix.
+    """
+    blocks = {id(block) for block in every_block(model)}
+    parts = list(_parts(model, blocks))
+    places = [place for place, part in enumerate(parts) if id(part) in blocks]
+    if not places:
+        return None, []
+    uses = _uses(model)
+    last = [part for part in parts[places[-1] + 1 :] if _uses(part).items() <= uses.items()]
+    last = [part for part in last if _size(part)]
+    lengths = {
+        parameter.shape[0] for part in last for parameter in part.parameters() if parameter.ndim > 1
+    }
+    if not lengths:
+        return None, []
+    for part in parts[: places[0]]:
+        tables = (table for table in part.modules() if isinstance(table, nn.Embedding))
+        if _uses(part).items() <= uses.items() and any(t.num_embeddings in lengths for t in tables):
+            return part, last
+    return None, last
+
+
+def _parts(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """The blocks and the largest modules without any, in the order of registration."""
+    for child in module.children():
+        if id(child) in blocks or blocks.isdisjoint(map(id, child.modules())):
+            yield child
+        else:
+            yield from _parts(child, blocks)
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """In how many places of a module each parameter is."""
+    return Counter(
+        id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+    )
 
 
 def _size(module: nn.Module) -> int:

@@ -1,8 +1,9 @@
 """The engines that torch has itself: one process, DDP, and FSDP2 with what builds on it.
 
 They differ in how a model is wrapped and when gradients travel; the rest is the same code. Under
-FSDP2 (`shard`) every parameter is spread over the ranks, and gathered block by block when it is
-used. tests/engines/test_every_engine.py and test_parity.py hold the promises.
+FSDP2 (`shard`) every parameter is spread over the ranks, and gathered when it is used: block by
+block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py and
+test_what_steps_do.py hold the promises.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.engines import state as names
-from hpctrain.engines.blocks import every_block
+from hpctrain.engines.blocks import every_block, find_ends
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.experts import find_experts
 from hpctrain.engines.norm import clip_factor, global_norm, outer_copies, scale_
@@ -28,7 +30,6 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
     from hpctrain.engines.engine import EngineInputs
@@ -55,6 +56,7 @@ class Native(Engine):
         """See `Engine`."""
         with super().evaluating(), self.autocast():
             yield
+        self._reshard()
 
     def autocast(self) -> Any:
         """Around forward passes; a sharded model casts its parameters itself."""
@@ -85,9 +87,21 @@ class Native(Engine):
         norm = self.norm(gradients) / scale
         if self.loss_scale is None or self.loss_scale.update(norm):
             scale_(gradients, clip_factor(norm, self.clip_norm) / scale)
+            self._reshard()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _reshard(self) -> None:
+        """Free what a forward pass without a backward pass has left gathered.
+
+        It would outlive an update or a restore of the shards, and hide them from a save.
+        """
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        yield from (module for module in self.model.modules() if isinstance(module, FSDPModule))
 
     def gradients(self) -> list[torch.Tensor]:
         """Of all parameters that the optimizer updates."""
@@ -106,6 +120,7 @@ class Native(Engine):
 
     def state(self, *, with_optimizer: bool = True) -> State:
         """See `Engine`."""
+        self._reshard()
         tensors = names.collect(self.model, self.optimizer if with_optimizer else None)
         copies = {}
         if self.mesh.pp > 1 or self._sharded:
@@ -130,8 +145,9 @@ class Native(Engine):
 def shard(
     model: nn.Module, meshes: DeviceMeshes, precision: torch.dtype, settings: EngineSettings
 ) -> None:
-    """Shard a model in place, block by block. Collective.
+    """Shard a model in place: its embedding, each block, what follows them, the rest. Collective.
 
+    What is needed last, and the rest, stays gathered until its backward pass, which comes next.
     Gradients are added over ranks, not averaged: the loss carries its share. Experts that lie on
     several ranks are cut further over the ranks that have the same ones; their gradients are added
     over these alone, since the tokens of the others have come to them.
@@ -153,8 +169,15 @@ def shard(
         )
     if settings.offload == "cpu":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    embedding, last = find_ends(model)
     for block in every_block(model):
         fully_shard(block, **options)
+    if embedding is not None:
+        only_looked_up = type(embedding) is nn.Embedding
+        fully_shard(embedding, **options).set_unshard_in_backward(not only_looked_up)
+    options["reshard_after_forward"] = False
+    if last:
+        fully_shard(last, **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

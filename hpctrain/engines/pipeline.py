@@ -134,9 +134,7 @@ class Pipeline(Native):
         finally:
             for part in self._stages.parts:
                 part.train()
-            # Gathered parameters that outlived a restore would be the old ones.
-            for module in self._sharded_modules():
-                module.reshard()
+            self._reshard()
 
     def _run(self, act: Any, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)

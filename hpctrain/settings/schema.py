@@ -290,7 +290,7 @@ class EngineSettings(Table):
         choices=("no", "inductor", "aot_eager", "eager"),
     )
     reshard_after_forward: bool = setting(
-        True, "fsdp2: free gathered parameters after the forward pass"
+        True, "fsdp2: free a block's gathered parameters after its forward pass"
     )
     offload: str = setting(
         "no",

@@ -415,7 +415,9 @@ def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
     blocks = [sum(n.endswith("mlp.up.weight") for n in rank["held"]) for rank in found]
     assert blocks == [2] * ranks
     parts = 2 if chosen.get("pp_schedule") == "interleaved" else 1
-    assert [rank["sharded"] for rank in found] == [2 + parts] * ranks  # blocks one by one
+    # blocks one by one, and the last stage's norm and head
+    expected = [2 + parts + 2 * ("head.weight" in rank["held"]) for rank in found]
+    assert [rank["sharded"] for rank in found] == expected
     orders = {rank["order"] for rank in found}
     passes = max(map(len, orders)) // 2
     assert passes > 1

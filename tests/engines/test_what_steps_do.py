@@ -33,9 +33,10 @@ ON_2 = {
     "fsdp2 kept": {"reshard_after_forward": False},
 }
 ALONE = World(0, 0, 1, torch.device("cpu"))
-UNITS = 3
-"""Of FSDP2 in the tiny model: two blocks, and the rest. DDP has a bucket for gradients, and
-exchanges which parameters were used."""
+UNITS = 4
+"""Of FSDP2 in the tiny model: embedding, two blocks, and norm and head. DDP has a bucket for
+gradients, and exchanges which parameters were used."""
+BLOCKS = 2
 
 
 class Counting(TorchDispatchMode):
@@ -99,7 +100,7 @@ def test_gradients_travel_once_a_step_however_many_passes_it_has(name):
 def test_blocks_are_gathered_again_backwards_unless_they_are_kept(name):
     for rank in steps():
         for passes in (1, 4):
-            backward = 0 if name == "fsdp2 kept" else UNITS
+            backward = 0 if name == "fsdp2 kept" else BLOCKS
             assert rank[name, passes]["gathers"] == passes * (UNITS + backward)
 
 
@@ -139,8 +140,148 @@ def policies(offload):
 
 def test_offload_gives_every_unit_the_policy_that_keeps_it_on_the_cpu():
     """On a CPU nothing else tells: shards lie there anyway."""
-    assert launch(policies, 1, offload="cpu") == [[True] * UNITS]
-    assert launch(policies, 1, offload="none") == [[False] * UNITS]
+    root = 1
+    assert launch(policies, 1, offload="cpu") == [[True] * (UNITS + root)]
+    assert launch(policies, 1, offload="none") == [[False] * (UNITS + root)]
+
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 320,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+
+
+class Logits(nn.Module):
+    """A decoder of transformers that gives its logits alone."""
+
+    def __init__(self, family):
+        import transformers
+
+        super().__init__()
+        config = getattr(transformers, f"{family}Config")(**SIZES)
+        self.decoder = getattr(transformers, f"{family}ForCausalLM")(config)
+
+    def forward(self, tokens):
+        return self.decoder(tokens).logits
+
+
+class ByHand(nn.Module):
+    """No head of its own: the embedding's weights are used beside its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(320, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.tokens.weight.T
+
+
+DECODERS = {
+    "recipe": lmt.lm,
+    "Llama": lambda: Logits("Llama"),
+    "Gemma": lambda: Logits("Gemma"),
+    "by hand": ByHand,
+}
+ENDS = {
+    "recipe": (["embedding.weight"], ["norm.weight", "head.weight"], []),
+    "Llama": (
+        ["decoder.model.embed_tokens.weight"],
+        ["decoder.model.norm.weight", "decoder.lm_head.weight"],
+        [],
+    ),
+    "Gemma": ([], [], ["decoder.model.embed_tokens.weight", "decoder.model.norm.weight"]),
+    "by hand": ([], [], ["tokens.weight", "norm.weight", "norm.bias"]),
+}
+"""Of each decoder: parameters that are gathered first, last, and during the whole pass."""
+
+
+def gathered_of(model):
+    return [
+        name for name, parameter in model.named_parameters() if not hasattr(parameter, "to_local")
+    ]
+
+
+def gathered_when(engine):
+    """Of one step: what is gathered in the first block's forward pass, with the loss, and after
+    it, and how many gathers and reductions it makes."""
+    moments = []
+    blocks = next(module for module in engine.model.modules() if isinstance(module, nn.ModuleList))
+    blocks[0].register_forward_pre_hook(lambda *_: moments.append(gathered_of(engine.model)))
+
+    def share(logits, targets):
+        moments.append(gathered_of(engine.model))
+        return lmt.share(logits, targets)
+
+    with Counting() as counting:
+        engine.forward_backward(lmt.microbatches(engine, 0, per_rank=1), share)
+    counts = counting.of("_allgather_base_"), counting.of("_reduce_scatter_base_")
+    moments.append(gathered_of(engine.model))
+    engine.optimizer.zero_grad()
+    return moments[0], moments[-2], moments[-1], counts
+
+
+def with_evaluations(engine):
+    """Losses and norms of three steps, with forward passes between the backward pass and the
+    update, and before a save, that no backward pass follows."""
+    numbers = []
+    for step in range(3):
+        batch = lmt.microbatches(engine, step)
+        numbers.append(engine.forward_backward(batch, lmt.share))
+        numbers.append(engine.evaluate(batch, lmt.share))
+        assert engine.kind == "plain" or not gathered_of(engine.model)
+        with torch.no_grad():
+            engine.model(batch[0].inputs)
+        numbers.append(engine.step())
+    engine.state()
+    with torch.no_grad():
+        engine.model(batch[0].inputs)
+    saved = engine.state().shared
+    return numbers, [name for name in saved if ".exp_avg" in name], lmt.arrays(saved)
+
+
+def decoders(world=None):
+    world = world or join_world()
+    found = {}
+    for name, build in DECODERS.items():
+        torch.manual_seed(5)
+        engine = lmt.engine_of(world, build())
+        when = gathered_when(engine) if world.is_distributed else ()
+        found[name] = (when, with_evaluations(engine))
+    return found
+
+
+@functools.cache
+def decoders_on_two():
+    return launch(decoders, 2)
+
+
+def test_embedding_and_head_are_gathered_when_they_are_needed():
+    """A tied head shares its weights with the embedding: they stay gathered in between."""
+    for rank in decoders_on_two():
+        for name, ((block, loss, after, counts), _) in rank.items():
+            first, last, always = ENDS[name]
+            assert sorted(p for p in block if ".0." not in p) == sorted(always), name
+            assert sorted(loss) == sorted(last + always), name
+            assert not after
+            units = BLOCKS + bool(first) + bool(last) + bool(always)
+            assert counts == (units + BLOCKS, units), name
+
+
+def test_what_a_forward_pass_without_a_backward_pass_gathers_is_neither_trained_nor_saved():
+    alone = decoders(ALONE)
+    for rank in decoders_on_two():
+        for name, (_, (numbers, moments, saved)) in rank.items():
+            _, (expected, its_moments, its_saved) = alone[name]
+            assert numbers == pytest.approx(expected, rel=1e-4), name
+            assert sorted(moments) == sorted(its_moments), name
+            for key, value in its_saved.items():
+                assert abs(saved[key] - value).max() < 1e-4, (name, key)
 
 
 def test_a_parameter_that_is_lost_while_the_model_is_spread_is_named():
