@@ -33,21 +33,28 @@ NAMES = {
     "norm": ("norm", "final_norm"),
     "head": ("head", "lm_head", "output", "out"),
     # in a block
-    "attention_norm": ("attention_norm", "input_layernorm", "attn_norm"),
     "attention": ("attention", "self_attn", "attn"),
-    "mlp_norm": ("mlp_norm", "post_attention_layernorm", "ffn_norm"),
     "mlp": ("mlp", "feed_forward"),
     # in an attention
     "query": ("query", "q_proj", "wq"),
     "key": ("key", "k_proj", "wk"),
     "value": ("value", "v_proj", "wv"),
     "mix": ("out", "o_proj", "wo"),
+    "query_norm": ("query_norm", "q_norm"),
+    "key_norm": ("key_norm", "k_norm"),
     # in an MLP
     "gate": ("gate", "gate_proj", "w1"),
     "up": ("up", "up_proj", "w3"),
     "down": ("down", "down_proj", "w2"),
 }
-"""What a module does -> its names in the recipe, in Hugging Face's Llama, in torchtitan's."""
+"""What a module does -> its names in the recipe, in Hugging Face's decoders, in torchtitan's."""
+
+NORMS = (
+    *("attention_norm", "mlp_norm", "attn_norm", "ffn_norm"),
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+"""A block's norms, before or behind its attention and its MLP: all of them have its full width."""
 
 CUT = ("query", "key", "value", "mix", "gate", "up", "down")
 """A block's matrices."""
@@ -64,19 +71,28 @@ _MATRICES = nn.Linear | nn.Embedding
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Names of a block's modules in the whole model, by what they do."""
+    """Names of a block's modules in the whole model, by what they do.
 
-    attention_norm: str
+    Attributes:
+        name: Of the block itself.
+        norms: All that work on its full width.
+        query_norm: Of the query, of each head or of all together; None without one.
+        key_norm: The same of the key.
+    """
+
+    name: str
+    norms: tuple[str, ...]
     attention: str
     query: str
     key: str
     value: str
     mix: str
-    mlp_norm: str
     mlp: str
     gate: str
     up: str
     down: str
+    query_norm: str | None
+    key_norm: str | None
 
 
 @dataclass(frozen=True)
@@ -124,12 +140,14 @@ def recognise(model: nn.Module) -> Layout:
 
 
 def planned(layout: Layout) -> Iterator[str]:
-    """Names of all modules that have a place in a layout."""
+    """Names of all modules whose parameters have a place in a layout."""
     for name in (layout.embedding, layout.norm, layout.head):
         if name is not None:
             yield name
     for block in layout.blocks:
-        yield from vars(block).values()
+        yield from block.norms
+        yield from (getattr(block, role) for role in CUT)
+        yield from (name for name in (block.query_norm, block.key_norm) if name is not None)
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -148,10 +166,12 @@ def _block(model: nn.Module, name: str) -> BlockNames:
                 "between heads; give the model one nn.Linear for each, or " + ASK
             )
     return BlockNames(
-        attention_norm=_need(model, name, "attention_norm"),
+        name=name,
+        norms=tuple(norm for own in NORMS if _has(model, norm := _join(name, own))),
         attention=attention,
-        mlp_norm=_need(model, name, "mlp_norm"),
         mlp=mlp,
+        query_norm=_find(model, (attention,), "query_norm"),
+        key_norm=_find(model, (attention,), "key_norm"),
         **{role: _need(model, attention, role) for role in ("query", "key", "value", "mix")},
         **{role: _need(model, mlp, role) for role in ("gate", "up", "down")},
     )

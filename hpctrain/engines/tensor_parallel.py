@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -30,9 +29,10 @@ from hpctrain.engines.torch_private import map_tensors, root_of
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from hpctrain.engines.layouts import BlockNames
     from hpctrain.settings.schema import EngineSettings
@@ -41,56 +41,103 @@ SEQUENCE = 1
 """Activations are [batch, time, width]."""
 
 
-class Replicated(ParallelStyle):
-    """A module that works on the same numbers on every rank, with parameters that know it.
+class Placed(ParallelStyle):
+    """A module that works on parts as it would on the whole, with parameters that know it.
 
-    What goes in and comes out are plain tensors, equal on all ranks. So every rank has the whole
-    gradient already, and nothing is added up.
+    What goes in and comes out are plain tensors, this rank's parts. Where a rank's part is enough
+    for its share of what comes out, nothing travels but what the placements ask for.
     """
+
+    def __init__(self, activations: Placement, parameters: Placement) -> None:
+        """How tensors lie on the ranks.
+
+        Args:
+            activations: What goes in, and what comes out. `Replicate` if equal on all ranks: each
+                has the whole gradient of a copied parameter then, else a share, and all are added.
+            parameters: All of the module's own.
+        """
+        super().__init__()
+        self._activations, self.parameters = [activations], parameters
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
-            module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+            placed = distribute_tensor(parameter.detach(), device_mesh, [self.parameters])
+            module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
         def lift(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, DTensor):
-                return tensor
-            return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
+            return _dtensor(tensor, device_mesh, self._activations)
+
+        def lower(tensor: DTensor) -> torch.Tensor:
+            return tensor.redistribute(placements=self._activations).to_local()
 
         module.register_forward_pre_hook(
             lambda _, args, kwargs: map_tensors(torch.Tensor, lift, (args, kwargs)),
             with_kwargs=True,
         )
-        module.register_forward_hook(
-            lambda _module, _args, out: map_tensors(DTensor, DTensor.to_local, out)
-        )
+        module.register_forward_hook(lambda _module, _args, out: map_tensors(DTensor, lower, out))
         return module
 
 
-class Gathered(ParallelStyle):
-    """A module that gets a part of the sequence on each rank and works on all of it.
+class Replicated(Placed):
+    """A module that works on the same numbers on every rank: `Placed`, with copies of all."""
 
-    Its first tensor of floats is the activation, whatever it is called; the rest is left alone.
-    """
+    def __init__(self) -> None:
+        super().__init__(Replicate(), Replicate())
+
+
+class _Moved(ParallelStyle):
+    """A module whose first tensor of floats, the activation whatever it is called, is moved."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             for key, value in given.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    given[key] = _whole_sequence(value, device_mesh)
+                    given[key] = self.moved(value, device_mesh)
                     break
             return tuple(given.pop(number) for number in range(len(args))), given
 
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_pre_hook(move, with_kwargs=True)
         return module
 
+    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """What the module gets instead. Collective over the mesh."""
+        raise NotImplementedError
 
-def _whole_sequence(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if not isinstance(part, DTensor):
-        part = DTensor.from_local(part, mesh, [Shard(SEQUENCE)], run_check=False)
-    return part.redistribute(placements=[Replicate()])
+
+class Gathered(_Moved):
+    """A module that gets a part of the sequence on each rank and works on all of it."""
+
+    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """See `_Moved`."""
+        part = _dtensor(activation, mesh, [Shard(SEQUENCE)])
+        return part.redistribute(placements=[Replicate()])
+
+
+class Parted(_Moved):
+    """A module that gets all of the sequence on each rank and works on a part of it."""
+
+    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """See `_Moved`.
+
+        Raises:
+            UsageError: the sequence has no equal parts.
+        """
+        time = activation.shape[SEQUENCE]
+        if time % mesh.size():
+            raise UsageError(
+                f"engine.sequence_parallel: {mesh.size()} ranks of engine.tp cannot share a "
+                f"sequence of {time} positions; make its length a multiple of engine.tp, or set "
+                "engine.sequence_parallel = false"
+            )
+        whole = _dtensor(activation, mesh, [Replicate()])
+        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+
+def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
 def default_plan(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -104,36 +151,41 @@ def default_plan(model: nn.Module, *, sequence_parallel: bool) -> dict[str, Para
         UsageError: the layout is not a common one, or has no place for what was asked.
     """
     layout = recognise(model)
-    if sequence_parallel and layout.tables is not None:
-        raise UsageError(
-            f"engine.sequence_parallel: {layout.tables} makes tables of positions from the "
-            "embedding's output, of which each rank would have a part; set "
-            "engine.sequence_parallel = false, or " + ASK
-        )
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {}
+    # Tables of positions, and masks, are made from the whole embedding's output.
+    late = sequence_parallel and layout.tables is not None
     if layout.embedding is not None:
-        plan[layout.embedding] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        begins = Replicate() if late else between
+        plan[layout.embedding] = RowwiseParallel(input_layouts=Replicate(), output_layouts=begins)
+    if late:
+        plan[layout.blocks[0].name] = Parted()
     for block in layout.blocks:
-        plan |= _block_plan(block, sequence_parallel=sequence_parallel)
+        plan |= _block_plan(model, block, sequence_parallel=sequence_parallel)
     if layout.norm is not None:
-        plan[layout.norm] = SequenceParallel() if sequence_parallel else Replicated()
+        plan[layout.norm] = Placed(between, Replicate())
     if layout.head is not None:
         plan[layout.head] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
     return plan
 
 
-def _block_plan(block: BlockNames, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def _block_plan(
+    model: nn.Module, block: BlockNames, *, sequence_parallel: bool
+) -> dict[str, ParallelStyle]:
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {}
-    for name in (block.attention_norm, block.mlp_norm):
-        plan[name] = SequenceParallel() if sequence_parallel else Replicated()
+    plan: dict[str, ParallelStyle] = {name: Placed(between, Replicate()) for name in block.norms}
     if sequence_parallel:
         plan |= {block.attention: Gathered(), block.mlp: Gathered()}
     for name in (block.query, block.key, block.value, block.gate, block.up):
         plan[name] = ColwiseParallel()
     for name in (block.mix, block.down):
         plan[name] = RowwiseParallel(output_layouts=between)
+    for norm, matrix in ((block.query_norm, block.query), (block.key_norm, block.key)):
+        if norm is not None:
+            whole = is_of_all_heads(model, norm, matrix)
+            # What a norm of each head gets are other rows on each rank, whichever dimension
+            # the heads are: it never looks from one row to the next.
+            plan[norm] = Placed(Shard(-1), Shard(0)) if whole else Placed(Shard(0), Replicate())
     return plan
 
 
@@ -156,18 +208,23 @@ def tensor_parallelize(
     Raises:
         UsageError: the model cannot be cut that way; nothing has been changed then.
     """
-    refuse_shared(model)
+    shared = shared_parameters(model)
     if plan is None:
         styles = default_plan(model, sequence_parallel=settings.sequence_parallel)
+        refuse_parts_of_tables(model, mesh, sequence_parallel=settings.sequence_parallel)
         check_heads(model, mesh.size())
         refuse_rest(model, styles, sequence_parallel=settings.sequence_parallel)
     else:
         styles = expand(model, plan, whole=_is_whole(mesh))
     styles |= rest(model, styles)
     check_sizes(model, styles, mesh.size())
+    check_shared(model, styles, shared)
     if plan is None:
         share_heads(model, mesh.size())
     parallelize_module(model, mesh, styles)
+    for first, others in shared.items():
+        for name in others:
+            _assign(model, name, model.get_parameter(first))
     refuse_plain(model)
     # FSDP2 warns of logits that are a view of a DTensor's part. Its hazard, a change in place that
     # drops a hook, is an error here: autograd forbids it for such a view.
@@ -176,16 +233,65 @@ def tensor_parallelize(
         keep_gradients_through_compile(model, styles)
 
 
-def refuse_shared(model: nn.Module) -> None:
-    """One parameter in two places would become two, and train apart without a word."""
+def shared_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """The first name of each parameter that stands in several places -> the others."""
     first: dict[int, str] = {}
+    shared: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if other != name:
-            raise UsageError(
-                f"engine.tp: {other} and {name} are one parameter, which tensor parallelism would "
-                "make two; give the model two, or set engine.tp to 1"
-            )
+            shared.setdefault(other, []).append(name)
+    return shared
+
+
+def check_shared(
+    model: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    shared: Mapping[str, Sequence[str]],
+) -> None:
+    """Refuse to cut one parameter in two ways: it would become two, and train apart.
+
+    Raises:
+        UsageError: with the two places.
+    """
+    for first, others in shared.items():
+        for other in others:
+            ways = {_cut(model, styles, first), _cut(model, styles, other)}
+            if len(ways) > 1 or None in ways:
+                raise UsageError(
+                    f"engine.tp: {first} and {other} are one parameter, and "
+                    "plan.tensor_parallel does not cut both alike; give both modules styles that "
+                    "cut the same dimension, or the model two parameters"
+                )
+
+
+def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], name: str) -> Placement | None:
+    """How a style lays a parameter; None for a style that we do not know."""
+    owner, _, own = name.rpartition(".")
+    style, module = styles[owner], model.get_submodule(owner)
+    if isinstance(style, Placed):
+        return style.parameters
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return None
+    if isinstance(style, ColwiseParallel) == isinstance(module, nn.Linear):
+        return Shard(0)
+    return Shard(1) if own == "weight" else Replicate()
+
+
+def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(own, parameter)
+
+
+def refuse_parts_of_tables(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """A later stage of a pipeline would make tables as long as a part of the sequence."""
+    tables = recognise(model).tables
+    if sequence_parallel and tables is not None and not _is_whole(mesh):
+        raise UsageError(
+            f"engine.sequence_parallel: {tables} makes tables of positions from the embedding's "
+            "output, of which a pipeline's later stages would have a part; set "
+            "engine.sequence_parallel = false, or engine.pp to 1"
+        )
 
 
 def refuse_rest(
@@ -288,6 +394,25 @@ def check_heads(model: nn.Module, tp: int) -> None:
                     f"engine.tp {tp} does not divide {block.attention}.{count} = {number}; set "
                     "engine.tp to a divisor, or change the model's number of heads (train.heads)"
                 )
+
+
+def is_of_all_heads(model: nn.Module, norm: str, matrix: str) -> bool:
+    """Whether a norm works on all heads of a query or key together; else on each by itself.
+
+    Raises:
+        UsageError: it does neither.
+    """
+    sizes = {tuple(weight.shape) for weight in model.get_submodule(norm).parameters()}
+    attention = model.get_submodule(norm.rpartition(".")[0])
+    width = _weight(model, matrix).shape[0]
+    if sizes == {(width,)}:
+        return True
+    if sizes == {(getattr(attention, "head_dim", None),)}:
+        return False
+    raise UsageError(
+        f"engine.tp: {norm} has parameters of the shapes {sorted(sizes)}, which are neither one "
+        f"head's (head_dim) nor the {width} of {matrix}; {ASK}"
+    )
 
 
 def _weight(model: nn.Module, name: str) -> torch.Tensor:

@@ -406,6 +406,12 @@ def _with(name, module):
     return model
 
 
+def _sinks():
+    model = build(TITAN)
+    model.layers[0].attention.sinks = nn.Parameter(model.norm.weight.detach().clone())
+    return model
+
+
 def _parameter():
     model = build(TITAN)
     model.scale = nn.Parameter(model.norm.weight.detach().clone())
@@ -413,7 +419,16 @@ def _parameter():
 
 
 REFUSED = {
-    "shared": (_tied, {}, "tok_embeddings.weight and output.weight are one parameter"),
+    "shared, cut in two ways": (
+        _tied,
+        {"plan": {"tok_embeddings": "colwise", "output": "colwise"}},
+        "tok_embeddings.weight and output.weight are one parameter, and plan.tensor_parallel",
+    ),
+    "shared, half of it planned": (
+        _tied,
+        {"plan": {"output": "colwise"}},
+        "tok_embeddings.weight and output.weight are one parameter, and plan.tensor_parallel",
+    ),
     "fused": (_fused, {}, "layers.1.attention.qkv holds query, key and value in one matrix"),
     "no blocks": (lambda: nn.Linear(4, 4), {}, "Linear has no list of blocks"),
     "another mlp": (
@@ -422,9 +437,19 @@ REFUSED = {
         r"layers.0 \(_Block\) has no mlp \(known names: mlp, feed_forward\)",
     ),
     "one more in a block": (
-        lambda: _with("layers.1.attention.q_norm", nn.LayerNorm(8)),
+        lambda: _with("layers.1.attention.v_norm", nn.LayerNorm(8)),
         {},
-        r"layers.1.attention.q_norm \(LayerNorm\) has parameters and is no part",
+        r"layers.1.attention.v_norm \(LayerNorm\) has parameters and is no part",
+    ),
+    "a parameter beside an attention's matrices": (
+        _sinks,
+        {"sequence": True},
+        r"layers.0.attention \(_Attention\) has parameters and is no part",
+    ),
+    "a norm of two heads": (
+        lambda: _with("layers.1.attention.q_norm", nn.LayerNorm(16)),
+        {},
+        r"layers.1.attention.q_norm has parameters of the shapes \[\(16,\)\], .* the 32 of .*wq",
     ),
     "no matrix": (
         lambda: _with("layers.0.feed_forward.w1", nn.Bilinear(4, 4, 4)),
@@ -437,9 +462,9 @@ REFUSED = {
         {},
         "engine.tp 2 does not divide dimension 0 of layers.0.feed_forward.w3.weight, which is 63",
     ),
-    "tables of positions": (
+    "tables of positions, in a pipeline": (
         lambda: _with("rotary_emb", nn.Identity()),
-        {"sequence": True},
+        {"sequence": True, "pp": 2},
         "rotary_emb makes tables of positions",
     ),
     "outside, with sequence parallelism": (
@@ -473,7 +498,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line_and_left_alone(case):
     settings = EngineSettings(sequence_parallel=given.get("sequence", False))
 
     with pytest.raises(UsageError, match=said) as error:
-        tensor_parallelize(model, _Axis(given.get("tp", 2)), settings, plan)
+        tensor_parallelize(model, _Axis(given.get("tp", 2), given.get("pp", 1)), settings, plan)
 
     assert "\n" not in str(error.value)
     assert [(name, id(parameter)) for name, parameter in model.named_parameters()] == before
@@ -482,10 +507,10 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line_and_left_alone(case):
 class _Axis:
     """A mesh that nobody speaks over."""
 
-    mesh_dim_names = ("tp",)
+    mesh_dim_names = ("pp", "tp")
 
-    def __init__(self, size):
-        self._size = size
+    def __init__(self, size, stages):
+        self._size, self._stages = size, stages
 
     def size(self):
         return self._size
@@ -493,13 +518,16 @@ class _Axis:
     def _get_root_mesh(self):
         return self
 
+    def __getitem__(self, axis):
+        return _Axis({"pp": self._stages}[axis], 1)
+
 
 def test_the_table_of_names_has_no_name_twice_in_one_place():
-    around, block = (
-        ("embedding", "norm", "head"),
-        ("attention_norm", "attention", "mlp_norm", "mlp"),
+    around, block = ("embedding", "norm", "head"), ("attention", "mlp")
+    inside = (
+        ("query", "key", "value", "mix", "query_norm", "key_norm"),
+        ("gate", "up", "down"),
     )
-    inside = (("query", "key", "value", "mix"), ("gate", "up", "down"))
     for roles in (around, block, *inside):
         names = [name for role in roles for name in layouts.NAMES[role]]
         assert len(names) == len(set(names))

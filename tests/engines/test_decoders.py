@@ -1,0 +1,188 @@
+"""Hugging Face's decoders with their matrices cut over ranks: the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.engines.deferred import DeferredModel
+from tests.support import lm_training as lmt
+from tests.support import sharded
+from tests.support.gloo import launch
+
+STEPS = 10
+LOGIT, LOSS, NORM, WEIGHT = 1e-5, 5e-6, 5e-5, 2e-5
+"""Largest difference in a logit, in a loss; in a norm, of itself; in a weight after ten steps."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 260,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 7,
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
+}  # fmt: skip
+SEED = 5
+TIED = {"tie_word_embeddings": True}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "Llama, tied": ("LlamaConfig", "LlamaForCausalLM", TIED),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 5}),
+    "Qwen3, tied": ("Qwen3Config", "Qwen3ForCausalLM", TIED),
+    "Olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "Gemma, tied": ("GemmaConfig", "GemmaForCausalLM", TIED),
+    "Gemma2, tied": ("Gemma2Config", "Gemma2ForCausalLM", {"query_pre_attn_scalar": 8, **TIED}),
+    "Gemma3, tied": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 5, **TIED}),
+}
+
+
+def build(family: str) -> Any:
+    """A model of transformers' own, with norms that are no copies of each other, one frozen."""
+    import transformers
+
+    config, model, more = FAMILIES[family]
+    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **more))
+    made.config.use_cache = False
+    made.model.norm.requires_grad_(family != "Mistral")
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn(weight.shape), alpha=0.3)
+    return made
+
+
+def groups(model: Any) -> Any:
+    """AdamW without decay for norms."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in trained if weight.ndim > 1]
+    norms = [weight for weight in trained if weight.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": norms, "lr": 5e-3}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+
+
+def engine_of(world: Any, family: str, *, whole: bool = False, **settings: Any) -> Any:
+    """An engine; its model given whole, or made by a function, with the same values."""
+    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.settings.schema import EngineSettings
+
+    given = EngineSettings(**{"kind": "fsdp2", "precision": "fp32", "clip_norm": 0.5, **settings})
+    if not whole:
+        return parallelize(lambda: build(family), groups, given, world, seed=SEED)
+    deferred = DeferredModel(lambda: build(family), SEED)
+    deferred.fill(deferred.model, _alone())
+    return parallelize(deferred.model, groups(deferred.model), given, world)
+
+
+def _alone() -> Any:
+    from hpctrain.world import World
+
+    return World(0, 0, 1, torch.device("cpu"))
+
+
+def share(output: Any, targets: Any) -> Any:
+    """A microbatch's share of the mean loss."""
+    return lmt.share(output.logits, targets)
+
+
+def seen(engine: Any) -> dict[str, Any]:
+    """Logits, gradients of one step by name, ten steps, and the state. Collective."""
+    import logging
+
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    tokens = torch.arange(2 * lmt.SEQ_LEN).view(2, -1) * 5 % 257
+    with torch.no_grad():
+        logits = engine.model(tokens).logits.numpy()
+    engine.forward_backward(lmt.microbatches(engine, 0), share)
+    gradients = {
+        name: lmt.arrays({name: weight.grad})[name]
+        for name, weight in engine.model.named_parameters()
+        if weight.requires_grad
+    }
+    steps = []
+    engine.optimizer.zero_grad()
+    for step in range(STEPS):
+        loss = engine.forward_backward(lmt.microbatches(engine, step, per_rank=1), share)
+        steps.append((loss, engine.step()))
+    state = lmt.arrays(dict(engine.state().shared))
+    return {"logits": logits, "gradients": gradients, "steps": np.array(steps), "state": state}
+
+
+def _train_all(families: Any, **settings: Any) -> dict[str, Any]:
+    from hpctrain.world import join_world
+
+    world = join_world()
+    return {family: seen(engine_of(world, family, **settings)) for family in families}
+
+
+def _train_alone() -> dict[str, Any]:
+    return {family: seen(engine_of(_alone(), family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one process sees."""
+    import transformers
+
+    for _, model, _ in FAMILIES.values():  # the ranks, which are forked, need not import it again
+        assert getattr(transformers, model)
+    return launch(_train_alone, 1)[0]
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """The numbers of one process, of all that `seen` tells."""
+    assert np.abs(ours["logits"] - theirs["logits"]).max() < LOGIT
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    for name, gradient in theirs["gradients"].items():
+        far = np.abs(ours["gradients"][name] - gradient).max()
+        assert far < 1e-4 * np.abs(gradient).max() + 1e-8, name
+        assert np.abs(gradient).max() > 1e-5, name
+    assert np.allclose(ours["steps"][:, 0], theirs["steps"][:, 0], rtol=0, atol=LOSS)
+    assert np.allclose(ours["steps"][:, 1], theirs["steps"][:, 1], rtol=NORM, atol=0)
+    assert ours["state"].keys() == theirs["state"].keys()
+    for name, tensor in theirs["state"].items():
+        assert np.allclose(ours["state"][name], tensor, rtol=0, atol=WEIGHT), name
+
+
+WHOLE = ("Llama", "Qwen3, tied", "Olmo2", "Gemma2, tied")
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["given whole", "sequence, by a function"])
+def test_decoders_train_as_in_one_process(alone, sequence):
+    families = [family for family in FAMILIES if sequence or family in WHOLE]
+    settings = {"tp": "2", "sequence_parallel": sequence, "whole": not sequence}
+    for ours in launch(_train_all, 4, families=families, **settings):
+        assert list(ours) == families
+        for family, numbers in ours.items():
+            assert_alike(numbers, alone[family])
+
+
+def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]:
+    """A loss of each layout, which restores what the one before has saved."""
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
+    from hpctrain.checkpoint.tensors.save import save
+    from hpctrain.world import join_world
+
+    world = join_world()
+    place = sharded.place(world, root)
+    losses = []
+    for step, settings in enumerate(layouts):
+        engine = engine_of(world, family, **settings)
+        state = engine.state()
+        fresh = frozenset(name for name in state.shared if name.startswith("optim."))
+        assert restore(place, world, lambda _, s=state, f=fresh: Wanted(s, f)).step == step
+        engine.apply(state.shared)
+        losses.append(engine.forward_backward(lmt.microbatches(engine, step), share))
+        engine.step()
+        save(place, world, engine.state(), sharded.manifest(world, step + 1))
+    return losses
+
+
+def test_tied_weights_and_norms_of_heads_go_from_engine_to_engine(alone, tmp_path):
+    layouts = [{"tp": "2"}, {"kind": "ddp"}, {"tp": "2", "sequence_parallel": True}, {}]
+    for family in ("Qwen3, tied", "Olmo2"):
+        root = tmp_path / family
+        for losses in launch(_go_on, 4, root=root, family=family, layouts=layouts):
+            assert np.allclose(losses, alone[family]["steps"][: len(layouts), 0], atol=LOSS)
