@@ -24,6 +24,8 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.world import gather, gather_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -144,7 +146,29 @@ class Program:
             name: split(f"tracked.{name}", state_of(thing), state.shared)
             for name, thing in self.tracked.items()
         }
-        return replace(state, own=capture(self._world)), extra
+        return replace(state, own=capture(self._world), steady=self._steady(state)), extra
+
+    def call_before_update(self, act: Callable[[], None]) -> None:
+        """Have something called each time before the optimizer changes weights, where it can be."""
+        if self._updates_alone:
+            self.optimizer.register_step_pre_hook(lambda *_: act())  # type: ignore[union-attr]
+
+    @property
+    def _updates_alone(self) -> bool:
+        """Whether one optimizer, of torch's kind, is all that changes weights, as far as we know.
+
+        DeepSpeed updates masters of its own, and a program's own loop does what it likes.
+        """
+        if self.engine is None or self.engine.kind.startswith("zero"):
+            return False
+        return isinstance(self.optimizer, torch.optim.Optimizer)
+
+    def _steady(self, state: State) -> frozenset[str]:
+        """See `State`. Buffers are not: batch norm changes its own in the forward pass."""
+        if not self._updates_alone or self.model is None:
+            return frozenset()
+        weights = {names.MODEL + names.unwrapped(name) for name, _ in self.model.named_parameters()}
+        return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in weights)
 
     # ---- restoring
 

@@ -666,6 +666,8 @@ class Run:
     def _load(self, place: SavePlace) -> Restored:
         started = time.monotonic()
         self._saves = Saves(place, self.world, self._clock)
+        if self.settings.checkpoint.overlap_copy:
+            self._program.call_before_update(self._saves.before_update)
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)

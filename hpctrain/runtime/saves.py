@@ -190,6 +190,11 @@ class Saves:
         if step not in {0, self.step}:
             self._now(step, snapshot)
 
+    def before_update(self) -> None:
+        """The optimizer is about to change weights; see `Saver.before_update`. Not collective."""
+        if self._saver is not None:
+            self._saver.before_update()
+
     def settle(self) -> None:
         """Let a save in flight end, where a program leaves its loop early. Not collective."""
         if self._saver is not None:

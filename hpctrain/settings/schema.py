@@ -163,6 +163,11 @@ class CheckpointSettings(Table):
         "async writes behind training, from a copy in host memory; sync writes while training waits",
         choices=("async", "sync"),
     )
+    overlap_copy: bool = setting(
+        False,
+        "on a GPU, copy weights and moments beside the forward and backward pass; for programs that "
+        "change them in the optimizer's step alone, after run.parallelize",
+    )
     when_busy: str = setting(
         "wait",
         "what a save does that is due while the one before is still being written",

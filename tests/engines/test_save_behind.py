@@ -43,8 +43,11 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(tmp_path, undisturbed):
-    run = make_run(tmp_path / "run", **EACH)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(
+    tmp_path, undisturbed, overlap
+):
+    run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=overlap)
     train(run, 2)
 
     saved = _events(run, "saved")

@@ -61,12 +61,14 @@ class State:
             which of the copies this rank has, and how many there are. Without an entry a plain
             tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
         elsewhere: Names of the program's that other ranks hold and this one does not.
+        steady: Names of shared ones that change in the optimizer's step alone.
     """
 
     shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
+    steady: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Saves behind training: training waits for a copy into host memory, and for nothing else.
 
     training:   copy | step | step | step | ...
-    thread:          | stage, wait for the writer, gather, commit, prune |
-    process:              | digest, write, flush |
+    thread:          | wait for the copies, stage, wait for the writer, gather, commit, prune |
+    process:                                     | digest, write, flush |
+
+From a device the copy is made behind training too, and only the device waits: see device_copy.py.
 
 The thread only waits (for the writer process, or in a collective on a group of its own), so it
 holds Python's lock for moments. At most one save is in flight; the arena belongs to it until it is
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
-from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
+from hpctrain.checkpoint.tensors.boxes import Flat, held, parts_to_write
+from hpctrain.checkpoint.tensors.device_copy import HostCopies, PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
 from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
@@ -30,7 +33,7 @@ from hpctrain.testing import points
 from hpctrain.world import one_line, with_own_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import Manifest
@@ -83,7 +86,9 @@ class Saver:
         self._world = with_own_group(world, place.settings.timeout_s + GRACE_S)
         self._after = after
         self._arena = Arena()
+        self._locked = PageLocked()
         self._writer = ShardWriter()
+        self._copies = HostCopies()
         self._flight: _Flight | None = None
         self._preparing: threading.Thread | None = None
 
@@ -126,10 +131,16 @@ class Saver:
 
     def _take(self, size: int) -> str:
         try:
-            self._arena.ensure(size)
+            self._reserve(size)
         except CheckpointError as error:
             return str(error)
         return ""
+
+    def _reserve(self, size: int) -> None:
+        if size > self._arena.size:
+            self._locked.unlock()  # it is mapped anew
+            self._arena.ensure(size)
+        self._locked.lock(self._arena.view(0, self._arena.size), self._world.device)
 
     def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
         """Copy the state and save it behind training; returns how long training waited.
@@ -138,7 +149,8 @@ class Saver:
         as too little memory for the copy, fails the save on all of them: see `land`.
 
         Args:
-            state: This rank's tensors; they may change when this returns.
+            state: This rank's tensors; they may change when this returns, the steady ones when
+                `before_update` has been called.
             manifest: Everything but files and tensors, which are filled in later.
             started: `time.monotonic()` when training began to wait, if that was earlier.
 
@@ -153,8 +165,8 @@ class Saver:
             self._preparing.join()
         try:
             self._writer.ready()
-            offsets = self._copy(parts, manifest.step)
-            write = self._writing(parts, offsets, manifest)
+            offsets = self._copy(parts, manifest.step, self._steady(state))
+            write = self._writing(flight, parts, offsets, manifest)
         except (CheckpointError, OSError) as error:
             write = _failing(error)
         flight.stall_s = time.monotonic() - flight.began
@@ -169,11 +181,14 @@ class Saver:
         return flight.stall_s
 
     def _writing(
-        self, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
+        self, flight: _Flight, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
     ) -> Callable[[Path], ShardReport]:
         """What has the writer process write the arena's copy of these parts."""
+        copies = self._copies
 
         def write(path: Path) -> ShardReport:
+            if copies.wait():
+                flight.stall_s = time.monotonic() - flight.began
             request = WriteRequest(
                 path=path,
                 pieces=[part.piece for part in parts],
@@ -219,22 +234,35 @@ class Saver:
         if saved is not None and self._after is not None and self._world.rank == 0:
             self._after(saved)
 
-    def _copy(self, parts: list[Part], step: int) -> tuple[int, ...]:
+    def _copy(
+        self, parts: list[Part], step: int, steady: Mapping[str, torch.Tensor]
+    ) -> tuple[int, ...]:
         offsets, size = _layout(parts)
-        self._arena.ensure(size)
+        self._reserve(size)
         points.reach("arena.copy", step=step, rank=self._world.rank)
         if not size:
             return offsets
         whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
-        sources, targets = [], []
+        sources, targets, watched = [], [], []
         for part, offset in zip(parts, offsets, strict=True):
             if part.piece.nbytes:
                 target = whole[offset : offset + part.piece.nbytes]
                 targets.append(target.view(part.view.dtype))
                 sources.append(part.view.reshape(-1))
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)  # one call for all
+                watched.append(steady.get(part.piece.name))
+        self._copies = copy_to_host(targets, sources, watched)
         return offsets
+
+    def _steady(self, state: State) -> dict[str, torch.Tensor]:
+        """What changes in the optimizer's step alone, and is copied until then."""
+        if not self._place.settings.overlap_copy:
+            return {}
+        shared = ((name, state.shared[name]) for name in state.steady)
+        return {name: t.local if isinstance(t, Flat) else t for name, t in shared}
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what may still be copied. Not collective."""
+        self._copies.hold()
 
     def peek(self) -> Outcome | None:
         """How the save in flight ended, if it has; it stays to be landed. Not collective."""
@@ -267,6 +295,7 @@ class Saver:
     def close(self) -> None:
         """End the writer process; a save in flight is lost. Not collective."""
         self._writer.close()
+        self._locked.unlock()
         self._arena.close()
 
 

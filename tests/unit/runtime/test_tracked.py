@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
+from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.errors import CheckpointError
 from hpctrain.runtime import program
+from hpctrain.world import World
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 SCHEDULERS = {
     "constant": lambda o: lr.ConstantLR(o, total_iters=4),
@@ -88,3 +93,59 @@ def test_tensors_tuples_and_numbered_dicts_come_back_as_they_were():
 def test_what_cannot_be_saved_is_refused_by_name(state, named):
     with pytest.raises(CheckpointError, match=named):
         program.split("thing", state, {})
+
+
+def _engine(kind):
+    """An engine of a model with buffers, and its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors["optim.0.weight.exp_avg"] = torch.zeros(2, 2)
+    return SimpleNamespace(
+        kind=kind,
+        model=model,
+        optimizer=optimizer,
+        loss_scale=None,
+        state=lambda with_optimizer: State(tensors),
+    )
+
+
+def test_what_the_optimizer_alone_changes_is_steady_and_buffers_are_not():
+    found = program.Program(ALONE)
+    found.use(_engine("fsdp2"))
+
+    assert sorted(found.snapshot()[0].steady) == [
+        "model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight",
+        "optim.0.weight.exp_avg",
+    ]  # fmt: skip
+
+
+def test_nothing_is_steady_where_others_may_change_it():
+    """DeepSpeed has masters of its own; a program's own loop does what it likes."""
+    deepspeed, own = program.Program(ALONE), program.Program(ALONE)
+    deepspeed.use(_engine("zero3"))
+    trained = _engine("own")
+    own.model, own.optimizer = trained.model, trained.optimizer
+
+    for found in (deepspeed, own):
+        calls = []
+        assert found.snapshot()[0].steady == frozenset()
+        found.call_before_update(lambda: calls.append(1))  # noqa: B023
+        found.optimizer.step()
+        assert calls == []
+
+
+def test_a_save_hears_of_an_update_before_it_happens():
+    found, engine = program.Program(ALONE), _engine("ddp")
+    found.use(engine)
+    weight, seen = engine.model[0].weight, []
+    before = weight.detach().clone()
+    found.call_before_update(lambda: seen.append(weight.detach().clone()))
+
+    weight.grad = torch.ones_like(weight)
+    engine.optimizer.step()
+
+    assert len(seen) == 1
+    assert torch.equal(seen[0], before)
+    assert not torch.equal(weight, before)
