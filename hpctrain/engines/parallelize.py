@@ -28,6 +28,7 @@ from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
 from hpctrain.engines.pretrained import open_folder
 from hpctrain.errors import UsageError
+from hpctrain.plan.decoders import shape_of_config
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.plan.versions import refusal
 
@@ -85,8 +86,8 @@ def parallelize(
         plan: How to cut the model along `tp` and `pp`, where its layout is not a common one.
         seed: Of the values that a function makes.
         is_restored: A checkpoint is loaded next: what it holds gets memory, and no values before.
-        pretrained: A Hugging Face folder whose weights the model begins with; not opened where a
-            checkpoint is loaded next.
+        pretrained: A Hugging Face folder whose weights the model begins with, None for that of the
+            settings; not opened where a checkpoint is loaded next.
 
     Raises:
         UsageError: the optimizer has state already, or the settings do not fit model or world.
@@ -94,14 +95,14 @@ def parallelize(
     """
     _require_versions(settings)
     source = _source(model, optimizer, seed, is_restored=is_restored)
-    source.begin_with(None if is_restored else pretrained, world)
+    source.begin_with(None if is_restored else pretrained or settings.pretrained, world)
     _refuse_without_effect(source.model, settings)
     widen(source.model)
     plan = plan or ModelPlan()
     state_names = frozenset(source.model.state_dict())
     if not world.is_distributed:
         return _copied(source, EngineInputs(settings, world, Mesh(), state_names))
-    mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=plan.shape)
+    mesh = _mesh_of(source.model, settings, world, plan.shape)
     inputs = EngineInputs(settings, world, mesh, state_names)
     if settings.kind.startswith("zero"):
         from hpctrain.engines.zero.engine import Zero
@@ -145,7 +146,7 @@ class _Source:
             UsageError: the model has its values already.
             CheckpointError: the folder's files are damaged, or do not fit the model.
         """
-        if folder is None:
+        if not folder:
             return
         if self.deferred is None:
             raise UsageError(
@@ -192,6 +193,16 @@ def _source(
     deferred = DeferredModel(model, seed)
     awaited = frozenset(deferred.model.state_dict() if is_restored else ())
     return _Source(deferred.model, deferred, optimizer, {}, awaited)
+
+
+def _mesh_of(
+    model: nn.Module, settings: EngineSettings, world: World, shape: ModelShape | None
+) -> Mesh:
+    """The mesh that submit has planned, where it has seen the config of this model."""
+    config: Any = getattr(model, "config", None)
+    if shape is None and settings.pretrained and hasattr(config, "to_dict"):
+        shape = shape_of_config(config.to_dict(), "the model's config")
+    return plan_mesh(settings, world.world_size, world.ranks_per_node, shape=shape)
 
 
 def _require_versions(settings: EngineSettings) -> None:

@@ -11,7 +11,7 @@ the recipe's model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,12 @@ class ModelShape:
         dim: Width.
         heads: Attention heads.
         hidden: Width of the MLP, or of each expert.
-        seq_len: Positions of a sequence.
+        seq_len: Positions of a sequence; 0 where it is not known.
         experts: In each block; 0 for a dense model.
+        kv_heads: Heads of key and value; 0 for as many as `heads`.
+        vocab: Rows of the embedding; 0 where it need not be divided.
+        source: The file that says so; empty for the settings of the recipe.
+        refused: Axis to the reason why this model cannot be cut along it.
     """
 
     layers: int
@@ -51,6 +55,28 @@ class ModelShape:
     hidden: int
     seq_len: int
     experts: int = 0
+    kv_heads: int = 0
+    vocab: int = 0
+    source: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+_SIZES = {
+    "layers": ("train.layers", "num_hidden_layers"),
+    "dim": ("train.dim", "hidden_size"),
+    "heads": ("train.heads", "num_attention_heads"),
+    "hidden": ("the MLP's width", "intermediate_size"),
+    "kv_heads": ("the model's key and value heads", "num_key_value_heads"),
+    "vocab": ("the vocabulary's size", "vocab_size"),
+}
+"""The names of a shape's sizes: among our settings, and in a config.json."""
+
+
+def _named(shape: ModelShape, size: str) -> str:
+    """A size as the user knows it, with its value, e.g. "train.heads 4"."""
+    ours, theirs = _SIZES[size]
+    value = getattr(shape, size)
+    return f"{theirs} {value} of {shape.source}" if shape.source else f"{ours} {value}"
 
 
 def shape_of(train: TrainSettings) -> ModelShape:
@@ -70,21 +96,26 @@ def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> 
     """
     if ranks == 1:
         return ""
+    if axis in shape.refused:
+        return shape.refused[axis]
     why = {"tp": _tp_misfit, "pp": _pp_misfit, "ep": _ep_misfit}.get(axis)
     return why(ranks, engine, shape) if why is not None else ""
 
 
 def _tp_misfit(tp: int, engine: EngineSettings, shape: ModelShape) -> str:
     if shape.heads % tp:
-        heads = shape.heads
-        return f"does not divide train.heads {heads}; use {_divisors(heads)}, or other heads"
+        use = _divisors(shape.heads)
+        return f"does not divide {_named(shape, 'heads')}; use {use}, or other heads"
     if shape.dim % tp:
-        return f"does not divide train.dim {shape.dim}; use a number that does"
-    if shape.hidden % tp:
+        return f"does not divide {_named(shape, 'dim')}; use a number that does"
+    if shape.hidden % tp and not shape.source:
         return (
             f"does not divide {shape.hidden}, the width of the MLP that follows from train.dim "
             f"{shape.dim}; use a number that does, or another train.dim"
         )
+    for size in ("kv_heads", "hidden", "vocab"):
+        if getattr(shape, size) % tp:
+            return f"does not divide {_named(shape, size)}; use a number that does"
     if engine.sequence_parallel and shape.seq_len % tp:
         return (
             f"does not divide train.seq_len {shape.seq_len}, as engine.sequence_parallel needs; "
@@ -100,9 +131,9 @@ def _pp_misfit(pp: int, engine: EngineSettings, shape: ModelShape) -> str:
     stages = "" if on_each == 1 else f" x engine.pp_stages_per_rank {on_each}"
     most = shape.layers // on_each
     instead = f"{most} at most" if most else "fewer stages per rank"
+    has = _named(shape, "layers") if shape.source else f"train.layers is {shape.layers}"
     return (
-        f"{stages} needs {pp * on_each} layers, and train.layers is {shape.layers}; "
-        f"use {instead}, or more layers"
+        f"{stages} needs {pp * on_each} layers, and {has}; use {instead}, or more layers"
     ).removeprefix(" ")
 
 
@@ -322,7 +353,12 @@ class Planner:
 
 
 def meshes(
-    settings: Settings, origins: Mapping[str, str], *, is_recipe: bool, alone: bool = False
+    settings: Settings,
+    origins: Mapping[str, str],
+    *,
+    is_recipe: bool,
+    alone: bool = False,
+    shape: ModelShape | None = None,
 ) -> dict[int, Mesh]:
     """The mesh at the fewest and at the most nodes, by their number.
 
@@ -331,6 +367,7 @@ def meshes(
         origins: Where each came from.
         is_recipe: The model is the shipped recipe's, so that its shape is known.
         alone: There will be one process, whatever `slurm.nodes` says.
+        shape: Of another model, where it is known.
 
     Raises:
         UsageError: some number of nodes in the range has no mesh, or the model cannot be cut so.
@@ -341,7 +378,7 @@ def meshes(
             f"train.micro_batch; it is 0 ({origins.get('train.micro_batch', 'default')}): set how "
             "many sequences each pass takes, at any number of ranks"
         )
-    shape = shape_of(settings.train) if is_recipe else None
+    shape = shape_of(settings.train) if is_recipe else shape
     ranks = 1 if alone else settings.slurm.ranks()
     planner = Planner(settings.engine, ranks, shape, origins)
     if alone:

@@ -309,6 +309,11 @@ class EngineSettings(Table):
     ds_config: str = setting(
         "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"
     )
+    pretrained: str = setting(
+        "",
+        "a Hugging Face folder: `run.parallelize` begins with its weights, and submit refuses what "
+        "the model of its config.json cannot do",
+    )
     exact: bool = setting(
         False,
         "ddp and fsdp2: the same bits at any number of data-parallel ranks; needs train.micro_batch",

@@ -1,12 +1,13 @@
 """What a login node can check of a job: the files, programs, accounts and releases that it names.
 
-`check_hooks_here`: what [track] and [notify] name. `take_ds_config`: a user's ds_config.json, read
-and checked when a run is prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
+`check_hooks_here`: what [track] and [notify] name. `plan_meshes`: the meshes, and the folder that a
+model begins with. `take_ds_config`: a user's ds_config.json, read and checked when a run is
+prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
 `check_versions`: torch and DeepSpeed as the ranks will import them, by their names among the
 interpreter's packages, without an import.
 
 tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
-tests/unit/plan/test_ds_config.py and test_versions.py hold the promises.
+tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.plan.deepspeed import check_user_config, is_text, read_user_config, resolve_ds_config
+from hpctrain.plan.mesh import meshes
 from hpctrain.plan.versions import refusal, untried
 from hpctrain.settings.check import missing_tracker
 from hpctrain.settings.schema import replaced
@@ -28,6 +30,8 @@ from hpctrain.settings.schema import replaced
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpctrain.base.mesh import Mesh
+    from hpctrain.plan.mesh import ModelShape
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.schema import Settings
 
@@ -106,6 +110,60 @@ def check_sealed(settings: Settings, cwd: str, run: Path) -> None:
         from hpctrain.checkpoint.sealed.patterns import refuse_wrong
 
         refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
+
+
+def plan_meshes(
+    settings: Settings,
+    origins: Mapping[str, str],
+    cwd: Path | None,
+    *,
+    is_recipe: bool,
+    alone: bool = False,
+) -> tuple[Settings, dict[int, Mesh], list[str]]:
+    """The meshes at the fewest and at the most nodes, within what is known of the model.
+
+    Args:
+        settings: Checked otherwise.
+        origins: Where each came from.
+        cwd: What `engine.pretrained` is relative to; None for a run that goes on, which may do so
+            without that folder.
+        is_recipe: The shipped recipe runs, which makes its own model.
+        alone: There will be one process.
+
+    Returns:
+        The settings with the folder's whole path, the meshes, and what the user should know.
+
+    Raises:
+        NotFound: there is no such folder.
+        UsageError: it is no model's, or some number of nodes has no mesh.
+    """
+    settings, shape, notes = _pretrained(settings, origins, cwd, is_recipe=is_recipe)
+    planned = meshes(settings, origins, is_recipe=is_recipe, alone=alone, shape=shape)
+    return settings, planned, notes
+
+
+def _pretrained(
+    settings: Settings, origins: Mapping[str, str], cwd: Path | None, *, is_recipe: bool
+) -> tuple[Settings, ModelShape | None, list[str]]:
+    """The settings with the folder's whole path, its model's shape if it is there, and notes."""
+    if not settings.engine.pretrained:
+        return settings, None, []
+    setting = f"{origins.get('engine.pretrained', 'default')}: engine.pretrained"
+    if is_recipe:
+        raise UsageError(f"{setting} has no effect in the recipe, which makes a model of its own")
+    named = Path(settings.engine.pretrained).expanduser()
+    folder = Path(os.path.normpath((cwd or Path.cwd()) / named))
+    settings = replaced(settings, {"engine.pretrained": str(folder)})
+    if not folder.is_dir():
+        if cwd is None:
+            return settings, None, [f"{folder} is gone: the ranks will see whether the mesh fits"]
+        raise NotFound(f"{setting} is {folder}, and no such folder is here; download it first")
+    from hpctrain.checkpoint.exchange.hub_folder import read_config, require_weights
+    from hpctrain.plan.decoders import notes_on, shape_of_config
+
+    config, where = read_config(folder), str(folder / "config.json")
+    require_weights(folder)
+    return settings, shape_of_config(config, where), notes_on(config, settings.engine, where)
 
 
 def take_ds_config(

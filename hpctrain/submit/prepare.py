@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
-from hpctrain.plan.mesh import meshes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
 from hpctrain.scheduler.base import SCHEDULERS, default_cluster, get_cluster
@@ -39,6 +38,7 @@ from hpctrain.submit.checks import (
     check_sealed,
     check_versions,
     nsys_notes,
+    plan_meshes,
     take_ds_config,
 )
 from hpctrain.submit.disk import check_disk
@@ -199,10 +199,12 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
-    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
+    settings, planned, plan_notes = plan_meshes(
+        settings, origins, request.cwd, is_recipe=is_recipe, alone=request.alone
+    )
     ranks = [mesh.data_ranks for mesh in planned.values()]
     settings, more = take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
-    notes += more
+    notes += plan_notes + more
     name, new_parent = _find_place(request, runs, entry, settings)
     spec = Spec(
         name=name,

@@ -14,7 +14,6 @@ from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.telling import NO_STEP, telling
-from hpctrain.plan.mesh import meshes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import TrainingDone
@@ -28,6 +27,7 @@ from hpctrain.submit.checks import (
     check_hooks_here,
     check_sealed,
     check_versions,
+    plan_meshes,
     take_ds_config,
 )
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
@@ -141,7 +141,9 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     settings, origins = chosen.upon(given, origins)
     notes += check_versions(settings, cluster.setup_lines(site), python=spec.python)
     _refuse_another_run(spec, settings, origins)
-    planned = meshes(settings, origins, is_recipe=is_recipe, alone=request.alone)
+    settings, planned, plan_notes = plan_meshes(
+        settings, origins, None, is_recipe=is_recipe, alone=request.alone
+    )
     ranks = [mesh.data_ranks for mesh in planned.values()]
     if settings.engine.kind.startswith("zero"):
         settings, ds_notes = take_ds_config(
@@ -150,11 +152,9 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
         notes += ds_notes
     changes = list(chosen.changes)
     fresh = replace(spec, settings=settings, origins=origins, chosen=changes, unlocked=unlocked)
-    secrets_before = {secret[1:] for secret in secrets_in(spec)}
-    notes += secret_warnings(
-        [secret for secret in secrets_in(fresh) if secret[1:] not in secrets_before]
-    )
-    return fresh, notes
+    before = {secret[1:] for secret in secrets_in(spec)}
+    secrets = [secret for secret in secrets_in(fresh) if secret[1:] not in before]
+    return fresh, notes + plan_notes + secret_warnings(secrets)
 
 
 def _refuse_another_run(spec: Spec, settings: Settings, origins: Mapping[str, str]) -> None:
@@ -207,7 +207,7 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         _refuse_lost_seals(run, spec, events)
     manifest = checkpoint.manifest if checkpoint is not None else None
     is_recipe = spec.entry.kind == "recipe"
-    found_meshes = meshes(spec.settings, spec.origins, is_recipe=is_recipe)
+    _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     words = telling(RunHistory.of(events))
     not_known = NO_STEP if words.is_silent and is_script and not checkpoint else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hpctrain.checkpoint.exchange import safetensors
@@ -249,6 +249,17 @@ def test_a_folder_that_is_not_there_and_a_model_that_is_given_are_refused(tmp_pa
         parallelize(
             Body(), adam(Body()), EngineSettings(), ALONE, pretrained=stored(tmp_path, Body())
         )
+
+
+def test_the_folder_of_the_settings_is_taken_and_an_argument_goes_before_it(tmp_path):
+    full = stored(tmp_path, Body())
+
+    by_setting = begun(None, Body, pretrained=str(full)).model
+    by_argument = begun(full, Body, pretrained=str(tmp_path / "gone")).model
+
+    for name, value in load_file(full / NAME).items():
+        assert by_setting.get_parameter(name).equal(value)
+        assert by_argument.get_parameter(name).equal(value)
 
 
 def test_a_resumed_model_does_not_open_the_folder(tmp_path):

@@ -295,7 +295,7 @@ def read(source: Path) -> Contents:
     """
     contents = Contents("safetensors", source, [])
     tensors: dict[str, Tensor] = {}
-    for path in _files(source):
+    for path in files(source):
         header = read_header(path)
         if "DCP_SHARDING_INFO" in header.metadata:
             raise CheckpointError(
@@ -324,7 +324,12 @@ def _take_state(contents: Contents, text: str) -> None:
     contents.full_names = True
 
 
-def _files(source: Path) -> list[Path]:
+def files(source: Path) -> list[Path]:
+    """The files that a source is made of.
+
+    Raises:
+        CheckpointError: there are none, or an index names others.
+    """
     if source.is_file():
         return _listed(source) if source.name.endswith(INDEX_SUFFIX) else [source]
     index = _index(source)
