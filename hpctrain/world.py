@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base import process
+from hpctrain.device import device_of_rank, group_backend
 from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
@@ -65,28 +66,15 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     Without that environment the world is this one process, and no process group is made.
     """
     if "RANK" not in os.environ:
-        return World(0, 0, 1, _device(0))
+        return World(0, 0, 1, device_of_rank(0))
     process.raise_limit()  # an agent has done so; torchrun has not
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    device = device_of_rank(local_rank)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(group_backend(device), timeout=timedelta(seconds=timeout_s))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     ranks, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), dist.get_world_size()
     return World(dist.get_rank(), local_rank, size, device, control, ranks or size)
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def device_name(device: torch.device) -> str:
-    """What the ledger calls a device: "cpu", or the GPU's name as its driver has it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def broadcast(world: World, value: Any) -> Any:

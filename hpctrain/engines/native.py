@@ -168,7 +168,7 @@ def shard(
             param_dtype=precision, reduce_dtype=torch.float32
         )
     if settings.offload == "cpu":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     embedding, last = find_ends(model)
     for block in every_block(model):
         fully_shard(block, **options)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
+from hpctrain.device import is_accelerator
 from hpctrain.engines import state as names
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.deferred import DeferredModel
@@ -279,7 +280,7 @@ def _averaged(model: nn.Module, world: World) -> nn.Module:
     """Torch's DDP around a model. Collective."""
     # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
     # a resumed first step would add in another order: not bit-equal from 3 ranks on.
-    devices = [world.device] if world.device.type == "cuda" else None
+    devices = [world.device] if is_accelerator(world.device) else None
     # Where every parameter is used, each rank prints that this is not needed, and torch has no
     # switch for it. So one parameter is never used; the model has it for this moment alone.
     model.register_parameter(SPARE, nn.Parameter(torch.zeros(1, device=world.device)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.device import computes_bf16
 from hpctrain.errors import CheckpointError, UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,8 +28,7 @@ def precision_of(name: str, device: torch.device) -> torch.dtype:
         UsageError: there is none of that name.
     """
     if name == "auto":
-        fits = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if fits else torch.float32
+        return torch.bfloat16 if computes_bf16(device) else torch.float32
     if name not in DTYPES:
         raise UsageError(
             f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}"

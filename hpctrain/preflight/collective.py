@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hpctrain.base.process import die_with_parent
+from hpctrain.device import device_of_rank, is_accelerator, synchronize
 from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.rendezvous import is_loopback, listen
 
@@ -35,7 +36,8 @@ MIB = 1024**2
 GB = 10**9
 GPU_MIB, CPU_MIB = 1024, 8
 GPU_TIMES, CPU_TIMES = 10, 4
-GEMM_SIZE = {"cuda": 4096, "cpu": 256}
+GPU_SIZE, CPU_SIZE = 4096, 256
+"""Of a product's square matrices."""
 JOIN_S = 60.0
 BACKLOG = 4096
 
@@ -99,7 +101,7 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
     die_with_parent(int(order["parent"]))
     os.dup2(2, 1)  # what libraries print must not stand among our answers
     torch.set_num_threads(1)
-    device = _device(local)
+    device = device_of_rank(local)
     rank, world = int(order["first"]) + local, int(order["world"])
     began = time.monotonic()
     store = TCPStore(
@@ -107,7 +109,7 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
         timeout=timedelta(seconds=JOIN_S),
     )  # fmt: skip
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         store=PrefixStore(str(order["name"]), store),
         rank=rank,
         world_size=world,
@@ -126,16 +128,9 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
     }
 
 
-def _device(local: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _reduce(order: Mapping[str, Any], device: torch.device) -> tuple[float, int]:
     """The median of some all-reduces, after one that warms up: seconds, and bytes of each."""
-    gpu = device.type == "cuda"
+    gpu = is_accelerator(device)
     size = int(order.get("size_mib") or (GPU_MIB if gpu else CPU_MIB)) * MIB
     values = torch.ones(size // 4, device=device)
     times = []
@@ -144,8 +139,7 @@ def _reduce(order: Mapping[str, Any], device: torch.device) -> tuple[float, int]
         if slower := float(order.get("slow_s") or 0):
             time.sleep(slower)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        if gpu:
-            torch.cuda.synchronize()
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]), size
 
@@ -155,7 +149,7 @@ def _product(device: torch.device, *, wrong: bool) -> float | None:
 
     Small integers, so that every order of summation gives the same bits on any hardware.
     """
-    size = GEMM_SIZE[device.type]
+    size = GPU_SIZE if is_accelerator(device) else CPU_SIZE
     numbers = torch.arange(size * size, dtype=torch.float32, device=device).reshape(size, size)
     left, right = numbers % 7 - 3, numbers % 5 - 2
     total = (left @ right).double()

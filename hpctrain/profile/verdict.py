@@ -44,7 +44,7 @@ class RankMemory:
     """One rank's memory; None where the device does not tell.
 
     Attributes:
-        device: "cuda" or "cpu".
+        device: Torch's name of its kind: "cuda", "xpu", "cpu".
         allocated_bytes: In tensors, at the end of the profile.
         allocated_peak_bytes: Most since the attempt began; on a CPU of the whole process.
         reserved_bytes: Held by the allocator.

@@ -11,8 +11,7 @@ import operator
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
+from hpctrain.device import is_accelerator, memory_stats
 from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
@@ -20,6 +19,8 @@ from hpctrain.runtime.telemetry import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from hpctrain.run.layout import RunDir
     from hpctrain.runtime.save_policy import JobClock
@@ -102,8 +103,8 @@ def earlier_save_s(run: RunDir, world_size: int) -> float | None:
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes that this rank holds between two steps; what it saves is not more."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if is_accelerator(device):
+        return memory_stats(device)["allocated_bytes.all.current"]
     return int(memory(device)["mem_peak_bytes"])
 
 

@@ -27,6 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.base.env import HPCTRAIN_NSYS
+from hpctrain.device import is_accelerator, memory_stats, synchronize
 from hpctrain.profile.files import (
     MEMORY,
     OURS,
@@ -263,8 +264,7 @@ class Profiler:
 
     def _synchronize(self) -> None:
         """Wait for the GPU, so that the work of the steps lies between their marks."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        synchronize(self._world.device)
 
     def _path(self, window: StepWindow, suffix: str) -> Path:
         assert self._folder is not None  # noqa: S101 - without one nothing is planned
@@ -320,15 +320,15 @@ class MemoryHistory:
 
 def measure(world: World) -> RankMemory:
     """This rank's memory now."""
-    if world.device.type != "cuda":
+    if not is_accelerator(world.device):
         return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
-    stats = torch.cuda.memory_stats(world.device)
+    stats = memory_stats(world.device)
 
     def stat(key: str) -> int:
         return int(stats.get(key, 0))
 
     return RankMemory(
-        device="cuda",
+        device=world.device.type,
         allocated_bytes=stat("allocated_bytes.all.current"),
         allocated_peak_bytes=stat("allocated_bytes.all.peak"),
         reserved_bytes=stat("reserved_bytes.all.current"),

@@ -19,6 +19,7 @@ from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
 from hpctrain.data.loader import DataPlace
 from hpctrain.data.stream_loader import Ranks, StreamLoader
+from hpctrain.device import is_accelerator, random_state, set_random_state
 from hpctrain.engines import state as names
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.world import gather, gather_numbers
@@ -325,8 +326,8 @@ def capture(world: World) -> dict[str, torch.Tensor]:
             [float("nan") if gauss is None else gauss], dtype=torch.float64
         ),
     }
-    if world.device.type == "cuda":
-        state[stem + "cuda"] = torch.cuda.get_rng_state(world.device)
+    if is_accelerator(world.device):
+        state[stem + world.device.type] = random_state(world.device)
     return state
 
 
@@ -337,8 +338,8 @@ def apply(world: World, state: dict[str, torch.Tensor]) -> None:
     version, *words = state[stem + "python"].tolist()
     gauss = float(state[stem + "python_gauss"].item())
     random.setstate((version, tuple(words), None if gauss != gauss else gauss))  # noqa: PLR0124 - NaN
-    if stem + "cuda" in state:
-        torch.cuda.set_rng_state(state[stem + "cuda"], world.device)
+    if stem + world.device.type in state:
+        set_random_state(world.device, state[stem + world.device.type])
 
 
 def seed_anew(number: int, seed: int, step: int) -> None:

@@ -30,6 +30,7 @@ from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, has_checkpoints, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
+from hpctrain.device import device_name, is_accelerator
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.profile.files import folder_name
 from hpctrain.run import events as ledger
@@ -57,7 +58,7 @@ from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
-from hpctrain.world import World, device_name, join_world, on_rank_0
+from hpctrain.world import World, join_world, on_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -274,7 +275,7 @@ class Run:
         from hpctrain.data.loader import BatchRules, make_loader
 
         seed = self.settings.train.seed if seed is None else seed
-        options.setdefault("pin_memory", self.world.device.type == "cuda")
+        options.setdefault("pin_memory", is_accelerator(self.world.device))
         rules = BatchRules(global_batch, micro_batch, drop_last, seed if shuffle else None)
         place, watch = self._program.data_place, self.timed("data")
         loader = make_loader(dataset, rules, options, place=place, watch=watch)
@@ -307,7 +308,7 @@ class Run:
         """
         from hpctrain.data.stream_loader import StreamRules, make_stream_loader
 
-        options.setdefault("pin_memory", self.world.device.type == "cuda")
+        options.setdefault("pin_memory", is_accelerator(self.world.device))
         rules = StreamRules(global_batch, micro_batch, drop_last, readers, replay)
         ranks, watch = self._program.ranks(), self.timed("data")
         loader = make_stream_loader(dataset, rules, options, ranks=ranks, watch=watch)

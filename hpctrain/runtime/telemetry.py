@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.device import is_accelerator, memory_stats, timing_event
 from hpctrain.errors import UsageError
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.runtime.step_log import StepLog, mark_every_s, run_age_s
@@ -361,7 +362,7 @@ class ComputeTime:
         """
         self._clock = clock
         self._elsewhere_s = elsewhere_s
-        self._gpu = False
+        self._device: torch.device | None = None
         self._hooks: dict[int, Any] = {}
         self._latest: int | None = None
         self._start: tuple[Any, float] | None = None
@@ -372,7 +373,8 @@ class ComputeTime:
 
     def _watch(self, model: nn.Module) -> None:
         for number, parameter in enumerate(model.parameters()):
-            self._gpu = self._gpu or parameter.is_cuda
+            if is_accelerator(parameter.device):
+                self._device = parameter.device
             if parameter.requires_grad:
                 hook = partial(self._has_gradient, number)
                 added = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -384,11 +386,9 @@ class ComputeTime:
 
     def _moment(self) -> Any:
         """Now, on the device that does the work."""
-        if not self._gpu:
+        if self._device is None:
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return timing_event(self._device)
 
     def step_began(self) -> None:
         """A step begins."""
@@ -412,7 +412,7 @@ class ComputeTime:
             self._hooks.pop(number).remove()
 
     def _between(self, start: Any, end: Any) -> float | None:
-        if not self._gpu:
+        if self._device is None:
             return float(end - start)
         if not end.query():  # nor is it waited for: a step must not be slower for being measured
             return None
@@ -432,16 +432,21 @@ def sample_every_s(run_age_s: float, log_every_s: float, world_size: int) -> flo
     return max(least, min(run_age_s / STRETCH, most))
 
 
+MEMORY = {
+    "mem_peak_bytes": "allocated_bytes.all.peak",
+    "mem_reserved_bytes": "reserved_bytes.all.peak",
+    "mem_retries": "num_alloc_retries",
+}
+"""Of a sample's names, what torch's allocators call them."""
+
+
 def memory(device: torch.device) -> dict[str, float]:
     """This rank's memory, by its names in a sample; what is not known is left out."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"mem_peak_bytes": kib * 1024.0}
-    return {
-        "mem_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
-        "mem_reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
-        "mem_retries": float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)),
-    }
+    stats = memory_stats(device)
+    return {name: float(stats[key]) for name, key in MEMORY.items() if key in stats}
 
 
 class Gathering:

@@ -21,6 +21,7 @@ import torch.utils.deterministic
 from torch import nn
 
 from hpctrain.data.batches import MicrobatchRules
+from hpctrain.device import is_accelerator
 from hpctrain.engines.engine import Engine, global_sum
 from hpctrain.engines.native import Native
 from hpctrain.errors import UsageError
@@ -112,8 +113,9 @@ class Exact(Native):
         """See `Engine`; the same bits at any number of data-parallel ranks too."""
         count = self._agree(microbatches)
         losses = torch.zeros(count, dtype=torch.float64, device=self.world.device)
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.evaluating(), self.autocast():
+        devices = [self.world.device] if is_accelerator(self.world.device) else []
+        kept = torch.random.fork_rng(devices, device_type=self.world.device.type)
+        with kept, self.evaluating(), self.autocast():
             for microbatch in microbatches:
                 torch.manual_seed(seed_of(self.seed, self.begun, microbatch.leaf))
                 value = loss(self.model(microbatch.inputs), microbatch.targets)

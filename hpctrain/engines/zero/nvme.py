@@ -71,7 +71,7 @@ class NvmeFiles:
     def new_cpu_locked_tensor(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """Host memory that goes to disks directly, and to a GPU in the background."""
         nbytes = max(count * like.element_size(), _ALIGNED)
-        if torch.cuda.is_available():
+        if torch.accelerator.is_available():
             whole = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         else:
             whole = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
