@@ -163,9 +163,12 @@ class OnDevice(torch.Tensor):
         name = func.name()
         if func._schema.is_mutable:
             device.tell(lambda: func(*raw_args, **raw_kwargs))
-            if _reads_for_the_host(name, args, kwargs or {}):
+            if _awaits(name, args, kwargs or {}):
                 device.run_until(lambda: not device.current.queue)
             return args[0] if func._schema.returns else None
+        if name == "aten::_to_copy" and raw_kwargs.get("device") is not None:
+            device.run_until(lambda: not device.current.queue)
+            return func(*raw_args, **raw_kwargs)  # to the host
         out = func(*raw_args, **raw_kwargs)  # for its shape; the values may be too old
         if not isinstance(out, torch.Tensor):
             raise NotImplementedError(f"the stand-in device cannot do {name}")
@@ -175,9 +178,8 @@ class OnDevice(torch.Tensor):
         return made
 
 
-def _reads_for_the_host(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the host waits: a copy to it that was not asked to go behind."""
-    if "copy_" not in name:
+def _awaits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits: a copy from or to it that was not asked to go behind."""
+    if "copy_" not in name or kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
         return False
-    behind = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-    return not behind and not isinstance(tree_flatten(args[0])[0][0], OnDevice)
+    return not all(isinstance(tensor, OnDevice) for tensor in tree_flatten(args[:2])[0])

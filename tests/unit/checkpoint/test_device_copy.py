@@ -12,6 +12,8 @@ from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.tensors import device_copy
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
+from hpctrain.checkpoint.tensors.restore import Wanted, restore
+from hpctrain.checkpoint.tensors.save import save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World
@@ -193,6 +195,37 @@ def test_a_checkpoint_saved_behind_training_is_of_one_step(device, tmp_path, ove
             assert torch.equal(tensor, right[candidate.step][name]), (candidate.step, name)
     assert [flags for _, _, flags in device.locked] == [1]  # the arena has not grown
     assert device.unlocked == [device.locked[0][0]]
+
+
+@seeds(6)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_device_saved_comes_back_into_its_memory(device, tmp_path, mode):
+    """Weights by way of host memory, once all is proved; moments, which are new, in batches."""
+    world = World(0, 0, 1, GPU)
+    place = sharded.place(world, tmp_path / "run")
+    training, mirror = Training(device.put), Training(torch.clone)
+    for side in (training, mirror):
+        side.forward_backward(1)
+        side.update()
+    state, manifest = State(training.tensors), sharded.manifest(world, 1)
+    saver = Saver(place, world)
+    if mode == "sync":
+        save(place, world, state, manifest)
+    else:
+        saver.begin(state, manifest)
+        assert saver.land().error is None
+    fresh = Training(device.put)
+    fresh.forward_backward(1)  # still in its queue when the weights are put into place
+
+    wanted = Wanted(State(fresh.tensors), frozenset({"optim.w.moment"}))
+    restored = restore(place, world, lambda _: wanted, arena=saver.arena)
+    fresh.moment.add_(0.0)
+    saver.close()
+
+    assert restored.step == 1
+    device.run_until(lambda: not device.own.queue)
+    for name, tensor in fresh.tensors.items():
+        assert torch.equal(tensor.raw, mirror.tensors[name]), name
 
 
 @seeds(1)
