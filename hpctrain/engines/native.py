@@ -9,20 +9,21 @@ test_what_steps_do.py hold the promises.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.engines import state as names
+from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import every_block, find_ends
-from hpctrain.engines.engine import Engine
+from hpctrain.engines.engine import Engine, global_sum
 from hpctrain.engines.experts import find_experts
-from hpctrain.engines.norm import clip_factor, global_norm, outer_copies, scale_
+from hpctrain.engines.norm import clip_factor, global_norm, outer_copies, scale_, square_sum
 from hpctrain.engines.precision import LossScale
 from hpctrain.engines.torch_private import cuts_over
 from hpctrain.errors import UsageError
@@ -68,15 +69,19 @@ class Native(Engine):
         """See `Engine`."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
-        quiet = isinstance(self.model, DistributedDataParallel) and not last
-        waiting = self.model.no_sync() if quiet else contextlib.nullcontext()  # type: ignore[operator]
+        averaged = self.model if isinstance(self.model, Averaged) else None
+        waiting = averaged.no_sync() if averaged and not last else contextlib.nullcontext()
+        if averaged:
+            averaged.begin()
         with waiting, self.autocast():
             yield
+        if averaged and last:
+            averaged.finish()
 
     def backward(self, loss: torch.Tensor) -> None:
         """See `Engine`."""
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        if isinstance(self.model, DistributedDataParallel):
+        if isinstance(self.model, Averaged):
             factor *= self.data_ranks  # it averages
         (loss * factor).backward()  # type: ignore[no-untyped-call]
 
@@ -114,7 +119,15 @@ class Native(Engine):
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """Over all ranks. Collective."""
-        return global_norm(gradients, self.mesh, self.world)
+        if not isinstance(self.model, Averaged):
+            return global_norm(gradients, self.mesh, self.world)
+        own = square_sum(gradients, self.mesh, self.world)
+        squares, idle = global_sum(
+            self.world, torch.stack((own, own.new_tensor(self.model.idle)))
+        ).tolist()
+        if idle:
+            self.model.drop_unused()
+        return math.sqrt(squares)
 
     # ---- state
 

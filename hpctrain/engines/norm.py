@@ -46,6 +46,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def global_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> float:
     """The 2-norm of all gradients of all ranks. Collective."""
+    return math.sqrt(float(global_sum(world, square_sum(gradients, mesh, world))))
+
+
+def square_sum(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> torch.Tensor:
+    """This rank's part of the squares of all gradients, one fp64 number."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_copies.setdefault(copies_of(gradient, mesh), []).append(local(gradient))
@@ -53,7 +58,7 @@ def global_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> 
     for copies, parts in by_copies.items():
         squares = [part.to(world.device, torch.float64).square().sum() for part in parts]
         total += torch.stack(squares).sum() / copies
-    return math.sqrt(float(global_sum(world, total)))
+    return total
 
 
 def clip_factor(norm: float, limit: float) -> float:

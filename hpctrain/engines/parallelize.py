@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
-from hpctrain.device import is_accelerator
 from hpctrain.engines import state as names
+from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.deferred import DeferredModel
 from hpctrain.engines.engine import EngineInputs
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.engines")
-
-SPARE = "hpctrain_unused"
 
 
 @dataclass(frozen=True)
@@ -273,20 +270,7 @@ def _copied(source: _Source, inputs: EngineInputs) -> Engine:
         return ExactCopies(kind, model, optimizer, inputs)
     if not world.is_distributed:
         return Native(kind, model, optimizer, inputs)
-    return Native(kind, _averaged(model, world), optimizer, inputs)
-
-
-def _averaged(model: nn.Module, world: World) -> nn.Module:
-    """Torch's DDP around a model. Collective."""
-    # Without find_unused_parameters the reducer rebuilds its buckets after the first step, so
-    # a resumed first step would add in another order: not bit-equal from 3 ranks on.
-    devices = [world.device] if is_accelerator(world.device) else None
-    # Where every parameter is used, each rank prints that this is not needed, and torch has no
-    # switch for it. So one parameter is never used; the model has it for this moment alone.
-    model.register_parameter(SPARE, nn.Parameter(torch.zeros(1, device=world.device)))
-    wrapped = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-    delattr(model, SPARE)
-    return wrapped
+    return Native(kind, Averaged(model, world.device), optimizer, inputs)
 
 
 def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:

@@ -166,6 +166,21 @@ def map_tensors(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return over(kind, change, value)
 
 
+# ---- DDP
+
+
+def fill_buckets(model: DistributedDataParallel) -> None:
+    """Fill the buckets in which gradients travel for good, in the order of torch's own list.
+
+    Torch does it after the first backward pass otherwise. Collective.
+    """
+    reducer = model.reducer
+    if not hasattr(reducer, "_push_all_rebuilt_params") or not hasattr(reducer, "_rebuild_buckets"):
+        raise _lacks("Reducer._push_all_rebuilt_params", "engine.kind ddp")
+    reducer._push_all_rebuilt_params()  # noqa: SLF001
+    reducer._rebuild_buckets()  # noqa: SLF001
+
+
 # ---- what is done to tensors
 
 
