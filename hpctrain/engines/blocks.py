@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hpctrain.engines.torch_private import checkpoint_wrapped, operators
@@ -175,7 +176,10 @@ def compile_blocks(
         if inside_hooks:
             block.forward = torch.compile(block.forward, backend=backend)
         else:
-            block.compile(backend=backend)
+            # A graph for each shape: with sizes left open, parts of Hugging Face's attention under
+            # tensor parallelism end in torch's RecursionError.
+            is_cut = any(isinstance(weight, DTensor) for weight in block.parameters())
+            block.compile(backend=backend, dynamic=False if is_cut else None)
 
 
 def _need_compiler() -> None:

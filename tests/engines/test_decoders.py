@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpctrain.engines.deferred import DeferredModel
+from hpctrain.engines.state import unwrapped
 from tests.support import lm_training as lmt
 from tests.support import sharded
 from tests.support.gloo import launch
@@ -97,7 +98,7 @@ def seen(engine: Any) -> dict[str, Any]:
         logits = engine.model(tokens).logits.numpy()
     engine.forward_backward(lmt.microbatches(engine, 0), share)
     gradients = {
-        name: lmt.arrays({name: weight.grad})[name]
+        unwrapped(name): lmt.arrays({name: weight.grad})[name]
         for name, weight in engine.model.named_parameters()
         if weight.requires_grad
     }
@@ -157,6 +158,36 @@ def test_decoders_train_as_in_one_process(alone, sequence):
         assert list(ours) == families
         for family, numbers in ours.items():
             assert_alike(numbers, alone[family])
+
+
+def _recompute_and_compile(cases: Any) -> dict[str, Any]:
+    import warnings
+
+    from hpctrain.world import join_world
+
+    warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
+    world = join_world()
+    return {
+        case: seen(engine_of(world, family, tp="2", **settings))
+        for case, (family, settings) in cases.items()
+    }
+
+
+def test_decoders_are_recomputed_and_compiled_at_any_shape(alone):
+    full, selective = (
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    )
+    compiled, sequence = {"compile": "aot_eager"}, {"sequence_parallel": True}
+    cases = {
+        "full, aot": ("Qwen3, tied", {**full, **compiled, "sequence_parallel": False}),
+        "aot, sequence": ("Olmo2", {**compiled, **sequence}),
+        "selective, sequence": ("Qwen3, tied", {**selective, **sequence}),
+        "selective": ("Olmo2", {**selective, "sequence_parallel": False}),
+    }
+    for ours in launch(_recompute_and_compile, 2, cases=cases):
+        for case, (family, _) in cases.items():
+            assert_alike(ours[case], alone[family])
 
 
 def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]:
