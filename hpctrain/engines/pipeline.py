@@ -8,7 +8,8 @@ holds the promises.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 
+from hpctrain.engines import state as names
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.native import Native
-from hpctrain.engines.stages import Stages, cut
+from hpctrain.engines.norm import local
+from hpctrain.engines.stages import PassThrough, Stages, Tied, cut, passed_on
 from hpctrain.engines.torch_private import without_outputs
 from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import passes_of
@@ -36,8 +39,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.engines.layouts import DeviceMeshes
+    from hpctrain.engines.stages import Call
 
     Form = tuple[int, torch.Size, torch.dtype]
 
@@ -81,6 +86,11 @@ class Pipeline(Native):
         self._ready: dict[bool, tuple[Form, Any]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._round: _Round | None = None
+        self._pp_rank = mesh.pp_rank(world.rank)
+        own = {names.unwrapped(name): p for name, p in model.named_parameters()}
+        self._tied = [
+            (tied, next(own[name] for name in tied.names if name in own)) for tied in stages.tied
+        ]
         for module in self._sharded_modules():
             # Else each microbatch would gather every block twice. A step's gradients lie here
             # unsharded anyway, which takes as much memory again.
@@ -108,7 +118,9 @@ class Pipeline(Native):
                 f"or in a loop of your own cut steps as engine.passes asks"
             )
         schedule = self._schedule(microbatches, training=True)
-        return self._run(schedule.step, microbatches, loss)
+        value = self._run(schedule.step, microbatches, loss)
+        self._add_tied()
+        return value
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`; `forward_backward` for what is raised. Any number of microbatches will do.
@@ -146,9 +158,48 @@ class Pipeline(Native):
         self._round = None
         return self.total(total)
 
-    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+    def _add_tied(self) -> None:
+        """Add the gradients of parameters that two stages have. Collective over both."""
+        for tied, parameter in self._tied:
+            own = local(_gradient(parameter))
+            if not own.numel():
+                continue  # nor has the other
+            (peer,) = {stage % self.mesh.pp for stage in tied.stages} - {self._pp_rank}
+            sent = own.to(self.world.device)
+            received = torch.empty_like(sent)
+            place = dist.get_global_rank(self._group, peer)
+            both = [
+                dist.P2POp(dist.isend, sent, place, self._group),
+                dist.P2POp(dist.irecv, received, place, self._group),
+            ]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            own.add_(received.to(own.device))
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """See `Native`; a parameter that two stages have counts on the first one."""
+        second = {id(p.grad) for tied, p in self._tied if self._copy_of(tied)}
+        return super().norm([each for each in gradients if id(each) not in second])
+
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """See `Engine`; what two stages have the first one writes, and both read."""
+        state = super().state(with_optimizer=with_optimizer)
+        copies = dict(state.copies)
+        for tied, _ in self._tied:
+            stems = [f"{kind}{name}" for kind in (names.MODEL, names.OPTIM) for name in tied.names]
+            for name, (place, count) in state.copies.items():
+                if any(name == stem or name.startswith(stem + ".") for stem in stems):
+                    copies[name] = (place + self._copy_of(tied) * count, count)
+        return replace(state, copies=copies)
+
+    def _copy_of(self, tied: Tied) -> int:
+        """Which copy of a parameter of two stages this rank has."""
+        return int(tied.stages[0] not in self._stages.numbers)
+
+    def _loss(self, stage: _Stage, _tensor: Tensor, number: Tensor) -> Tensor:
         """What the last stage asks for; torch knows a microbatch's targets by its number alone."""
         assert self._round is not None, "no step in hand"  # noqa: S101 - our own bug
+        output, stage.output = stage.output, None
         return self._round.loss_of(output, int(number))
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
@@ -190,7 +241,7 @@ class Pipeline(Native):
         return kind(
             made if several else made[0],
             n_microbatches=count,
-            loss_fn=self._loss,
+            loss_fn=functools.partial(self._loss, made[-1]),
             scale_grads=False,  # a loss is its microbatch's share of the step's
         )
 
@@ -202,39 +253,82 @@ class Pipeline(Native):
         ranks: all raise what one finds.
         """
         between = [torch.empty_like(example, device="meta")]
+        begun: list[Call] = []
         with self.evaluating(), torch.compiler.set_stance("force_eager"):
             for number in range(self._stages.count):
-                output: Any = None
+                box: list[Any] = [None]
                 if number in self._stages.numbers:
-                    output = self._probe(number, example if number == 0 else _filled(between[-1]))
-                box = [output]
+                    x = example if number == 0 else _filled(between[-1])
+                    box = [self._probe(number, x, begun)]
                 dist.broadcast_object_list(box, group=self._group, group_src=number % self.mesh.pp)
                 if isinstance(box[0], str):
                     raise UsageError(box[0])
-                shape, dtype = box[0]
+                shape, dtype, calls = box[0]
+                begun = begun or calls
                 grows = dtype.is_floating_point
                 between.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grows))
         return between
 
-    def _probe(self, number: int, x: Tensor) -> tuple[torch.Size, torch.dtype] | str:
-        """Shape and dtype of what a stage gives, or why it cannot be run."""
+    def _probe(
+        self, number: int, x: Tensor, begun: Sequence[Call]
+    ) -> tuple[torch.Size, torch.dtype, list[Call]] | str:
+        """Shape and dtype of what a stage gives, or why it cannot be run.
+
+        The first one also notes what the layers of later stages would be given beside their tensor.
+        """
         part = self._stages.parts[self._stages.numbers.index(number)]
+        calls: list[Call] = []
         try:
-            self._stages.hollow.check(x.cpu())
-            out = part(x.to(self.world.device))
+            if number or x.is_floating_point():  # tokens are no tensor that passes through layers
+                self._stages.hollow.check(x.to(self.world.device), begun)
+            with _noting(part, None if number else calls):
+                out = passed_on(part(x.to(self.world.device)))
         except UsageError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
             shape = list(x.shape)
             return f"pipeline stage {number} fails on a tensor of shape {shape}: {one_line(error)}"
-        return out.shape, out.dtype
+        if out is None:
+            return (
+                f"engine.pp passes one tensor from stage to stage, and stage {number} of this "
+                "model returns none, or several; return one alone, or one field of an object"
+            )
+        return out.shape, out.dtype, calls
+
+
+@contextlib.contextmanager
+def _noting(part: nn.Module, calls: list[Call] | None) -> Iterator[None]:
+    """Have a stage's stand-ins note their calls."""
+    absent = [module for module in part.modules() if isinstance(module, PassThrough)]
+    for module in absent:
+        module.calls = calls
+    try:
+        yield
+    finally:
+        for module in absent:
+            module.calls = None
 
 
 class _Stage(PipelineStage):
-    """Torch's stage; in an evaluation it keeps no outputs once the loss has been told of them."""
+    """Torch's stage, for a model that returns its tensor alone or as a field of an object.
+
+    In an evaluation it keeps no outputs once the loss has been told of them.
+
+    Attributes:
+        output: The last one of the last stage, as the model returned it.
+    """
+
+    output: Any = None
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """One microbatch's forward pass."""
+        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            self.output = output
+        return passed_on(output)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """One microbatch's forward pass."""
+        """The same; what torch keeps of it."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])
@@ -257,7 +351,7 @@ class _Round:
     factor: float
     total: Tensor
 
-    def loss_of(self, output: Tensor, number: int) -> Tensor:
+    def loss_of(self, output: Any, number: int) -> Tensor:
         """A microbatch's loss, scaled."""
         value = self.loss(output, self.microbatches[number].targets)
         self.total.add_(value.detach().double())
@@ -275,6 +369,13 @@ def _form(microbatches: Sequence[Microbatch]) -> Form:
         )
     shape, dtype = forms.pop()
     return len(microbatches), shape, dtype
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Of a parameter; zeros where there was none so far."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _filled(like: Tensor) -> Tensor:

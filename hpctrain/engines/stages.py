@@ -3,7 +3,8 @@
 A model is taken to be a chain: one tensor passes through its children in order, through the blocks
 of its block list one by one. A stage keeps a run of the chain. What it does not keep is replaced by
 a module that hands its input on, so that the model's own forward can be called for each stage, and
-every parameter keeps the name that it has in the whole model.
+every parameter keeps the name that it has in the whole model. What the forward makes beside the
+chain for its blocks (masks, rotary tables) each stage makes for itself.
 
 No communication; the same on every rank. tests/engines/test_pipeline.py holds the promises.
 """
@@ -11,14 +12,17 @@ No communication; the same on every rank. tests/engines/test_pipeline.py holds t
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.errors import UsageError
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from hpctrain.settings.schema import EngineSettings
+
+    Call = tuple[str, object]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,21 @@ class ChainModule:
 
 
 @dataclass(frozen=True)
+class Tied:
+    """A parameter that two stages have, under all the names that it has in the whole model.
+
+    Each adds the other's gradient to its own; so both stay the same, bit for bit.
+
+    Attributes:
+        names: In the model's order.
+        stages: The numbers of both.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Stages:
     """What one rank keeps of a model.
 
@@ -55,6 +76,7 @@ class Stages:
         count: How many stages there are.
         model: All that the rank keeps, by the whole model's names; not to be called.
         hollow: The whole model without any layer.
+        tied: Parameters that other ranks have too.
     """
 
     parts: list[nn.Module]
@@ -62,72 +84,129 @@ class Stages:
     count: int
     model: nn.Module
     hollow: HollowModel
+    tied: list[Tied]
+
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 class PassThrough(nn.Identity):
-    """Stands where a layer was that another stage has; hands its first argument on."""
+    """Stands where a layer was that another stage has; hands its first argument on.
 
-    def forward(self, input: Tensor, *_args: object, **_kwargs: object) -> Tensor:  # noqa: A002
-        """Of any shape."""
-        return input
+    It has the layer's plain attributes: a model may choose by them what it hands to a layer.
 
+    Attributes:
+        name: Of the layer.
+        calls: Where it is not None, each call is noted there: the name, and what the layer was
+            given beside its tensor.
+    """
 
-class _Noted(PassThrough):
-    """The same, and says that it was called."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
+    def __init__(self, link: ChainModule, calls: list[Call] | None = None) -> None:
         super().__init__()
-        self.name = name
+        plain = {key: v for key, v in vars(link.module).items() if isinstance(v, PLAIN)}
+        vars(self).update(plain | vars(self))
+        self.name = link.name
         self.calls = calls
 
-    def forward(self, input: Tensor, *_args: object, **_kwargs: object) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:  # noqa: A002
         """Of any shape."""
-        self.calls.append(self.name)
-        return input
+        if self.calls is not None:
+            self.calls.append((self.name, _fingerprint((args, kwargs))))
+        # What a stage returns must be no view (of the last tokens, say): FSDP2 would lose its hook.
+        return input if input._base is None else input.clone()  # noqa: SLF001
+
+
+def _fingerprint(value: object) -> object:
+    """The same for values that are the same; of objects their class alone."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        return (tuple(value.shape), str(value.dtype), hashlib.blake2b(raw.tobytes()).hexdigest())
+    if isinstance(value, Mapping):
+        return tuple((key, _fingerprint(inner)) for key, inner in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_fingerprint(inner) for inner in value)
+    return value if isinstance(value, PLAIN) else type(value).__name__
+
+
+def passed_on(output: object) -> Tensor | None:
+    """The one tensor in what a model returned: itself, or a field of it; None where not one is.
+
+    Fields with anything else do not count, such as a cache.
+    """
+    fields = output.values() if isinstance(output, Mapping) else [output]
+    tensors = [field for field in fields if isinstance(field, Tensor)]
+    return tensors[0] if len(tensors) == 1 else None
 
 
 class HollowModel:
     """A model whose layers are all gone: it shows what its forward does beside calling them.
 
     Every stage runs the whole forward. So what stands in it beside the layers (a scale, positions
-    that are added) would be done once per stage, and layers that are called in another order than
-    they were cut in would be in a wrong stage; both would train on without an error.
+    that are added) would be done once per stage; layers that are called in another order than
+    they were cut in would be in a wrong stage; and what is made of the model's input for layers
+    of later stages would be made of something else. Each would train on without an error.
     """
 
     def __init__(self, model: nn.Module, links: Sequence[ChainModule]) -> None:
         self._order = [link.name for link in links]
-        self._calls: list[str] = []
+        self._calls: list[Call] = []
         self._name = type(model).__name__
-        names = set(self._order)
-        self._module = _keep(model, names, (), lambda name: _Noted(name, self._calls))
+        stems = tuple(name + "." for name in self._order)
+        self._tables = [
+            name
+            for name, module in model.named_modules()
+            if _makes_tables(module) and not (name + ".").startswith(stems)
+        ]
+        layers = {link.name: PassThrough(link, self._calls) for link in links}
+        self._module = _keep(model, layers.keys(), layers)
 
-    def check(self, x: Tensor) -> None:
-        """Whether a stage's input comes out unchanged, and the layers are called in their order.
+    def check(self, x: Tensor, begun: Sequence[Call] = ()) -> None:
+        """Whether a stage's input comes out unchanged, and the layers are called as they must be.
+
+        Args:
+            x: The stage's input.
+            begun: The calls of later stages' layers that the first stage has noted.
 
         Raises:
             UsageError: the model is not such a chain.
         """
+        out = self._called(x)
+        names = [name for name, _ in self._calls]
+        if names != self._order:
+            raise UsageError(
+                f"engine.pp has cut {self._name} in the order {_listed(self._order)}, but its "
+                f"forward calls {_listed(names)}; give parallelize() a "
+                f"ModelPlan(stage_order=...)"
+            )
+        same = out is not None and torch.equal(out.to(x.dtype), x)
+        if not same:
+            tables = [f"; if its tensor passes through {name}, " for name in self._tables[:1]]
+            raise UsageError(
+                f"engine.pp cannot cut {self._name}: its forward does more than to pass one tensor "
+                f"through its layers; move the rest into one of {_listed(self._order)}"
+                + "".join(each + "name it in a ModelPlan(stage_order=...)" for each in tables)
+            )
+        here = dict(self._calls)
+        other = [name for name, given in begun if here[name] != given]
+        if other:
+            raise UsageError(
+                f"engine.pp cannot cut {self._name}: what its forward hands to {other[0]} beside "
+                f"the tensor differs from stage to stage, as what is made of the model's own "
+                f"input does; make it inside the layer, of the tensor's shape and dtype alone"
+            )
+
+    def _called(self, x: Tensor) -> Tensor | None:
         self._calls.clear()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                out = self._module(x)
+                return passed_on(self._module(x))
         except Exception as error:
             raise UsageError(
                 f"engine.pp calls {self._name} for each stage with one tensor, here of shape "
                 f"{list(x.shape)}, and its own forward fails: {one_line(error)}"
             ) from error
-        if self._calls != self._order:
-            raise UsageError(
-                f"engine.pp has cut {self._name} in the order {_listed(self._order)}, but its "
-                f"forward calls {_listed(self._calls)}; give parallelize() a "
-                f"ModelPlan(stage_order=...)"
-            )
-        same = isinstance(out, Tensor) and torch.equal(out.to(x.dtype), x)
-        if not same:
-            raise UsageError(
-                f"engine.pp cannot cut {self._name}: its forward does more than to pass one tensor "
-                f"through its layers; move the rest into one of {_listed(self._order)}"
-            )
 
 
 def cut(
@@ -140,7 +219,8 @@ def cut(
     """Keep one pipeline rank's layers of a model; the others are taken out of it, and freed.
 
     Stages have about equally many parameters, the embedding and the head counted, and at least one
-    block each. With `engine.pp_schedule` interleaved a rank has several: rank, rank + pp, ...
+    block each. What only makes tables is on all of them. With `engine.pp_schedule` interleaved a
+    rank has several: rank, rank + pp, ...
 
     Args:
         model: Of one process, not wrapped; only the kept layers are left in it.
@@ -159,14 +239,22 @@ def cut(
     _refuse_loose(model, links)
     _refuse_few(links, count, pp, each)
     runs = balance([_size(link) for link in links], [link.is_block for link in links], count)
-    _refuse_tied(links, runs)
+    tied = _tied(links, runs, pp)
     numbers = list(range(pp_rank, count, pp))
     hollow = HollowModel(model, links)
-    kept = [{links[place].name for place in runs[number]} for number in numbers]
     names = {link.name for link in links}
-    parts = [_keep(model, names, part, _gone) for part in kept]
-    whole = _keep(model, names, set().union(*kept), _gone, in_place=True)
-    return Stages(parts, numbers, count, whole, hollow)
+    parts, kept, gone = [], set[str](), dict[str, PassThrough]()
+    for number in numbers:
+        own = {links[place].name for place in runs[number]}
+        shared = [name for each in tied if number in each.stages for name in each.names]
+        absent = _stand_ins(model, [link for link in links if link.name not in own], shared)
+        parts.append(_keep(model, names, absent))
+        kept |= own
+        gone |= {k: v for k, v in absent.items() if k not in gone or list(v.parameters())}
+    whole = {name: stand_in for name, stand_in in gone.items() if name not in kept}
+    left = _keep(model, names, whole, in_place=True)
+    tied = [each for each in tied if not {*each.stages}.isdisjoint(numbers)]
+    return Stages(parts, numbers, count, left, hollow, tied)
 
 
 def chain(model: nn.Module, order: Sequence[str] | None = None) -> list[ChainModule]:
@@ -252,8 +340,16 @@ def _links(name: str, module: nn.Module, blocks: Collection[int]) -> Iterator[Ch
 
 def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterator[ChainModule]:
     for key, child in module._modules.items():  # noqa: SLF001 - named_children() leaves out twins
-        if child is not None:
+        if child is not None and (isinstance(module, nn.Sequential) or not _makes_tables(child)):
             yield from _links(prefix + key, child, blocks)
+
+
+def _makes_tables(module: nn.Module) -> bool:
+    """Whether all that a module has is worked out when it is made: such as rotary frequencies.
+
+    What it returns goes to the blocks beside their tensor.
+    """
+    return any(True for _ in module.buffers()) and not module.state_dict()
 
 
 def _size(link: ChainModule) -> int:
@@ -263,36 +359,57 @@ def _size(link: ChainModule) -> int:
 # ---- what a rank keeps
 
 
-def _gone(_name: str) -> nn.Module:
-    return PassThrough()
-
-
 def _keep(
     module: nn.Module,
     links: Collection[str],
-    kept: Collection[str],
-    stand_in: Callable[[str], nn.Module],
+    absent: Mapping[str, nn.Module],
     *,
     prefix: str = "",
     in_place: bool = False,
 ) -> nn.Module:
-    """A module with those of its links that are not kept replaced; it shares the others."""
+    """A module with those of its links replaced that are absent; it shares the others."""
     whole = module if in_place else _twin(module)
     for key, child in list(whole._modules.items()):  # noqa: SLF001 - lists have no setattr of keys
         name = prefix + key
         if name in links:
-            if name not in kept:
-                whole._modules[key] = stand_in(name)  # noqa: SLF001
+            whole._modules[key] = absent.get(name, child)  # noqa: SLF001
         elif child is not None and any(link.startswith(name + ".") for link in links):
-            inner = _keep(child, links, kept, stand_in, prefix=name + ".", in_place=in_place)
+            inner = _keep(child, links, absent, prefix=name + ".", in_place=in_place)
             whole._modules[key] = inner  # noqa: SLF001
     return whole
+
+
+def _stand_ins(
+    model: nn.Module, links: Sequence[ChainModule], shared: Collection[str]
+) -> dict[str, PassThrough]:
+    """For the links that a stage does not keep; they hold those of its parameters that are tied."""
+    absent = {link.name: PassThrough(link) for link in links}
+    for name in shared:
+        _lend(absent, name, model.get_parameter(name))
+    return absent
+
+
+def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
+    """Have the stand-in of a layer hold a parameter that is tied to one that is kept.
+
+    So it has all the names that it has in the whole model, for the optimizer and for checkpoints.
+    """
+    link = next((link for link in absent if name.startswith(link + ".")), None)
+    if link is None:
+        return
+    holder = absent[link]
+    *path, own = name.removeprefix(link + ".").split(".")
+    for key in path:
+        if key not in holder._modules:  # noqa: SLF001 - hasattr would find a plain attribute
+            holder.add_module(key, nn.Module())
+        holder = holder.get_submodule(key)
+    holder.register_parameter(own, parameter)
 
 
 def _twin(module: nn.Module) -> nn.Module:
     """A module of its own with the same children: hooks and replacements on one leave the other."""
     twin = copy.copy(module)
-    for key in vars(nn.Module()):
+    for key in vars(nn.Module()).keys() - {"_buffers"}:  # what moves one's tables moves all twins'
         vars(twin)[key] = copy.copy(vars(module)[key])
     return twin
 
@@ -322,19 +439,33 @@ def _refuse_loose(model: nn.Module, links: Sequence[ChainModule]) -> None:
         )
 
 
-def _refuse_tied(links: Sequence[ChainModule], runs: Sequence[range]) -> None:
-    """A parameter of two stages would be two parameters, and grow apart."""
-    first: dict[int, tuple[int, str]] = {}
+def _tied(links: Sequence[ChainModule], runs: Sequence[range], pp: int) -> list[Tied]:
+    """Parameters that two stages have.
+
+    Raises:
+        UsageError: blocks have one, or more than two stages, or two of one rank.
+    """
+    places: dict[int, list[tuple[int, str, bool]]] = {}
     for number, run in enumerate(runs):
-        for place in run:
-            link = links[place]
-            for name, parameter in link.module.named_parameters(prefix=link.name):
-                stage, other = first.setdefault(id(parameter), (number, name))
-                if stage != number:
-                    raise UsageError(
-                        f"engine.pp cannot cut this model: {other} and {name} are one parameter, "
-                        f"on stages {stage} and {number}; untie them, or set engine.pp to 1"
-                    )
+        for link in (links[place] for place in run):
+            named = link.module.named_parameters(prefix=link.name, remove_duplicate=False)
+            for name, parameter in named:
+                places.setdefault(id(parameter), []).append((number, name, link.is_block))
+    tied = []
+    for own in places.values():
+        stages = sorted({number for number, _, _ in own})
+        if len(stages) == 1:
+            continue
+        first, last = own[0], own[-1]
+        apart = len(stages) == 2 and stages[0] % pp != stages[1] % pp  # noqa: PLR2004 - a pair
+        if not apart or any(is_block for _, _, is_block in own):
+            raise UsageError(
+                f"engine.pp cannot cut this model: {first[1]} and {last[1]} are one parameter, on "
+                f"stages {first[0]} and {last[0]}; only what lies outside the blocks may be on "
+                f"two stages, as an embedding tied to the head; untie them, or set engine.pp to 1"
+            )
+        tied.append(Tied(tuple(name for _, name, _ in own), (stages[0], stages[1])))
+    return tied
 
 
 def _listed(names: Sequence[str]) -> str:

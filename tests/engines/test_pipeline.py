@@ -202,8 +202,8 @@ def test_one_parameter_may_be_used_twice_in_a_stage():
     ("options", "order", "pp", "says"),
     [
         ({}, None, 4, r"engine.pp 4 asks for 4 pipeline stages, and the model has 3 blocks"),
-        ({"tied": True}, ORDER, 2, r"model.embed.weight and lm_head.weight are one parameter"),
         ({"twice": True}, ORDER, 2, r"layers.0.weight and model.layers.3.weight are one parameter"),
+        ({"twice": True}, ORDER, 2, r"outside the blocks may be on two stages, as an embedding"),
         ({"loose": "parameter"}, ORDER, 2, r"position is in none of the modules .*model.embed"),
         ({"loose": "buffer"}, ORDER, 2, r"position is in none of the modules .*model.embed"),
         ({}, ["model.embed", "model.layers", "lm_head"], 2, r"model.norm.weight is in none"),
@@ -231,6 +231,87 @@ def test_a_forward_that_does_more_than_to_call_its_layers_is_refused(options, or
 
     with pytest.raises(UsageError, match=says):
         stages.hollow.check(torch.linspace(-1, 1, 48).view(2, 3, 8))
+
+
+class _Turned(nn.Module):
+    """It hands what it makes of a table to its blocks, and may add it too."""
+
+    def __init__(self, add=False):
+        super().__init__()
+        self.rotary = _Table()
+        self.layers = nn.ModuleList(_Handed(8) for _ in range(2))
+        self.layers[1].kind = "sliding"
+        self.head = nn.Linear(8, 3)
+        self.add = add
+
+    def forward(self, x):
+        table = self.rotary(x)
+        x = x + table if self.add else x
+        for layer in self.layers:
+            x = layer(x, -table if layer.kind == "sliding" else table)
+        return {"logits": self.head(x), "cache": None}
+
+
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(8.0), persistent=False)
+
+    def forward(self, x):
+        return self.angles.to(x.dtype)
+
+
+class _Handed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.kind = "full"
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x, given):
+        return x + self.inner(x * given)
+
+
+def test_each_stage_makes_for_itself_what_blocks_are_given_beside_their_tensor():
+    def make():
+        torch.manual_seed(0)
+        return _Turned()
+
+    whole, parts = make(), _parts(make, 2)
+
+    assert [link.name for link in chain(whole)] == ["layers.0", "layers.1", "head"]
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    assert torch.equal(parts[1](parts[0](x)["logits"])["logits"], whole(x)["logits"])
+    cut(make(), 0, 2, EngineSettings(kind="fsdp2")).hollow.check(x)
+
+
+def test_a_table_that_the_tensor_passes_through_has_to_be_named():
+    hollow = cut(_Turned(add=True), 0, 2, EngineSettings(kind="fsdp2")).hollow
+
+    with pytest.raises(UsageError, match=r"passes through rotary, name it in a ModelPlan"):
+        hollow.check(torch.linspace(-1, 1, 24).view(3, 8))
+    table = chain(nn.Sequential(nn.Linear(8, 8), _Table()))
+    assert [link.name for link in table] == ["0", "1"]
+    named = chain(_Turned(), ["rotary", "layers", "head"])
+    assert named[0].name == "rotary"
+
+
+def test_a_parameter_outside_the_blocks_may_be_on_two_stages_under_both_names():
+    stages = [
+        cut(_Nested(tied=True), rank, 3, EngineSettings(kind="fsdp2"), ORDER) for rank in range(3)
+    ]
+
+    both = {"lm_head.weight", "model.embed.weight"}
+    names = [{name for name in part.model.state_dict() if name in both} for part in stages]
+    assert names == [both, set(), both]
+    assert [next(part.model.named_parameters())[0] for part in stages[::2]] == [
+        "lm_head.weight"
+    ] * 2
+    for part in (stages[0], stages[2]):
+        ((tied,), (inner,)) = part.tied, part.parts
+        assert ({*tied.names}, tied.stages) == (both, (0, 2))
+        assert inner.lm_head.weight is inner.model.embed.weight
+        assert part.model.lm_head.weight is inner.lm_head.weight
+    assert not stages[1].tied
 
 
 def test_the_chain_has_blocks_in_the_place_of_their_list():
@@ -579,10 +660,30 @@ class _Broken(nn.Module):
         raise RuntimeError("no such kernel\nand more lines")
 
 
+class _Masked(nn.Module):
+    """Its blocks are given what is made of the tokens; or it returns two tensors."""
+
+    def __init__(self, several=False):
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+        self.blocks = nn.ModuleList(_Handed(8) for _ in range(2))
+        self.head = nn.Linear(8, 257)
+        self.several = several
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        given = torch.ones(8) if self.several else (tokens.reshape(-1)[:8] > 3).float()
+        for block in self.blocks:
+            x = block(x, given)
+        x = self.head(x)
+        return {"logits": x, "again": x} if self.several else x
+
+
 def _refused():
-    """What a fitting model is told, one with a forward of its own, and one whose head fails."""
+    """What a fitting model is told, and others: of each what its class says."""
     models = [LM(CONFIG, seed=1), _Folded(CONFIG, seed=1), LM(CONFIG, seed=1)]
     models[2].norm = _Broken()
+    models += [_Masked(), _Masked(several=True)]
     return [_said(_build(model=model, pp="2")) for model in models]
 
 
@@ -594,14 +695,16 @@ def _said(engine):
 
 
 def test_what_one_stage_finds_wrong_with_the_model_is_raised_on_every_rank():
-    (loss, folded, broken), other = launch(_refused, 2)
+    (loss, folded, broken, masked, several), other = launch(_refused, 2)
 
-    assert [loss, folded, broken] == other
+    assert [loss, folded, broken, masked, several] == other
     assert loss > 0
     assert "engine.pp cannot cut _Folded: its forward does more" in folded
     assert "pipeline stage 1 fails on a tensor of shape [3, 8, 16]: " in broken
     assert "no such kernel" in broken
-    assert "\n" not in broken
+    assert "cannot cut _Masked: what its forward hands to blocks.1 beside the tensor" in masked
+    assert "stage 0 of this model returns none, or several" in several
+    assert "\n" not in folded + broken + masked + several
 
 
 def test_interleaved_stages_ask_for_a_multiple_of_the_ranks():

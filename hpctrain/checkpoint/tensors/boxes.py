@@ -60,6 +60,7 @@ class State:
         copies: Where not every rank holds a shared tensor, or more do than its own mesh knows of:
             which of the copies this rank has, and how many there are. Without an entry a plain
             tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
+            A number beyond the last is that of a copy which is read, and never written.
         elsewhere: Names of the program's that other ranks hold and this one does not.
         steady: Names of shared ones that change in the optimizer's step alone.
     """
@@ -134,7 +135,8 @@ def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
     """
     groups: dict[tuple[int, int], list[Held]] = {}
     for box in boxes:
-        if box.piece.nbytes or not math.prod(box.piece.shape):
+        written = box.replica < box.replicas
+        if written and (box.piece.nbytes or not math.prod(box.piece.shape)):
             groups.setdefault((box.replica, box.replicas), []).append(box)
     parts = [
         Part(piece, cut(group[number], piece))
