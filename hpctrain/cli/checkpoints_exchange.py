@@ -37,6 +37,7 @@ PLACE = click.Path(path_type=Path)
 Examples:
   hpctrain checkpoints export lm-3 4000 out/                  weights, as Hugging Face has them
   hpctrain checkpoints export lm-3 4000 out/ --dtype bf16
+  hpctrain checkpoints export lm-3 4000 out/ --like hub/llama   for from_pretrained
   hpctrain checkpoints export lm-3 4000 all.pt --to torch --what all
 """,
 )
@@ -73,6 +74,13 @@ Examples:
     help="Round the weights' floats to this.",
 )
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Taken off the weights' names.")
+@click.option(
+    "--like",
+    type=PLACE,
+    metavar="FOLDER",
+    help="A Hugging Face folder whose config and tokenizer go along; else engine.pretrained, where "
+    "it is still there.",
+)
 @json_option
 @click.pass_obj
 def export_command(
@@ -86,6 +94,7 @@ def export_command(
     max_shard_gb: float,
     dtype: str,
     strip_prefix: str,
+    like: Path | None,
     as_json: bool,
 ) -> None:
     """Write a checkpoint for other programs, and check it.
@@ -98,18 +107,21 @@ def export_command(
     from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.run.find_run import find_run
 
-    path, manifest = source_contents.committed(find_run(run, runs=runs), step)
+    directory = find_run(run, runs=runs)
+    path, manifest = source_contents.committed(directory, step)
     everything = what == "all"
     tensors = export.chosen(
         path, manifest, everything=everything, dtype=TARGETS.get(dtype), strip=strip_prefix
     )
     state = export.state_of(manifest) if everything else None
     place = Path.cwd() / dest.expanduser()
+    tensors, others = _like(directory, like, tensors, is_folder=kind != "torch" and not everything)
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
         if kind == "torch":
             written = _to_torch(place, tensors, step, state, on_bytes)
         else:
-            written = _to_safetensors(place, tensors, max_shard_gb, state, on_bytes)
+            extras = {"state": state, "beside": others}
+            written = _to_safetensors(place, tensors, max_shard_gb, extras, on_bytes)
     _tell_written(written, path.name, as_json=as_json)
 
 
@@ -226,7 +238,7 @@ def _to_safetensors(
     place: Path,
     tensors: Sequence[Tensor],
     max_shard_gb: float,
-    state: Any,
+    extras: dict[str, Any],
     on_bytes: Callable[[int], None],
 ) -> Written:
     from hpctrain.checkpoint.exchange import safetensors
@@ -235,7 +247,35 @@ def _to_safetensors(
     if place.exists() and not place.is_dir():
         raise UsageError(f"{place} is a file; --to safetensors takes a folder")
     most = max(1, int(max_shard_gb * GB))
-    return safetensors.write(place, tensors, max_shard_bytes=most, state=state, on_bytes=on_bytes)
+    return safetensors.write(place, tensors, max_shard_bytes=most, on_bytes=on_bytes, **extras)
+
+
+def _like(
+    run: RunDir, like: Path | None, tensors: list[Tensor], *, is_folder: bool
+) -> tuple[list[Tensor], dict[str, bytes]]:
+    """The weights and the files beside them as the folder has them that they once came from."""
+    from hpctrain.checkpoint.exchange import hub_folder
+    from hpctrain.errors import UsageError
+
+    if like is not None and not is_folder:
+        raise UsageError(f"--like {like} goes with --to safetensors and --what model")
+    folder = Path.cwd() / like.expanduser() if like is not None else _begun_with(run)
+    if folder is None or not is_folder:
+        return tensors, {}
+    tensors = hub_folder.untied(folder, tensors)
+    return tensors, hub_folder.beside(folder, tensors)
+
+
+def _begun_with(run: RunDir) -> Path | None:
+    """The folder that the run's settings name, where it is still there."""
+    from hpctrain.errors import HpctrainError
+    from hpctrain.settings.spec import load_spec
+
+    try:
+        named = load_spec(run.spec).settings.engine.pretrained
+    except HpctrainError:  # its checkpoints can be exported all the same
+        return None
+    return Path(named) if named and (Path(named) / "config.json").is_file() else None
 
 
 def _pairs(renames: Sequence[str]) -> list[tuple[str, str]]:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import EngineSettings
 
 FAMILIES: Mapping[str, frozenset[str]] = {
-    "tp": frozenset({"llama", "mistral"}),
+    "tp": frozenset(
+        {"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text"}
+    ),
     "pp": frozenset(),
     "ep": frozenset(),
 }
 """Axis to the model types that can be cut along it."""
-TIES: frozenset[str] = frozenset()
+TIES = frozenset({"tp"})
 """Axes along which a model can be cut whose embedding is its head."""
 SHOWN = 40
 MANY = 1 << 40

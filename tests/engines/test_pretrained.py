@@ -7,6 +7,7 @@ import json
 import random
 import struct
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hpctrain.checkpoint.exchange import safetensors
+from hpctrain.checkpoint.exchange import export, hub_folder, safetensors
+from hpctrain.checkpoint.format.manifest import load as load_manifest
 from hpctrain.engines import pretrained
+from hpctrain.engines.engine import Microbatch
 from hpctrain.engines.parallelize import parallelize
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.settings.schema import EngineSettings
@@ -44,29 +47,78 @@ def weights_of(engine):
     }
 
 
-# ---- the same bits under every engine
+# ---- the same bits and logits under every engine, there and back
+
+ENGINES = {
+    "ddp": {"kind": "ddp"},
+    "fsdp2": {"kind": "fsdp2"},
+    "tp": {"kind": "fsdp2", "tp": "2", "sequence_parallel": False},
+    "zero3": {"kind": "zero3"},
+}
 
 
-def each_family(root):
+def logits_of(engine):
+    seen = []
+
+    def keep(output, _):
+        seen.append(output.logits.detach().clone())
+        return output.logits.sum() * 0
+
+    engine.evaluate([Microbatch(hub.tokens(), None)], keep)
+    return seen[0]
+
+
+def share(output, targets):
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits.float(), targets[:, 1:].flatten()) / 2
+
+
+def there_and_back(root):
+    """Each family under each engine: as it begins, and after a step that is saved."""
     warnings.simplefilter("ignore")  # DeepSpeed's imports
     pretrained.READ_BYTES = 300  # several reads for each tensor
     world, values = join_world(), {}
     for family in hub.FAMILIES:
-        for kind in ("ddp", "fsdp2", "zero3") if family == "Gemma" else ("fsdp2",):
-            engine = begun(root / family, lambda name=family: hub.build(name), world, kind=kind)
-            values[family, kind] = weights_of(engine)
+        for name, options in ENGINES.items():
+            build = partial(hub.build, family)
+            engine = begun(root / family, build, world, **options)
+            first = weights_of(engine), logits_of(engine)
+            engine.forward_backward([Microbatch(hub.tokens(), hub.tokens())], share)
+            engine.step()
+            layouts.save(engine, root / f"{family}-{name}", 1)
+            values[family, name] = (*first, logits_of(engine))
+            del engine
             gc.collect()
     return values
 
 
-def test_hugging_face_weights_are_from_pretraineds_bit_for_bit(tmp_path):
-    expected = {family: hub.loaded(hub.make(tmp_path, family)) for family in hub.FAMILIES}
+def exported(root, folder, out):
+    (step,) = root.rglob("MANIFEST.json")
+    manifest = load_manifest(step)
+    tensors = export.chosen(step.parent, manifest, everything=False, dtype=None, strip="")
+    tensors = hub_folder.untied(folder, tensors)
+    safetensors.write(out, tensors, beside=hub_folder.beside(folder, tensors))
+    return out
 
-    for values in launch(each_family, 2, root=tmp_path):
-        for (family, _), weights in values.items():
-            reference = dict(expected[family].named_parameters())
-            assert weights.keys() == reference.keys()
-            assert not [name for name in reference if not weights[name].equal(reference[name])]
+
+def test_hugging_face_weights_go_there_and_back_under_every_engine(tmp_path):
+    """The bits of `from_pretrained` in fp32; its logits; and those of what was exported."""
+    theirs = {family: hub.loaded(hub.make(tmp_path, family)) for family in hub.FAMILIES}
+
+    (values, _) = launch(there_and_back, 2, root=tmp_path)
+
+    for (family, engine), (weights, logits, later) in values.items():
+        reference = theirs[family]
+        named = dict(reference.named_parameters())
+        assert weights.keys() == named.keys(), engine
+        assert not [name for name in named if not weights[name].equal(named[name])], engine
+        assert (logits - hub.logits(reference)).abs().max() < 1e-5, (family, engine)
+        name = f"{family}-{engine}"
+        out = exported(tmp_path / name, tmp_path / family, tmp_path / f"out-{name}")
+        again = hub.loaded(out)
+        assert (later - hub.logits(again)).abs().max() < 1e-5, (family, engine)
+        assert (later - logits).abs().max() > 1e-3, (family, engine)
+        assert again.config.tie_word_embeddings == reference.config.tie_word_embeddings
 
 
 def recipe():

@@ -67,3 +67,10 @@ def tokens() -> Any:
     import torch
 
     return torch.arange(24).view(2, 12) % SIZES["vocab_size"]
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(tokens()).logits

@@ -1,6 +1,8 @@
 """What lies in a Hugging Face folder beside the weights: read with distrust, no torch.
 
-tests/unit/plan/test_decoders.py holds the promises.
+`read_config` and `require_weights` are for a submit, `beside` and `untied` for an export that
+`from_pretrained` shall load. tests/unit/plan/test_decoders.py and
+tests/unit/checkpoint/exchange/test_exchange_export.py hold the promises.
 """
 
 from __future__ import annotations
@@ -9,13 +11,26 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.exchange import safetensors
+from hpctrain.checkpoint.exchange.contents import same
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from hpctrain.checkpoint.exchange.contents import Tensor
 
 CONFIG = "config.json"
 MAX_CONFIG = 16 << 20
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Data alone: a folder's Python files stay behind, since `from_pretrained` may run them."""
+MAX_COPIED = 256 << 20
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+HEAD = "lm_head.weight"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -46,3 +61,47 @@ def require_weights(folder: Path) -> None:
         CheckpointError: they are not, or an index names other ones.
     """
     safetensors.files(folder)
+
+
+def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
+    """What an export has beside its weights, from the folder that they once came from.
+
+    Args:
+        folder: With a config.json, which is written with the dtype that the weights have now: else
+            `from_pretrained` would round them to what they were loaded in.
+        tensors: The weights.
+
+    Returns:
+        Names of files, and their contents.
+
+    Raises:
+        UsageError: it is no such folder, or a file of it cannot be read.
+    """
+    config = read_config(folder)
+    floats = {DTYPE_NAMES[one.dtype] for one in tensors if one.dtype in DTYPE_NAMES}
+    config.pop("torch_dtype", None)  # as older ones call it
+    if len(floats) == 1:
+        config["dtype"] = floats.pop()
+    files = {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    for name in COPIED:
+        path = folder / name
+        try:
+            if path.is_file():
+                with path.open("rb") as file:
+                    files[name] = file.read(MAX_COPIED + 1)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        if len(files.get(name, b"")) > MAX_COPIED:
+            raise UsageError(f"{path} is larger than any tokenizer's file; take it out of --like")
+    return files
+
+
+def untied(folder: Path, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The weights without a head that is the embedding, as transformers writes them."""
+    config = read_config(folder)
+    (head, *_) = [*(one for one in tensors if one.name == HEAD), None]
+    if config.get("tie_word_embeddings") is not True or head is None:
+        return list(tensors)
+    alike = (one for one in tensors if one is not head and one.text == head.text)
+    is_tied = any(same(one.read(), head.read()) for one in alike if "embed" in one.name)
+    return [one for one in tensors if one is not head or not is_tied]

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format.shard import DTYPES, encode_header
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.exchange.contents import Bytes
@@ -185,6 +185,7 @@ def write(
     *,
     max_shard_bytes: int = 5 * GB,
     state: dict[str, object] | None = None,
+    beside: Mapping[str, bytes] | None = None,
     on_bytes: OnBytes = lambda _: None,
 ) -> Written:
     """Write, flush, read back and compare; only then do the files get their names.
@@ -194,6 +195,7 @@ def write(
         tensors: Under the names that they shall have.
         max_shard_bytes: A file has no more of tensors, unless it has just one.
         state: The rest of a checkpoint that is exported as a whole.
+        beside: Other files of the folder, and their contents.
         on_bytes: Told of bytes written and of bytes compared.
 
     Raises:
@@ -201,15 +203,17 @@ def write(
         CheckpointError: there is no room, the disk refused, or what was read back is not the same.
     """
     files = _split_files(tensors, max_shard_bytes, state)
-    index = _index_bytes(files) if len(files) > 1 else None
-    names = [file.name for file in files] + ([INDEX] if index else [])
-    need = sum(file.size for file in files) + len(index or b"")
+    others = dict(beside or {})
+    if len(files) > 1:
+        others[INDEX] = _index_bytes(files)
+    names = [*(file.name for file in files), *others]
+    need = sum(file.size for file in files) + sum(map(len, others.values()))
     with placing(directory, names, need) as place:
         for file in files:
             _write(place.temporary(file.name), file, on_bytes)
-        if index:
-            path = place.temporary(INDEX)
-            path.write_bytes(index)
+        for name, content in others.items():
+            path = place.temporary(name)
+            path.write_bytes(content)
             flush(path)
         verified = 0
         for file in files:

@@ -33,6 +33,7 @@ def table(monkeypatch):
         "hpctrain.plan.decoders.FAMILIES",
         {"tp": frozenset({"llama"}), "pp": frozenset({"llama"}), "ep": frozenset()},
     )
+    monkeypatch.setattr("hpctrain.plan.decoders.TIES", frozenset())
 
 
 @pytest.fixture

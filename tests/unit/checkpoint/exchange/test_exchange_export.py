@@ -21,6 +21,8 @@ from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import place as places
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.errors import HpctrainError
+from hpctrain.settings.schema import replaced
+from hpctrain.settings.spec import load_spec
 from tests.support.exchange import bits, model_of, save, some
 from tests.support.refused_imports import refuse_imports
 
@@ -52,6 +54,82 @@ def test_large_ones_are_cut_as_hugging_face_does_it(run, call, tmp_path):
     for name in shards:
         found |= load_file(tmp_path / "out" / name)
     assert bits(found) == bits(model_of(tensors))
+
+
+def hub_of(tmp_path, **config):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", "dtype": "bfloat16", **config}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"max_length": 7}')
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    return folder
+
+
+def test_config_and_tokenizer_of_a_folder_go_along(run, call, tmp_path):
+    hub = hub_of(tmp_path)
+    save(run, 3, {"model.w": torch.ones(2)})
+
+    code, out, _ = call("export", run.name, 3, tmp_path / "out", "--like", hub)
+
+    assert (code, "tokenizer.json" in out) == (0, True)
+    there = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert there.keys() == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    written = json.loads(there["config.json"].read_text())
+    assert written == {"model_type": "llama", "dtype": "float32"}  # else loaded as bf16 again
+    assert there["generation_config.json"].read_text() == '{"max_length": 7}'
+
+
+def test_the_folder_that_the_run_began_with_is_taken_while_it_is_there(run, call, tmp_path):
+    hub = hub_of(tmp_path)
+    spec = load_spec(run.spec)
+    spec.settings = replaced(spec.settings, {"engine.pretrained": str(hub)})
+    spec.dump(run.spec)
+    save(run, 3, {"model.w": torch.ones(2)})
+
+    call("export", run.name, 3, tmp_path / "out", "--dtype", "fp16")
+    (hub / "config.json").unlink()
+    call("export", run.name, 3, tmp_path / "bare")
+
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["dtype"] == "float16"
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("case", [(True, 1, False), (True, 2, True), (False, 1, True)])
+def test_a_head_that_is_the_embedding_is_written_once(run, call, tmp_path, case):
+    tied, head, kept = case
+    embedding = torch.ones(3, 2)
+    names = {"model.model.embed_tokens.weight": embedding, "model.lm_head.weight": embedding * head}
+    save(run, 3, names)
+
+    call(
+        "export",
+        run.name,
+        3,
+        tmp_path / "out",
+        "--like",
+        hub_of(tmp_path, tie_word_embeddings=tied),
+    )
+
+    there = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in there) == kept
+
+
+def test_a_folder_that_cannot_be_followed_is_refused_and_nothing_is_written(run, call, tmp_path):
+    save(run, 3, {"model.w": torch.ones(2)})
+    words = ("export", run.name, 3, tmp_path / "out", "--like")
+    hub = hub_of(tmp_path)
+
+    assert "gone has no config.json" in call.refused(*words, tmp_path / "gone")
+    for more in (("--what", "all"), ("--to", "torch")):
+        assert "goes with --to safetensors" in call.refused(*words, hub, *more)
+    (hub / "config.json").write_text("[")
+    assert "config.json is no JSON" in call.refused(*words, hub)
+    assert not (tmp_path / "out").exists()
 
 
 def test_torch_opens_the_export_with_weights_only(run, call, tmp_path):
