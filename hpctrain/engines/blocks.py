@@ -43,6 +43,8 @@ KEPT = operators(
 )
 """What selective recomputation keeps, since it costs the most: matrix products, attention, and
 sums over the ranks of `tp`."""
+CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})
+"""What Hugging Face's blocks call the cache that they are given."""
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -208,11 +210,21 @@ def recompute_blocks(model: nn.Module, how: str) -> None:
         model: In place; its parameters stay the same ones.
         how: "full" keeps a block's inputs alone; "selective" also the results in `KEPT`.
     """
-    blocks = {id(block) for block in every_block(model)}
+    every = every_block(model)
+    for block in every:
+        block.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    blocks = {id(block) for block in every}
     options: dict[str, Any] = {}
     if how == "selective":
         options["context_fn"] = _contexts
     checkpoint_wrapped(model, lambda module: id(module) in blocks, **options)
+
+
+def _without_cache(_block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A cache of keys and values would be filled a second time as a block is recomputed."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    return args, {name: None if name in CACHES else value for name, value in kwargs.items()}
 
 
 def _contexts() -> Any:

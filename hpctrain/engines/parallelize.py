@@ -232,18 +232,6 @@ def _refuse_without_effect(model: nn.Module, settings: EngineSettings) -> None:
                     f"(nn.ModuleList, or nn.Sequential of one class); put its layers into one, or "
                     f"set engine.{key} to no"
                 )
-    if settings.activation_checkpointing == "selective" and _keeps_cache(model):
-        raise UsageError(
-            f"engine.activation_checkpointing selective cannot train {name} while its config has "
-            "use_cache = True: the cache is filled again as a block is recomputed; set "
-            "model.config.use_cache = False before run.parallelize, or choose full"
-        )
-
-
-def _keeps_cache(model: nn.Module) -> bool:
-    """Whether a Hugging Face model hands keys and values on from its forward pass."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return any(getattr(config, "use_cache", False) is True for config in configs)
 
 
 def widen(model: nn.Module) -> None:

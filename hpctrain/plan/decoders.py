@@ -18,7 +18,6 @@ from hpctrain.plan.mesh import ModelShape
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.settings.schema import EngineSettings
 
 FAMILIES: Mapping[str, frozenset[str]] = {
     "tp": frozenset(
@@ -69,17 +68,6 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> ModelShape:
         source=where,
         refused=refused,
     )
-
-
-def notes_on(config: Mapping[str, Any], engine: EngineSettings, where: str) -> list[str]:
-    """What the program has to see to, for the user to read."""
-    notes = []
-    if engine.activation_checkpointing == "selective" and config.get("use_cache", True) is True:
-        notes.append(
-            f"{where} has use_cache = true, with which engine.activation_checkpointing selective "
-            "is refused when the ranks start: the program must set config.use_cache = False"
-        )
-    return notes
 
 
 def _takes(families: frozenset[str]) -> str:

@@ -159,11 +159,11 @@ def _pretrained(
             return settings, None, [f"{folder} is gone: the ranks will see whether the mesh fits"]
         raise NotFound(f"{setting} is {folder}, and no such folder is here; download it first")
     from hpctrain.checkpoint.exchange.hub_folder import read_config, require_weights
-    from hpctrain.plan.decoders import notes_on, shape_of_config
+    from hpctrain.plan.decoders import shape_of_config
 
     config, where = read_config(folder), str(folder / "config.json")
     require_weights(folder)
-    return settings, shape_of_config(config, where), notes_on(config, settings.engine, where)
+    return settings, shape_of_config(config, where), []
 
 
 def take_ds_config(

@@ -31,7 +31,6 @@ DECODERS = {
         "use_sliding_window": True,
         "sliding_window": 4,
         "max_window_layers": 1,
-        "use_cache": False,
     },
     "Mistral": {"sliding_window": 4},
     "Olmo2": {},
@@ -59,7 +58,7 @@ def adam(model):
 
 def begun(name, *, whole=False, seed=SEED, **chosen):
     """An engine of one process; or, with `pp`, of this rank."""
-    world = join_world() if chosen else ALONE
+    world = join_world() if chosen.keys() & {"kind", "pp"} else ALONE
     settings = EngineSettings(**{"kind": "fsdp2", "clip_norm": 0.5, **chosen})
     if not whole:
         return parallelize(functools.partial(make, name), adam, settings, world, seed=seed)
@@ -151,6 +150,15 @@ def assert_alike(ranks, alone, steps=STEPS):
         for name, gradient in rank["gradients"].items():
             expected = alone["gradients"][name]
             assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_block_that_is_recomputed_fills_no_cache_again(name, how, alone):
+    engine = begun(name, activation_checkpointing=how)
+
+    assert make(name).config.use_cache
+    assert [take(engine, step) for step in range(2)] == alone[name]["steps"][:2]
 
 
 @pytest.mark.parametrize("name", DECODERS)

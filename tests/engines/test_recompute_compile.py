@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import sysconfig
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,17 +305,6 @@ def test_a_setting_that_would_find_no_blocks_is_refused(changes, kind):
 
     with pytest.raises(UsageError, match=rf"engine\.{key} .* Sequential has no list of blocks"):
         lmt.engine_of(ALONE, model, kind=kind, **changes)
-
-
-def test_selective_with_a_model_that_keeps_a_cache_is_refused_with_the_way_out():
-    model = lmt.lm()
-    model.config = SimpleNamespace(use_cache=True)
-
-    with pytest.raises(UsageError, match=r"set model\.config\.use_cache = False before"):
-        lmt.engine_of(ALONE, model, activation_checkpointing="selective")
-    lmt.engine_of(ALONE, model, activation_checkpointing="full")
-    model.config.use_cache = False
-    lmt.engine_of(ALONE, lmt.lm(), activation_checkpointing="selective")
 
 
 def _sharded(blocks):

@@ -127,15 +127,6 @@ def test_a_folder_that_is_missing_or_has_no_weights_is_refused(hub):
     assert "has no effect in the recipe" in str(refused(hub, command=()))
 
 
-def test_a_cache_that_selective_cannot_train_is_said(hub):
-    said = "the program must set config.use_cache = False"
-    sets = ["engine.activation_checkpointing=selective"]
-
-    assert not [note for note in submit(write(hub), sets=sets).notes if said in note]
-    for config in ({"use_cache": True}, {"use_cache": None}):
-        assert [note for note in submit(write(hub, **config), sets=sets).notes if said in note]
-
-
 def test_a_run_that_goes_on_does_not_need_the_folder(hub):
     spec = submit(write(hub), "tp=2").spec
     (hub / "config.json").unlink()
