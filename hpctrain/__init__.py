@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.data.streams import TokenSequences
     from hpctrain.data.tokens import TokenFile, write_tokens
     from hpctrain.engines.engine import Engine, Microbatch
+    from hpctrain.engines.loss import cross_entropy
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.errors import CheckpointError, HpctrainError, UsageError
     from hpctrain.history.attempts import AttemptView
@@ -80,6 +81,7 @@ _HOMES = {
     "World": "hpctrain.world",
     "broadcast": "hpctrain.world",
     "cancel": "hpctrain.api",
+    "cross_entropy": "hpctrain.engines.loss",
     "cu_seqlens": "hpctrain.data.packing",
     "cut_step": "hpctrain.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
@@ -129,6 +131,7 @@ __all__ = [
     "__version__",
     "broadcast",
     "cancel",
+    "cross_entropy",
     "cu_seqlens",
     "cut_step",
     "dcp",

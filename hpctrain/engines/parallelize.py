@@ -53,11 +53,15 @@ class ModelPlan:
         stage_order: Names of the modules that a pipeline passes its tensor through, in order; None
             for the model's children with its blocks in their place.
         shape: Sizes that the mesh must divide, where they are known.
+        loss_parallel: The program's loss is made of `hpctrain.cross_entropy`: under `tp` logits
+            stay cut over the vocabulary (a DTensor), and no rank holds them whole. It concerns a
+            decoder's default; with `tensor_parallel` the head's style says it.
     """
 
     tensor_parallel: Mapping[str, Any] | None = None
     stage_order: Sequence[str] | None = None
     shape: ModelShape | None = None
+    loss_parallel: bool = False
 
 
 def parallelize(
@@ -277,7 +281,8 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
         if mesh.tp > 1:
             from hpctrain.engines.tensor_parallel import tensor_parallelize
 
-            tensor_parallelize(part, meshes.tp, settings, plan.tensor_parallel)
+            own, late = plan.tensor_parallel, plan.loss_parallel
+            tensor_parallelize(part, meshes.tp, settings, own, loss_parallel=late)
         if mesh.ep > 1:
             from hpctrain.engines.experts import expert_parallelize
 

@@ -140,12 +140,15 @@ def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
-def default_plan(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def default_plan(
+    model: nn.Module, *, sequence_parallel: bool, loss_parallel: bool = False
+) -> dict[str, ParallelStyle]:
     """Names of a decoder's modules to how each is cut.
 
     Args:
         model: The whole model or a pipeline's part of it.
         sequence_parallel: See `EngineSettings.sequence_parallel`.
+        loss_parallel: See `ModelPlan.loss_parallel`.
 
     Raises:
         UsageError: the layout is not a common one, or has no place for what was asked.
@@ -165,7 +168,11 @@ def default_plan(model: nn.Module, *, sequence_parallel: bool) -> dict[str, Para
     if layout.norm is not None:
         plan[layout.norm] = Placed(between, Replicate())
     if layout.head is not None:
-        plan[layout.head] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        plan[layout.head] = ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        )
     return plan
 
 
@@ -194,6 +201,8 @@ def tensor_parallelize(
     mesh: DeviceMesh,
     settings: EngineSettings,
     plan: Mapping[str, ParallelStyle] | None,
+    *,
+    loss_parallel: bool = False,
 ) -> None:
     """Cut a model in place. Collective over the mesh: its ranks call it with equal models.
 
@@ -204,13 +213,15 @@ def tensor_parallelize(
         plan: Module names to styles, with * as in torch's own plans; None for a decoder's default.
             Parameters that it leaves out become copies: their modules must work on activations
             that are equal on all ranks.
+        loss_parallel: With the default plan, leave logits cut over the vocabulary.
 
     Raises:
         UsageError: the model cannot be cut that way; nothing has been changed then.
     """
     shared = shared_parameters(model)
     if plan is None:
-        styles = default_plan(model, sequence_parallel=settings.sequence_parallel)
+        sequence = settings.sequence_parallel
+        styles = default_plan(model, sequence_parallel=sequence, loss_parallel=loss_parallel)
         refuse_parts_of_tables(model, mesh, sequence_parallel=settings.sequence_parallel)
         check_heads(model, mesh.size())
         refuse_rest(model, styles, sequence_parallel=settings.sequence_parallel)

@@ -121,7 +121,7 @@ MicrobatchSamples.leaf: int | None
 Mixture(datasets: 'Sequence[Any]', weights: 'Sequence[float]') -> 'None'
 Mixture.datasets
 Mixture.weights
-ModelPlan(tensor_parallel: 'Mapping[str, Any] | None' = None, stage_order: 'Sequence[str] | None' = None, shape: 'ModelShape | None' = None) -> None
+ModelPlan(tensor_parallel: 'Mapping[str, Any] | None' = None, stage_order: 'Sequence[str] | None' = None, shape: 'ModelShape | None' = None, loss_parallel: 'bool' = False) -> None
 ModelShape(layers: 'int', dim: 'int', heads: 'int', hidden: 'int', seq_len: 'int', experts: 'int' = 0, kv_heads: 'int' = 0, vocab: 'int' = 0, source: 'str' = '', refused: 'Mapping[str, str]' = <factory>) -> None
 PackedDocuments(path: 'str | Path', seq_len: 'int', *, end_token: 'int | None' = None, dtype: 'str | None' = None, column: 'str' = 'input_ids') -> 'None'
 PackedDocuments.seq_len
@@ -222,6 +222,7 @@ World.ranks_per_node: int
 World.is_distributed
 broadcast(world: 'World', value: 'Any') -> 'Any'
 cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'str | Path | None' = None) -> 'CancelledJob'
+cross_entropy(logits: 'Tensor', targets: 'Tensor', *, ignore_index: 'int' = -100) -> 'Tensor'
 cu_seqlens(document_ids: 'torch.Tensor') -> 'tuple[torch.Tensor, int]'
 cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
 init(settings: 'Settings | None' = None) -> 'Run'

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor, nn
 
+from hpctrain import cross_entropy
 from hpctrain.errors import UsageError
 
 ROTARY_BASE = 10_000.0
@@ -250,8 +251,7 @@ def rotate(x: Tensor) -> Tensor:
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy in fp32, summed over each sequence: [batch, time, vocab] to [batch]."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return losses.view_as(targets).sum(dim=1)
+    return cross_entropy(logits, targets).sum(dim=1)
 
 
 def count_parameters(config: LMConfig, *, active: bool = False) -> int:

@@ -65,7 +65,8 @@ def main() -> None:
     tokens = _tokens(run)
     _, held_out = split(tokens, train)
     model, optimizer = make_model(train)
-    engine = run.parallelize(model, optimizer, plan=ModelPlan(shape=shape_of(train)))
+    plan = ModelPlan(shape=shape_of(train), loss_parallel=True)
+    engine = run.parallelize(model, optimizer, plan=plan)
     data = make_batches(tokens, train, engine)
     run.track(data=data)
     step_tokens = train.global_batch * train.seq_len
