@@ -9,6 +9,7 @@ again in the backward pass. The promises are held by tests/engines/test_recomput
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sysconfig
@@ -21,28 +22,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpctrain.engines.torch_private import checkpoint_wrapped, operators
+from hpctrain.engines.torch_private import checkpoint_wrapped
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 INSTEAD = "or set engine.compile = aot_eager or no"
-KEPT = operators(
+KEPT = frozenset(
     (
         "aten.mm",
         "aten.addmm",
         "aten.bmm",
+        "aten._grouped_mm",
+        "aten._scaled_mm",
         "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "flex_attention",
+        "flash_attn._flash_attn_forward",
+        "flash_attn._flash_attn_varlen_forward",
+        "aten.topk",
+        "aten.sort",
+        "aten.bincount",
+        "_c10d_functional.all_to_all_single",
         "_c10d_functional.all_reduce",
         "_c10d_functional.reduce_scatter_tensor",
     )
 )
-"""What selective recomputation keeps, since it costs the most: matrix products, attention, and
-sums over the ranks of `tp`."""
+"""What selective recomputation keeps, by torch's names: what costs the most (matrix products,
+attention, sums over the ranks of `tp`, tokens on their way), and which expert a token goes to: a
+rank that decided it again and otherwise would send what the others do not expect."""
 CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})
 """What Hugging Face's blocks call the cache that they are given."""
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -232,4 +244,11 @@ def _contexts() -> Any:
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def is_kept(operator: Any) -> bool:
+    """Whether an operator is one of `KEPT`, in any of its overloads."""
+    name = str(operator)
+    return name in KEPT or name.rpartition(".")[0] in KEPT

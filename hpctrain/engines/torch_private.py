@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -113,17 +113,6 @@ def checkpoint_wrapped(
     apply = _get(_CHECKPOINT, "apply_activation_checkpointing", "engine.activation_checkpointing")
     wrapper = _get(_CHECKPOINT, "checkpoint_wrapper", "engine.activation_checkpointing")
     apply(model, checkpoint_wrapper_fn=functools.partial(wrapper, **options), check_fn=check)
-
-
-def operators(names: Iterable[str]) -> frozenset[Any]:
-    """Torch's operators by `namespace.name`, as far as this release has them."""
-    ops = set()
-    for full in names:
-        namespace, _, name = full.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        if packet is not None:
-            ops.add(packet.default)
-    return frozenset(ops)
 
 
 # ---- collectives that autograd knows

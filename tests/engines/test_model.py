@@ -13,8 +13,10 @@ from hpctrain.recipes.lm.model import (
     MLP,
     MODEL_BLOCKS,
     Block,
+    Experts,
     LMConfig,
     MoE,
+    can_group,
     count_parameters,
     flops_per_token,
     rotate,
@@ -161,7 +163,8 @@ def test_weights_are_counted_without_building_the_model(config):
 
 
 @SHAPES
-def test_flops_are_those_that_torch_counts(config):
+def test_flops_are_those_that_torch_counts(monkeypatch, config):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")  # of which torch counts none
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -202,6 +205,32 @@ def test_each_token_is_the_sum_of_what_its_best_experts_say():
                 by_hand[sequence, position] += part * mlp(token)
 
     assert torch.allclose(moe(x), by_hand, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 9, 0, 0]], ids=str)
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+def test_experts_in_one_call_say_what_they_say_one_by_one(monkeypatch, counts, cast):
+    torch.manual_seed(4)
+    experts, tokens = Experts(16, 32, 4), torch.randn(sum(counts), 16, requires_grad=True)
+    for weight in experts.parameters():
+        nn.init.normal_(weight)
+    found = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            assert can_group(tokens, experts.gate) == together
+            said = experts(tokens, torch.tensor(counts))
+        inputs = (tokens, *experts.parameters())
+        found.append((said, *torch.autograd.grad(said, inputs, torch.ones_like(said))))
+    assert found[0][0].dtype is (torch.bfloat16 if cast else torch.float32)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_rows_that_torch_cannot_group_go_one_by_one():
+    assert not can_group(torch.ones(2, 6), Experts(6, 32, 2).gate)
+    assert not can_group(torch.ones(2, 8).double(), Experts(8, 32, 2).gate)
 
 
 def test_of_experts_with_one_score_the_first_ones_are_chosen():

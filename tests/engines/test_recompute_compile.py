@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
+import warnings
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import flex_attention
 
-from hpctrain.engines.blocks import compile_blocks, every_block, find_blocks
+from hpctrain.engines import blocks as blocks_module
+from hpctrain.engines.blocks import compile_blocks, every_block, find_blocks, recompute_blocks
 from hpctrain.errors import UsageError
 from hpctrain.world import World, join_world
 from tests.support import gloo
@@ -305,6 +308,61 @@ def test_a_setting_that_would_find_no_blocks_is_refused(changes, kind):
 
     with pytest.raises(UsageError, match=rf"engine\.{key} .* Sequential has no list of blocks"):
         lmt.engine_of(ALONE, model, kind=kind, **changes)
+
+
+class Attending(nn.Module):
+    """A block whose attention is an operator that a package has registered."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = attention
+
+    def forward(self, x):
+        return self.attention(self.norm(x))[0]
+
+
+@pytest.mark.parametrize(("how", "times"), [("no", 1), ("selective", 1), ("full", 2)])
+def test_attention_of_the_flash_attn_package_is_not_computed_again(how, times):
+    calls = []
+
+    def attention(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(how)
+        return x * 2, x * 3
+
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    library.define("_flash_attn_forward(Tensor x) -> (Tensor, Tensor)")
+    library.impl("_flash_attn_forward", attention, "CPU")
+    torch.library.register_autograd(
+        "flash_attn::_flash_attn_forward",
+        lambda ctx, first, _: first * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+        lib=library,
+    )
+    model = nn.Module()
+    model.layers = nn.ModuleList([Attending(torch.ops.flash_attn._flash_attn_forward)])
+    if how != "no":
+        recompute_blocks(model, how)
+
+    model.layers[0](torch.ones(2, 8)).sum().backward()
+
+    assert len(calls) == times
+    library._destroy()
+
+
+def test_flex_attention_is_kept_too():
+    """On a CPU it has no backward pass: so the pass that keeps and the one that reads are run."""
+    heads = torch.randn(1, 2, 128, 16)
+    others = torch.randn(1, 2, 128, 16)
+    keeping, reading = blocks_module._contexts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        with keeping:
+            kept = flex_attention(heads, heads, heads)
+        with reading:
+            read = flex_attention(others, heads, heads)
+
+    assert read.equal(kept)
 
 
 def _sharded(blocks):

@@ -99,14 +99,6 @@ def test_a_pipelines_step_is_told_only_what_its_release_knows():
     assert torch_private.without_outputs(SimpleNamespace(step=older)) == {}
 
 
-def test_operators_that_a_release_lacks_are_left_out():
-    found = torch_private.operators(
-        ["aten.mm", "aten._of_no_release", "_c10d_functional.all_reduce"]
-    )
-
-    assert found == {torch.ops.aten.mm.default, torch.ops._c10d_functional.all_reduce.default}
-
-
 def test_ranks_refuse_a_torch_that_a_module_has_brought(monkeypatch):
     monkeypatch.setattr(spread.torch, "__version__", "2.7.1")
     model = torch.nn.Linear(2, 2)

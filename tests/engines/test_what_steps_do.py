@@ -284,6 +284,33 @@ def test_what_a_forward_pass_without_a_backward_pass_gathers_is_neither_trained_
                 assert abs(saved[key] - value).max() < 1e-4, (name, key)
 
 
+ROUTING = ("sort", "bincount", "all_to_all_single", "mm", "_grouped_mm")
+
+
+def routed(world=None):
+    """How often each operator of an expert's work runs in a step, by what is computed again."""
+    world = world or join_world()
+    settings = {"ep": "2"} if world.is_distributed else {"kind": "ddp"}
+    found = {}
+    for how in ("no", "selective", "full"):
+        engine = lmt.engine_of(world, lmt.lm(experts=4), activation_checkpointing=how, **settings)
+        with Counting() as counting:
+            engine.forward_backward(lmt.microbatches(engine, 0, per_rank=1), lmt.share)
+        found[how] = {name: counting.of(name) for name in ROUTING}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_selective_recomputation_does_not_decide_again_where_a_token_goes(ranks):
+    for found in [routed(ALONE)] if ranks == 1 else launch(routed, ranks):
+        assert found["selective"] == found["no"]
+        exchanges = 0 if ranks == 1 else 5  # counts, tokens, answers; tokens and answers backwards
+        assert found["no"]["all_to_all_single"] == exchanges * BLOCKS
+        assert found["no"]["_grouped_mm"] == 9 * BLOCKS
+        assert found["no"]["sort"] == found["full"]["sort"] / 2 > 0
+        assert found["full"]["_grouped_mm"] > found["no"]["_grouped_mm"]
+
+
 def test_a_parameter_that_is_lost_while_the_model_is_spread_is_named():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -24,11 +24,12 @@ class Trained:
     weights: dict[str, Any]
 
 
-def lm(*, dropout: float = 0.0, dim: int = 32, heads: int = 4) -> Any:
+def lm(*, dropout: float = 0.0, dim: int = 32, heads: int = 4, experts: int = 0) -> Any:
     """A tiny model of the recipe's, the same each time."""
     from hpctrain.recipes.lm.model import LM, LMConfig
 
-    config = LMConfig(layers=2, dim=dim, heads=heads, seq_len=SEQ_LEN, dropout=dropout)
+    sizes = {"layers": 2, "dim": dim, "heads": heads, "seq_len": SEQ_LEN, "experts": experts}
+    config = LMConfig(**sizes, dropout=dropout)
     return LM(config, seed=3)
 
 
