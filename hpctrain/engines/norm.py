@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from hpctrain.device import is_accelerator
 from hpctrain.engines import torch_private
 from hpctrain.engines.engine import global_sum
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.world import World
+
+
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 18
+"""Elements at a time, of which there is a copy in fp64; on a CPU it stays in the cache."""
 
 
 def copies_of(tensor: torch.Tensor, mesh: Mesh) -> int:
@@ -55,10 +60,19 @@ def square_sum(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> t
     for gradient in gradients:
         by_copies.setdefault(copies_of(gradient, mesh), []).append(local(gradient))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
+    most = CHUNK if is_accelerator(world.device) else CPU_CHUNK
     for copies, parts in by_copies.items():
-        squares = [part.to(world.device, torch.float64).square().sum() for part in parts]
+        squares = [_squares(chunk, world.device) for part in parts for chunk in _chunks(part, most)]
         total += torch.stack(squares).sum() / copies
     return total
+
+
+def _chunks(part: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    return (part,) if part.numel() <= most else torch.split(part.reshape(-1), most)
+
+
+def _squares(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return chunk.to(device, torch.float64, copy=True).square_().sum()
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpctrain.base.mesh import Mesh
+from hpctrain.engines.norm import CPU_CHUNK, global_norm
 from hpctrain.engines.precision import LossScale
 from hpctrain.errors import CheckpointError
+from hpctrain.world import World
 from tests.support.gloo import launch
 
 SHAPES = [(7, 5), (12,), (3, 4, 2)]
@@ -53,6 +57,35 @@ def test_the_norm_counts_each_element_once_whatever_the_mesh():
     assert answers[0][1] == pytest.approx(math.hypot(whole, other), rel=1e-12)
     assert answers[0][2] == pytest.approx(1.0, rel=1e-5)
     assert answers[0][3][0].allclose(_gradients()[0] / whole)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new fp64 tensor."""
+
+    most = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            self.most = max(self.most, out.untyped_storage().nbytes() // 8)
+        return out
+
+
+def test_a_norm_takes_little_memory_and_leaves_the_gradients_alone():
+    alone = World(0, 0, 1, torch.device("cpu"))
+    gradients = [torch.randn(3, CPU_CHUNK).T, torch.randn(5), torch.randn(9)]
+    before = [gradient.clone() for gradient in gradients]
+
+    with Largest() as largest:
+        norm = global_norm(gradients, Mesh(), alone)
+        assert largest.most == CPU_CHUNK
+
+    wide = [gradient.double() for gradient in gradients]
+    assert norm == global_norm(wide, Mesh(), alone)
+    assert norm == pytest.approx(torch.cat([each.flatten() for each in wide]).norm().item())
+    for kept, gradient, double in zip(before, gradients, wide, strict=True):
+        assert gradient.equal(kept)
+        assert double.equal(kept.double())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
