@@ -151,9 +151,10 @@ def planned(layout: Layout) -> Iterator[str]:
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, by name."""
+    """Modules with parameters of their own, by name; not what stands in for another stage's."""
     for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
+        held = next(module.parameters(recurse=False), None)
+        if held is not None and not isinstance(module, PassThrough):
             yield name, module
 
 

@@ -114,24 +114,52 @@ class Gathered(_Moved):
         return part.redistribute(placements=[Replicate()])
 
 
+class CutEmbedding(RowwiseParallel):
+    """An embedding of which each rank keeps a part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, args: _check_parts(args[0], device_mesh))
+        return super()._apply(module, device_mesh)
+
+
 class Parted(_Moved):
-    """A module that gets all of the sequence on each rank and works on a part of it."""
+    """A block among those that have a part of the sequence on each rank, where others have all."""
+
+    def __init__(self, *, cuts: bool, joins: bool) -> None:
+        """Which end of these blocks it is; it may be both.
+
+        Args:
+            cuts: It is the first and gets all of the sequence.
+            joins: It is the last, and all of the sequence is to come out.
+        """
+        super().__init__()
+        self._cuts, self._joins = cuts, joins
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def join(part: torch.Tensor) -> torch.Tensor:
+            lifted = _dtensor(part, device_mesh, [Shard(SEQUENCE)])
+            return lifted.redistribute(placements=[Replicate()]).to_local()
+
+        if self._joins:
+            module.register_forward_hook(lambda _, __, out: map_tensors(torch.Tensor, join, out))
+        return super()._apply(module, device_mesh) if self._cuts else module
 
     def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """See `_Moved`.
-
-        Raises:
-            UsageError: the sequence has no equal parts.
-        """
-        time = activation.shape[SEQUENCE]
-        if time % mesh.size():
-            raise UsageError(
-                f"engine.sequence_parallel: {mesh.size()} ranks of engine.tp cannot share a "
-                f"sequence of {time} positions; make its length a multiple of engine.tp, or set "
-                "engine.sequence_parallel = false"
-            )
+        """See `_Moved`."""
+        _check_parts(activation, mesh)
         whole = _dtensor(activation, mesh, [Replicate()])
         return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+
+def _check_parts(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Refuse sequences without equal parts: gloo ends the process in the middle of them."""
+    time = tensor.shape[SEQUENCE]
+    if time % mesh.size():
+        raise UsageError(
+            f"engine.sequence_parallel: {mesh.size()} ranks of engine.tp cannot share a sequence "
+            f"of {time} positions; make its length a multiple of engine.tp, or set "
+            "engine.sequence_parallel = false"
+        )
 
 
 def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -156,13 +184,18 @@ def default_plan(
     layout = recognise(model)
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {}
-    # Tables of positions, and masks, are made from the whole embedding's output.
+    # Tables of positions, and masks, are made from all of what goes into the blocks.
     late = sequence_parallel and layout.tables is not None
     if layout.embedding is not None:
-        begins = Replicate() if late else between
-        plan[layout.embedding] = RowwiseParallel(input_layouts=Replicate(), output_layouts=begins)
+        cuts = sequence_parallel and not late
+        style = CutEmbedding if cuts else RowwiseParallel
+        begins = between if cuts else Replicate()
+        plan[layout.embedding] = style(input_layouts=Replicate(), output_layouts=begins)
     if late:
-        plan[layout.blocks[0].name] = Parted()
+        first, last = layout.blocks[0].name, layout.blocks[-1].name
+        goes_on = layout.norm is None and layout.head is None  # on a pipeline's next stage
+        plan[last] = Parted(cuts=first == last, joins=goes_on)
+        plan[first] = Parted(cuts=True, joins=goes_on and first == last)
     for block in layout.blocks:
         plan |= _block_plan(model, block, sequence_parallel=sequence_parallel)
     if layout.norm is not None:
@@ -222,7 +255,6 @@ def tensor_parallelize(
     if plan is None:
         sequence = settings.sequence_parallel
         styles = default_plan(model, sequence_parallel=sequence, loss_parallel=loss_parallel)
-        refuse_parts_of_tables(model, mesh, sequence_parallel=settings.sequence_parallel)
         check_heads(model, mesh.size())
         refuse_rest(model, styles, sequence_parallel=settings.sequence_parallel)
     else:
@@ -233,7 +265,7 @@ def tensor_parallelize(
     if plan is None:
         share_heads(model, mesh.size())
     parallelize_module(model, mesh, styles)
-    for first, others in shared.items():
+    for first, *others in shared:
         for name in others:
             _assign(model, name, model.get_parameter(first))
     refuse_plain(model)
@@ -244,29 +276,34 @@ def tensor_parallelize(
         keep_gradients_through_compile(model, styles)
 
 
-def shared_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """The first name of each parameter that stands in several places -> the others."""
-    first: dict[int, str] = {}
-    shared: dict[str, list[str]] = {}
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter that stands in several places; its own layers' come first.
+
+    Where a pipeline has taken a layer out, what stands in for it may hold a tied one too.
+    """
+    places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            shared.setdefault(other, []).append(name)
-    return shared
+        places.setdefault(id(parameter), []).append(name)
+    shared = (sorted(names, key=lambda name: _stands_in(model, name)) for names in places.values())
+    return [names for names in shared if len(names) > 1]
+
+
+def _stands_in(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), PassThrough)
 
 
 def check_shared(
-    model: nn.Module,
-    styles: Mapping[str, ParallelStyle],
-    shared: Mapping[str, Sequence[str]],
+    model: nn.Module, styles: Mapping[str, ParallelStyle], shared: Sequence[Sequence[str]]
 ) -> None:
     """Refuse to cut one parameter in two ways: it would become two, and train apart.
 
     Raises:
         UsageError: with the two places.
     """
-    for first, others in shared.items():
+    for first, *others in shared:
         for other in others:
+            if _stands_in(model, other):
+                continue
             ways = {_cut(model, styles, first), _cut(model, styles, other)}
             if len(ways) > 1 or None in ways:
                 raise UsageError(
@@ -292,17 +329,6 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], name: str) -> Pl
 def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, own = name.rpartition(".")
     model.get_submodule(owner).register_parameter(own, parameter)
-
-
-def refuse_parts_of_tables(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """A later stage of a pipeline would make tables as long as a part of the sequence."""
-    tables = recognise(model).tables
-    if sequence_parallel and tables is not None and not _is_whole(mesh):
-        raise UsageError(
-            f"engine.sequence_parallel: {tables} makes tables of positions from the embedding's "
-            "output, of which a pipeline's later stages would have a part; set "
-            "engine.sequence_parallel = false, or engine.pp to 1"
-        )
 
 
 def refuse_rest(

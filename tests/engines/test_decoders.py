@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.engines.deferred import DeferredModel
 from hpctrain.engines.state import unwrapped
+from hpctrain.errors import UsageError
 from tests.support import lm_training as lmt
 from tests.support import sharded
 from tests.support.gloo import launch
@@ -26,7 +27,7 @@ SIZES: dict[str, Any] = {
 SEED = 5
 TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 4}),
     "Llama, tied": ("LlamaConfig", "LlamaForCausalLM", TIED),
     "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 5}),
     "Qwen3, tied": ("Qwen3Config", "Qwen3ForCausalLM", TIED),
@@ -42,7 +43,7 @@ def build(family: str) -> Any:
     import transformers
 
     config, model, more = FAMILIES[family]
-    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **more))
+    made = getattr(transformers, model)(getattr(transformers, config)(**{**SIZES, **more}))
     made.config.use_cache = False
     made.model.norm.requires_grad_(family != "Mistral")
     with torch.no_grad():
@@ -191,6 +192,55 @@ def test_decoders_are_recomputed_and_compiled_at_any_shape(alone):
     for ours in launch(_recompute_and_compile, 2, cases=cases):
         for case, (family, _) in cases.items():
             assert_alike(ours[case], alone[family])
+
+
+def _pipelined(cases: Any) -> dict[str, Any]:
+    from hpctrain.engines.parallelize import ModelPlan
+    from hpctrain.world import join_world
+
+    world = join_world()
+    numbers = {}
+    for family, (sequence, loss_parallel) in cases.items():
+        settings = {"tp": "2", "pp": "2", "sequence_parallel": sequence}
+        plan = ModelPlan(loss_parallel=loss_parallel)
+        engine = engine_of(world, family, plan=plan, **settings)
+        numbers[family] = (
+            [
+                (engine.forward_backward(lmt.microbatches(engine, step), share), engine.step())
+                for step in range(STEPS)
+            ],
+            lmt.arrays(dict(engine.state().shared)),
+        )
+    return numbers
+
+
+def test_decoders_are_cut_over_stages_and_heads_at_once(alone):
+    cases = {"Llama": (True, False), "Qwen3, tied": (True, True), "Gemma3, tied": (False, True)}
+    ranks = launch(_pipelined, 4, cases=cases)
+
+    for family in cases:
+        theirs, names = alone[family], set()
+        for ours in ranks:
+            steps, state = ours[family]
+            assert np.allclose(np.array(steps)[:, 0], theirs["steps"][:, 0], rtol=0, atol=LOSS)
+            assert np.allclose(np.array(steps)[:, 1], theirs["steps"][:, 1], rtol=NORM, atol=0)
+            names |= state.keys()
+            for name, tensor in state.items():
+                assert np.allclose(tensor, theirs["state"][name], rtol=0, atol=WEIGHT), name
+        assert names == theirs["state"].keys()
+
+
+def _uneven() -> None:
+    from hpctrain.world import join_world
+
+    world = join_world()
+    for engine in (engine_of(world, "Llama", tp="2"), lmt.engine_of(world, lmt.lm(), tp="2")):
+        with pytest.raises(UsageError, match=r"2 ranks of engine\.tp cannot share .* of 5 posit"):
+            engine.model(torch.arange(10).view(2, 5))
+
+
+def test_a_sequence_without_equal_parts_is_refused_in_one_line():
+    launch(_uneven, 2)
 
 
 def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]:

@@ -462,11 +462,6 @@ REFUSED = {
         {},
         "engine.tp 2 does not divide dimension 0 of layers.0.feed_forward.w3.weight, which is 63",
     ),
-    "tables of positions, in a pipeline": (
-        lambda: _with("rotary_emb", nn.Identity()),
-        {"sequence": True, "pp": 2},
-        "rotary_emb makes tables of positions",
-    ),
     "outside, with sequence parallelism": (
         lambda: _with("extra", nn.LayerNorm(4)),
         {"sequence": True},
@@ -498,7 +493,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line_and_left_alone(case):
     settings = EngineSettings(sequence_parallel=given.get("sequence", False))
 
     with pytest.raises(UsageError, match=said) as error:
-        tensor_parallelize(model, _Axis(given.get("tp", 2), given.get("pp", 1)), settings, plan)
+        tensor_parallelize(model, _Axis(given.get("tp", 2)), settings, plan)
 
     assert "\n" not in str(error.value)
     assert [(name, id(parameter)) for name, parameter in model.named_parameters()] == before
@@ -507,19 +502,16 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line_and_left_alone(case):
 class _Axis:
     """A mesh that nobody speaks over."""
 
-    mesh_dim_names = ("pp", "tp")
+    mesh_dim_names = ("tp",)
 
-    def __init__(self, size, stages):
-        self._size, self._stages = size, stages
+    def __init__(self, size):
+        self._size = size
 
     def size(self):
         return self._size
 
     def _get_root_mesh(self):
         return self
-
-    def __getitem__(self, axis):
-        return _Axis({"pp": self._stages}[axis], 1)
 
 
 def test_the_table_of_names_has_no_name_twice_in_one_place():
