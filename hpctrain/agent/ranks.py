@@ -40,6 +40,7 @@ from hpctrain.base.files import read_plain, replace_text
 from hpctrain.base.log import configure
 from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.base.records import FailureReport, RankTask
+from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpctrain.agent")
 
+PACKAGE = Path(__file__).parents[1]
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
 HOOKS_HANG_S = 300.0
@@ -219,8 +221,7 @@ def _run_foreign(task: RankTask, rank: int, attempt_dir: Path) -> None:
 
 
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
-    frames = _own_frames(error.__traceback__)
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    text = _shown(error)
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     summary = traceback.format_exception_only(error)[-1].strip()
@@ -242,6 +243,22 @@ def _write(attempt_dir: Path, report: FailureReport) -> None:
         replace_text(failure_path(attempt_dir, report.rank), json.dumps(asdict(report)))
     except OSError as problem:  # a full disk: the agent tells by the exit code
         log.warning("no report of this failure: %s", problem)
+
+
+def _shown(error: BaseException) -> str:
+    """The traceback as people need it.
+
+    What we refuse is told by its message: our own frames, and what it was made of, would bury it.
+    The program's line that led there stays. An error that no class was made for nobody foresaw.
+    """
+    frames = _own_frames(error.__traceback__)
+    if not isinstance(error, HpctrainError) or type(error) is HpctrainError:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    theirs = traceback.extract_tb(frames)
+    while theirs and Path(theirs[-1].filename).is_relative_to(PACKAGE):
+        theirs.pop()
+    lines = ["Traceback (most recent call last):\n", *theirs.format()] if theirs else []
+    return "".join([*lines, *traceback.format_exception_only(error)])
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
