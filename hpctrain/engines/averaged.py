@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 class Averaged(DistributedDataParallel):
     """Copies of a model, one for each rank, whose gradients are averaged."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Collective: rank 0's weights are copied to the others."""
+    def __init__(self, model: nn.Module, device: torch.device, *, is_same: bool = False) -> None:
+        """Collective: rank 0's weights are copied to the others, unless all have the same.
+
+        That takes 250 MB at a time for what travels.
+        """
         super().__init__(
             model,
             device_ids=[device] if is_accelerator(device) else None,
             gradient_as_bucket_view=True,
+            init_sync=not is_same,
         )
         fill_buckets(self)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]

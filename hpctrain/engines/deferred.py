@@ -140,6 +140,7 @@ class DeferredModel:
         world: World,
         *,
         offload: bool = False,
+        outlined: bool = False,
         awaited: Collection[str] = (),
     ) -> None:
         """Give every tensor that is on the meta device its memory and this rank's values.
@@ -150,6 +151,8 @@ class DeferredModel:
             model: The model or a part of it, whole or cut: parameters may be DTensors by now.
             world: The ranks, and the device.
             offload: Parameters stay on the CPU.
+            outlined: Parameters get their device and one element of memory, for an engine that
+                fills them one by one.
             awaited: Names of those whose values come from a checkpoint: memory is all they get.
         """
         # All memory first: whole tensors between the shards would leave holes that nothing fits.
@@ -158,6 +161,11 @@ class DeferredModel:
         for name, table, own in _places(model):
             tensor = table[own]
             if tensor.is_meta and id(tensor) not in filled:  # a tied one stays one
+                if outlined and isinstance(tensor, nn.Parameter):
+                    element = torch.empty((), dtype=tensor.dtype, device=world.device)
+                    filled[id(tensor)] = _like(tensor, element.expand(tensor.shape))
+                    table[own] = filled[id(tensor)]
+                    continue
                 stays = offload and isinstance(tensor, nn.Parameter)
                 own_part = torch.empty_like(
                     tensor, device=CPU if stays else world.device, requires_grad=False

@@ -107,10 +107,7 @@ def parallelize(
     mesh = _mesh_of(source.model, settings, world, plan.shape)
     inputs = EngineInputs(settings, world, mesh, state_names)
     if settings.kind.startswith("zero"):
-        from hpctrain.engines.zero.engine import Zero
-
-        source.fill(source.model, world)
-        return Zero(source.model, source.optimizer_of(source.model), inputs)
+        return _by_deepspeed(source, inputs)
     if settings.kind == "ddp":
         return _copied(source, inputs)
     return _sharded(source, inputs, plan)
@@ -134,12 +131,35 @@ class _Source:
     names: dict[int, str]
     awaited: frozenset[str] = frozenset()
 
-    def fill(self, part: nn.Module, world: World, *, offload: bool = False) -> None:
+    @property
+    def is_same(self) -> bool:
+        """Whether all ranks have the same values: of one seed, one folder or one checkpoint."""
+        return self.deferred is not None
+
+    def fill(
+        self, part: nn.Module, world: World, *, offload: bool = False, outlined: bool = False
+    ) -> None:
         """Give a part of the model this rank's values, where it has none so far. Collective."""
         if self.deferred is not None:
-            self.deferred.fill(part, world, offload=offload, awaited=self.awaited)
-            if self.deferred.pretrained is not None:
-                self.deferred.pretrained.agree(world)
+            self.deferred.fill(
+                part, world, offload=offload, outlined=outlined, awaited=self.awaited
+            )
+            self.agree(world)
+
+    def value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter's elements, whole; any where a checkpoint fills it next. See `agree`."""
+        if self.deferred is None or name in self.awaited:
+            return torch.empty(parameter.shape, dtype=parameter.dtype)
+        return self.deferred.value(name)
+
+    def agree(self, world: World) -> None:
+        """Raise on every rank what any has met as it read. Collective.
+
+        Raises:
+            CheckpointError: see `Pretrained.agree`.
+        """
+        if self.deferred is not None and self.deferred.pretrained is not None:
+            self.deferred.pretrained.agree(world)
 
     def begin_with(self, folder: str | Path | None, world: World) -> None:
         """Take values from a Hugging Face folder, where there is one. Collective.
@@ -250,6 +270,16 @@ def widen(model: nn.Module) -> None:
             tensor.data = tensor.data.float()
 
 
+def _by_deepspeed(source: _Source, inputs: EngineInputs) -> Engine:
+    from hpctrain.engines.zero.engine import Zero
+
+    source.fill(source.model, inputs.world, outlined=True)
+    made = None if source.deferred is None else source.value
+    engine = Zero(source.model, source.optimizer_of(source.model), inputs, made)
+    source.agree(inputs.world)
+    return engine
+
+
 def _copied(source: _Source, inputs: EngineInputs) -> Engine:
     settings, world, model = inputs.settings, inputs.world, source.model
     source.fill(model, world)
@@ -262,7 +292,8 @@ def _copied(source: _Source, inputs: EngineInputs) -> Engine:
         return ExactCopies(kind, model, optimizer, inputs)
     if not world.is_distributed:
         return Native(kind, model, optimizer, inputs)
-    return Native(kind, Averaged(model, world.device), optimizer, inputs)
+    copies = Averaged(model, world.device, is_same=source.is_same)
+    return Native(kind, copies, optimizer, inputs)
 
 
 def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:

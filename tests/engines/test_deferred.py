@@ -17,7 +17,7 @@ from hpctrain.engines.parallelize import parallelize
 from hpctrain.errors import UsageError
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.world import World, join_world
-from tests.support import layouts
+from tests.support import layouts, zero
 from tests.support.gloo import launch
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -194,17 +194,32 @@ def test_every_layout_begins_with_the_same_values_and_trains_alike(layout):
         assert np.allclose(its_steps, steps, rtol=2e-5)
 
 
-def peak_of(layers, width):
-    """How far this process's memory rose while a model was made, in bytes."""
-    world = join_world()
-    settings = EngineSettings(kind="fsdp2", precision="fp32")
-    parallelize(lambda: tower(2, 8), adam, settings, world)  # what torch itself loads
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
-    engine = parallelize(lambda: tower(layers, width), adam, settings, world)
-    peak = memory("VmHWM") - before
-    assert sum(part.to_local().numel() for part in engine.model.parameters())
-    return peak
+def peaks_of(layers, width):
+    """How far this process's memory rose while models were made, in bytes."""
+    from hpctrain.engines.zero import engine as zero
+
+    warnings.simplefilter("ignore")  # DeepSpeed's imports
+    world, peaks = join_world(), {}
+    hand_over = zero._initialize
+
+    def handed_over(*given):  # what DeepSpeed does with the model then is its own
+        peaks[kind] = memory("VmHWM") - before
+        return hand_over(*given)
+
+    zero._initialize = handed_over
+    for kind, precision in KINDS:
+        settings = EngineSettings(kind=kind, precision=precision)
+        parallelize(lambda: tower(2, 8), adam, settings, world)  # what torch itself loads
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        engine = parallelize(lambda: tower(layers, width), adam, settings, world)
+        if not kind.startswith("zero"):
+            peaks[kind] = memory("VmHWM") - before
+        del engine
+    return peaks
+
+
+KINDS = (("fsdp2", "fp32"), ("zero3", "fp32"), ("ddp", "fp32"), ("zero2", "bf16"))
 
 
 def tower(layers, width):
@@ -217,12 +232,64 @@ def memory(key):
     return int(line.split()[1]) * 1024
 
 
-def test_no_rank_holds_more_than_its_shards_and_one_tensor():
-    layers, width, ranks = 8, 3072, 4  # glibc gives back at once what is larger than 32 MiB
+def test_no_rank_holds_more_than_its_part_and_one_tensor():
+    layers, width, ranks = 6, 3072, 3  # glibc gives back at once what is larger than 32 MiB
     tensor = width * width * 4
+    parts = {"fsdp2": layers / ranks, "zero3": layers / ranks, "ddp": layers, "zero2": layers / 2}
 
-    for peak in launch(peak_of, ranks, layers=layers, width=width):
-        assert peak < 1.2 * (layers * tensor / ranks + tensor)
+    for peaks in zero.launch(peaks_of, ranks, layers=layers, width=width):
+        for kind, peak in peaks.items():
+            assert peak < 1.2 * (parts[kind] + 1) * tensor, kind
+
+
+def born(dtype):
+    import transformers
+
+    config = transformers.LlamaConfig(**SIZES, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.lm_head.requires_grad_(requires_grad=False)
+    return model
+
+
+def masters():
+    warnings.simplefilter("ignore")  # DeepSpeed's imports
+    world = join_world()
+    states = {}
+    for kind in ("ddp", "fsdp2", "zero2", "zero3"):
+        for dtype in ("bfloat16", "float32"):
+            settings = EngineSettings(kind=kind, precision="bf16")
+            engine = parallelize(
+                lambda: born(dtype), adam_of_trained, settings, world, seed=SEED  # noqa: B023
+            )  # fmt: skip
+            held = engine.state(with_optimizer=False).shared
+            state = zero.by_state(engine) if "zero" in kind else held
+            states[kind, dtype] = {
+                name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                for name, tensor in state.items()
+                if name.startswith("model.")
+            }
+    return states
+
+
+def adam_of_trained(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def test_masters_are_what_the_model_was_born_with_in_its_own_precision_widened():
+    wanted = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        with Seeded():
+            reference = born(str(dtype).removeprefix("torch."))
+        assert {parameter.dtype for parameter in reference.parameters()} == {dtype}
+        values = {name: tensor.float() for name, tensor in reference.state_dict().items()}
+        wanted[str(dtype).removeprefix("torch.")] = values
+
+    for states in zero.launch(masters, 2):
+        for (kind, dtype), state in states.items():
+            assert state.keys() == {f"model.{name}" for name in wanted[dtype]}, kind
+            for name, tensor in wanted[dtype].items():
+                assert state[f"model.{name}"].dtype is torch.float32, (kind, name)
+                assert torch.equal(state[f"model.{name}"], tensor), (kind, dtype, name)
 
 
 @pytest.mark.parametrize(

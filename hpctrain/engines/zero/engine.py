@@ -22,7 +22,8 @@ from hpctrain.engines.blocks import compile_blocks, every_block, recompute_block
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
 from hpctrain.engines.precision import DTYPES, LossScale
-from hpctrain.engines.zero.state import ZeroState
+from hpctrain.engines.zero.begin import fill, spread
+from hpctrain.engines.zero.state import SPREADS_PARAMETERS, ZeroState
 from hpctrain.errors import UsageError
 from hpctrain.plan.deepspeed import engine_config, read_user_config, refuse_unsupported, stage_of
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import EngineInputs
+    from hpctrain.engines.zero.begin import Made
     from hpctrain.settings.schema import EngineSettings
 
 
@@ -79,14 +81,17 @@ class DeepSpeedScale(LossScale):
 class Zero(Engine):
     """See `Engine`. Its model is DeepSpeed's engine, its optimizer the program's own."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs, made: Made | None = None
+    ) -> None:
         """Hand a model over to DeepSpeed. Collective.
 
         Args:
-            model: Of one process, on the CPU, not wrapped.
+            model: Of one process, not wrapped.
             optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
                 optimizer's groups, and reads rates from there.
             inputs: See there; all axes of the mesh are data-parallel.
+            made: Makes the values of parameters that have none; None where all have theirs.
 
         Raises:
             UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
@@ -107,9 +112,9 @@ class Zero(Engine):
         _drop_untrained(optimizer)
         named = dict(model.named_parameters(remove_duplicate=False))
         buffers = _persistent_buffers(model)
-        rounds = self.precision is not torch.float32
-        before = {id(p): p.detach() for p in named.values()} if rounds else {}
-        _prepare(model, settings, world.device)
+        _prepare(model, settings, world.device)  # looks for blocks by what is in them
+        give = spread if self._stage == SPREADS_PARAMETERS else fill
+        before = give(named, made, config, self.precision, world.device)
         self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
         if self._stage and self._zero.optimizer is not optimizer:
             raise UsageError(
@@ -122,7 +127,7 @@ class Zero(Engine):
         )
         fp16 = self.precision is torch.float16
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if fp16 else None
-        if rounds:
+        if self.precision is not torch.float32:
             model.register_forward_pre_hook(self._cast_inputs)
 
     # ---- a step
@@ -274,11 +279,13 @@ def _initialize(
 
 
 def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
-    """Recomputation and compilation, in place; DeepSpeed moves the model to its device.
+    """Recomputation and compilation, in place; and buffers to the device, which DeepSpeed leaves.
 
     Raises:
         UsageError: see `compile_blocks`.
     """
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
     if settings.activation_checkpointing != "no":
         recompute_blocks(model, settings.activation_checkpointing)
     if settings.compile == "no":

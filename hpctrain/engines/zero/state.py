@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.tensors.boxes import Flat, State
 from hpctrain.engines.state import MODEL, OPTIM
+from hpctrain.engines.zero.begin import range_of
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
+
+    from hpctrain.engines.zero.begin import Before
 
 SPREADS_PARAMETERS = 3
 """The stage at which each rank holds but a part of the weights."""
@@ -133,17 +136,10 @@ def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
         if number is None:
             continue
         _, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-        first, count = _range_of(parameter)
+        first, count = range_of(parameter)
         shape = tuple(parameter.ds_shape)
         fragments[id(parameter)] = Fragment(flat_buffers[number], offset, first, count, shape)
     return fragments
-
-
-def _range_of(parameter: Any) -> tuple[int, int]:
-    """A rank's range of a parameter at stage 3, without the padding that makes ranges equal."""
-    size = parameter.ds_tensor.ds_numel
-    first = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
-    return first, min(size, parameter.ds_numel - first)
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,7 @@ class ZeroState:
         *,
         zero: Any,
         stage: int,
-        before: Mapping[int, torch.Tensor],
+        before: Mapping[int, Before],
     ) -> None:
         """Look where DeepSpeed has put everything. Collective where `before` is not empty.
 
@@ -185,7 +181,7 @@ class ZeroState:
             zero: DeepSpeed's optimizer; at stage 0 not needed.
             stage: ZeRO's.
             before: Where the model works in 16 bits: its parameters as they were, by identity.
-                Masters begin with these values.
+                Masters begin with these values; asked once for each range.
         """
         self._named, self._buffers, self._optimizer = dict(named), dict(buffers), optimizer
         # As torch does it: weights are told under all their names, moments under the first one.
@@ -202,13 +198,13 @@ class ZeroState:
         self._frozen = {
             key: _freeze(parameter, before[key])
             for key, parameter in {id(p): p for p in named.values()}.items()
-            if key in before and key not in self._fragments and before[key].dtype != parameter.dtype
+            if key in before and key not in self._fragments
         }
         if before:
             self._begin_with(before)
 
     @torch.no_grad()
-    def _begin_with(self, before: Mapping[int, torch.Tensor]) -> None:
+    def _begin_with(self, before: Mapping[int, Before]) -> None:
         """DeepSpeed rounds weights to 16 bits before it makes masters of them; undo that."""
         rows = {
             id(buffer.tensor): self._lying(buffer.tensor, buffer) for buffer in self._flat_buffers
@@ -216,8 +212,8 @@ class ZeroState:
         for key, fragment in self._fragments.items():
             row = rows[id(fragment.buffer.tensor)]
             master = row.narrow(0, fragment.offset, fragment.count)
-            values = before[key].reshape(-1).narrow(0, fragment.first, fragment.count)
-            master.copy_(values)
+            if fragment.count:
+                master.copy_(before[key](fragment.first, fragment.count))
         self.push()
 
     # ---- state
@@ -266,7 +262,7 @@ class ZeroState:
             )
         if self._stage != SPREADS_PARAMETERS:
             return {name: parameter.detach()}
-        first, count = _range_of(parameter)
+        first, count = range_of(parameter)
         part = parameter.ds_tensor.data.narrow(0, 0, count)
         return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
 
@@ -436,16 +432,19 @@ def _set(values: dict[str, Any], key: str, number: float) -> None:
         values[key] = type(held)(number)
 
 
-def _freeze(parameter: Any, before: torch.Tensor) -> FrozenRange:
+def _freeze(parameter: Any, before: Before) -> FrozenRange:
     """This rank's range of a parameter, as it was."""
     if hasattr(parameter, "ds_tensor"):
-        first, count = _range_of(parameter)
+        shape = tuple(parameter.ds_shape)
+        first, count = range_of(parameter)
     else:
-        size = math.ceil(before.numel() / dist.get_world_size())
-        first = min(dist.get_rank() * size, before.numel())
-        count = min(size, before.numel() - first)
-    local = before.reshape(-1).narrow(0, first, count).cpu().clone()
-    return FrozenRange(parameter, local, first, tuple(before.shape))
+        shape = tuple(parameter.shape)
+        size = math.ceil(parameter.numel() / dist.get_world_size())
+        first = min(dist.get_rank() * size, parameter.numel())
+        count = min(size, parameter.numel() - first)
+    return FrozenRange(
+        parameter, before(first, count).to("cpu", torch.float32, copy=True), first, shape
+    )
 
 
 def _gather_frozen(frozen: FrozenRange) -> None:
