@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
 
@@ -28,9 +29,9 @@ from hpctrain.engines.engine import Engine
 from hpctrain.engines.native import Native
 from hpctrain.engines.norm import local
 from hpctrain.engines.stages import PassThrough, Stages, Tied, cut, passed_on
-from hpctrain.engines.torch_private import without_outputs
+from hpctrain.engines.torch_private import add_up_gradients, without_outputs
 from hpctrain.errors import UsageError
-from hpctrain.plan.mesh import passes_of
+from hpctrain.plan.mesh import LOOPED, passes_of
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ SCHEDULES: dict[str, tuple[Any, Any]] = {
     "gpipe": (ScheduleGPipe, ScheduleGPipe),
     "1f1b": (Schedule1F1B, ScheduleGPipe),
     "interleaved": (ScheduleInterleaved1F1B, ScheduleLoopedBFS),
+    "zero_bubble": (ScheduleInterleavedZeroBubble, ScheduleLoopedBFS),
 }
 """Torch's schedules for training and for evaluation; the latter take any number of microbatches."""
 
@@ -237,7 +239,7 @@ class Pipeline(Native):
             for part, number in zip(self._stages.parts, self._stages.numbers, strict=True)
         ]
         kind = SCHEDULES[self._name][0 if training else 1]
-        several = self._name == "interleaved"
+        several = self._name in LOOPED
         return kind(
             made if several else made[0],
             n_microbatches=count,
@@ -326,6 +328,13 @@ class _Stage(PipelineStage):
         if self.is_last:
             self.output = output
         return passed_on(output)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """The second half of one microbatch's backward pass."""
+        super().backward_weight_one_chunk(*args, **kwargs)
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                add_up_gradients(module)  # else several microbatches' would be added in 16 bits
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The same; what torch keeps of it."""

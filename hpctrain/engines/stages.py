@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.errors import UsageError
+from hpctrain.plan.mesh import stages_per_rank
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
@@ -219,8 +220,8 @@ def cut(
     """Keep one pipeline rank's layers of a model; the others are taken out of it, and freed.
 
     Stages have about equally many parameters, the embedding and the head counted, and at least one
-    block each. What only makes tables is on all of them. With `engine.pp_schedule` interleaved a
-    rank has several: rank, rank + pp, ...
+    block each. What only makes tables is on all of them. A rank may have
+    several: rank, rank + pp, ...
 
     Args:
         model: Of one process, not wrapped; only the kept layers are left in it.
@@ -233,7 +234,7 @@ def cut(
     Raises:
         UsageError: the model cannot be cut into so many stages.
     """
-    each = settings.pp_stages_per_rank if settings.pp_schedule == "interleaved" else 1
+    each = stages_per_rank(settings)
     count = pp * each
     links = chain(model, stage_order)
     _refuse_loose(model, links)

@@ -76,6 +76,18 @@ def cuts_over(mesh: DeviceMesh) -> Callable[[Any], Any]:
     return lambda placement: result(placement, info)
 
 
+def add_up_gradients(module: Any) -> None:
+    """Add what a backward pass left at FSDP2's parameters to its sums, in the dtype of these.
+
+    FSDP2's own hooks do so where gradients of inputs are computed too.
+    """
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
+    for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
 def split_axis(
     mesh: DeviceMesh, axis: str, sizes: Sequence[int], names: Sequence[str]
 ) -> DeviceMesh:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NEAREST_WITHIN = 4096
 """Other numbers of nodes that are tried, to name the nearest ones that have a mesh."""
+LOOPED = frozenset({"interleaved", "zero_bubble"})
+"""Values of `engine.pp_schedule` with several stages on a rank."""
 FITTING_SHOWN = 6
 """Ranges of nodes that a refusal names; a list of all would not fit its line."""
 
@@ -125,7 +127,7 @@ def _tp_misfit(tp: int, engine: EngineSettings, shape: ModelShape) -> str:
 
 
 def _pp_misfit(pp: int, engine: EngineSettings, shape: ModelShape) -> str:
-    on_each = engine.pp_stages_per_rank if engine.pp_schedule == "interleaved" else 1
+    on_each = stages_per_rank(engine)
     if pp * on_each <= shape.layers:
         return ""
     stages = "" if on_each == 1 else f" x engine.pp_stages_per_rank {on_each}"
@@ -440,6 +442,11 @@ def _offer(fitting: list[int]) -> str:
     return f"--nodes {first}" if first == last else f"--nodes {first}-{last}"
 
 
+def stages_per_rank(engine: EngineSettings) -> int:
+    """How many stages of a pipeline each of its ranks has."""
+    return engine.pp_stages_per_rank if engine.pp_schedule in LOOPED else 1
+
+
 def passes_of(engine: EngineSettings, mesh: Mesh) -> MicrobatchRules:
     """The same as `Engine.passes` will be.
 
@@ -448,7 +455,7 @@ def passes_of(engine: EngineSettings, mesh: Mesh) -> MicrobatchRules:
         mesh: The ranks.
     """
     if mesh.pp > 1:
-        if engine.pp_schedule == "interleaved":
+        if engine.pp_schedule in LOOPED:
             return MicrobatchRules(equal=True, at_least=mesh.pp, multiple_of=mesh.pp)
         return MicrobatchRules(equal=True, at_least=mesh.pp if engine.pp_schedule == "1f1b" else 1)
     return MicrobatchRules(leaves=True, equal=True) if engine.exact else ANY_PASSES

@@ -99,6 +99,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     if engine.offload == "nvme":
         _check_nvme(settings, where)
     _check_compile(engine, where)
+    _check_schedule(engine, where)
     return _unused(engine, where)
 
 
@@ -148,6 +149,22 @@ def _check_compile(engine: EngineSettings, key: _Keys) -> None:
             f"{key.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
             f"inductor{key.origin('compile')}, which chooses kernels by timing them"
         )
+
+
+def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
+    """A backward pass in two halves would run the whole of a compiled block's, or recompute, twice.
+
+    Measured: 104 to 176 forward passes of a block instead of 32.
+    """
+    if engine.pp_schedule != "zero_bubble" or axis_range(engine.pp, where=key.of("pp"))[1] == 1:
+        return
+    for name in ("activation_checkpointing", "compile"):
+        if (value := getattr(engine, name)) != "no":
+            raise UsageError(
+                f"{key.of('pp_schedule')} is zero_bubble, which needs engine.{name} no; it is "
+                f"{value}{key.origin(name)}, whose work would be done again in each half of a "
+                "backward pass; choose engine.pp_schedule interleaved"
+            )
 
 
 def _check_precision(settings: Settings, key: _Keys) -> None:

@@ -273,10 +273,10 @@ class EngineSettings(Table):
     pp_schedule: str = setting(
         "1f1b",
         "pp: order of the microbatches",
-        choices=("gpipe", "1f1b", "interleaved"),
+        choices=("gpipe", "1f1b", "interleaved", "zero_bubble"),
     )
     pp_stages_per_rank: int = setting(
-        2, "pp_schedule interleaved: pieces of the model on each rank", least=1
+        2, "pp_schedule interleaved, zero_bubble: pieces of the model on each rank", least=1
     )
     precision: str = setting(
         "auto",

@@ -484,10 +484,18 @@ def _assert_trained_as(ranks, alone, *, within, steps=STEPS):
         (2, {"pp_schedule": "gpipe"}),
         (2, {"pp_schedule": "1f1b"}),
         (2, INTERLEAVED),
+        (4, {**INTERLEAVED, "pp_schedule": "zero_bubble"}),
         (4, {"pp_schedule": "1f1b"}),
         (4, {"pp_schedule": "gpipe", "dp_replicate": "2"}),
     ],
-    ids=["gpipe@2", "1f1b@2", "interleaved@2", "1f1bxFSDP2@4", "gpipexcopies@4"],
+    ids=[
+        "gpipe@2",
+        "1f1b@2",
+        "interleaved@2",
+        "zero_bubblexFSDP2@4",
+        "1f1bxFSDP2@4",
+        "gpipexcopies@4",
+    ],
 )
 def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
     found = launch(_train, ranks, pp="2", **chosen)
@@ -495,7 +503,7 @@ def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
     _assert_trained_as(found, alone, within=1e-5)
     blocks = [sum(n.endswith("mlp.up.weight") for n in rank["held"]) for rank in found]
     assert blocks == [2] * ranks
-    parts = 2 if chosen.get("pp_schedule") == "interleaved" else 1
+    parts = chosen.get("pp_stages_per_rank", 1)
     # blocks one by one, and the last stage's norm and head
     expected = [2 + parts + 2 * ("head.weight" in rank["held"]) for rank in found]
     assert [rank["sharded"] for rank in found] == expected
@@ -504,6 +512,53 @@ def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
     assert passes > 1
     gpipe = chosen["pp_schedule"] == "gpipe"
     assert orders == {"", "F" * passes + "B" * passes if gpipe else "FB" * passes}
+
+
+def _halves(**chosen):
+    """A step's gradients, and the order of its passes, under schedules of both kinds."""
+    from hpctrain.engines import pipeline
+
+    noted = []
+
+    class Noting(pipeline._Stage):
+        def forward_one_chunk(self, number, *args, **kwargs):
+            noted.append(f"F{number}")
+            return super().forward_one_chunk(number, *args, **kwargs)
+
+        def backward_one_chunk(self, number, *args, full_backward=True, **kwargs):
+            noted.append(f"{'B' if full_backward else 'I'}{number}")
+            super().backward_one_chunk(number, *args, full_backward=full_backward, **kwargs)
+
+        def backward_weight_one_chunk(self, number, *args, **kwargs):
+            noted.append(f"W{number}")
+            super().backward_weight_one_chunk(number, *args, **kwargs)
+
+    pipeline._Stage = Noting
+    found = []
+    for schedule in ("1f1b", "zero_bubble"):
+        noted.clear()
+        engine = _build(pp="2", pp_schedule=schedule, **chosen)
+        loss = engine.forward_backward(_batch(engine, 0, 8, 2), _share)
+        grown = {name: p.grad.full_tensor() for name, p in engine.model.named_parameters()}
+        norm = engine.step()
+        found.append(
+            (loss, norm, grown, " ".join(noted), engine.evaluate(_batch(engine, 1, 8, 2), _share))
+        )
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_backward_pass_in_two_halves_gives_the_same_gradients_bit_for_bit(precision):
+    ranks = launch(_halves, 2, precision=precision, pp_stages_per_rank=1)
+
+    for plain, halves in ranks:
+        assert (halves[0], halves[1], halves[4]) == (plain[0], plain[1], plain[4])
+        assert halves[2].keys() == plain[2].keys()
+        assert [n for n, grown in plain[2].items() if not torch.equal(grown, halves[2][n])] == []
+    assert [rank[1][3] for rank in ranks] == [
+        "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
+        "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
+    ]
 
 
 def test_a_pipeline_of_sharded_matrices_trains_as_one_process_does(alone):
@@ -707,16 +762,17 @@ def test_what_one_stage_finds_wrong_with_the_model_is_raised_on_every_rank():
     assert "\n" not in folded + broken + masked + several
 
 
-def test_interleaved_stages_ask_for_a_multiple_of_the_ranks():
-    (said, loss), other = launch(_odd, 2)
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_several_stages_ask_for_a_multiple_of_the_ranks(schedule):
+    (said, loss), other = launch(_odd, 2, schedule=schedule)
 
     assert (said, loss) == other
-    assert "interleaved at engine.pp 2 needs a multiple of 2 microbatches" in said
+    assert f"{schedule} at engine.pp 2 needs a multiple of 2 microbatches" in said
     assert loss > 0
 
 
-def _odd():
-    engine = _build(pp="2", **INTERLEAVED)
+def _odd(schedule):
+    engine = _build(pp="2", pp_schedule=schedule, pp_stages_per_rank=2)
     odd = _batch(engine, 0, 12, 2)[:3]
     with pytest.raises(UsageError) as refused:
         engine.forward_backward(odd, _share)

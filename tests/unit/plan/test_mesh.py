@@ -68,7 +68,7 @@ def questions(draw):
         ep=draw(st.sampled_from(["1", "1-2", "1-4", "2", "4", "3-5"])),
         dp_replicate=draw(st.sampled_from(["1", "2", "1-3", "2-4"])),
         sequence_parallel=draw(st.booleans()),
-        pp_schedule=draw(st.sampled_from(["1f1b", "interleaved"])),
+        pp_schedule=draw(st.sampled_from(["1f1b", "interleaved", "zero_bubble"])),
     )
     heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     shape = ModelShape(
@@ -90,7 +90,7 @@ def within(text, value):
 
 def is_legal(mesh, engine, ranks_per_node, shape):
     """All that is asked of a mesh, said once more and plainly."""
-    stages = mesh.pp * (engine.pp_stages_per_rank if engine.pp_schedule == "interleaved" else 1)
+    stages = mesh.pp * (engine.pp_stages_per_rank if engine.pp_schedule != "1f1b" else 1)
     rules = [
         all(within(getattr(engine, axis), getattr(mesh, axis)) for axis in ("tp", "pp", "ep")),
         within(engine.dp_replicate, mesh.dp_replicate),
@@ -410,6 +410,7 @@ def test_why_there_is_no_mesh_is_told_by_the_bounds_that_are_in_use(asked, known
     assert str(caught.value) == message
 
 
+ZERO_BUBBLE = ["engine.kind=fsdp2", "engine.pp=1-2", "engine.pp_schedule=zero_bubble"]
 BAD_COMBINATIONS = [
     (["engine.tp=2"], "engine.tp is 2, which needs engine.kind fsdp2; it is ddp (default)"),
     (["engine.pp=2", "engine.kind=zero1"], "engine.pp is 2, which needs engine.kind fsdp2"),
@@ -459,6 +460,17 @@ BAD_COMBINATIONS = [
     (
         ["train.experts=1"],
         "train.experts_per_token is 2, more than train.experts 1 (flag --set train.experts)",
+    ),
+    (
+        [*ZERO_BUBBLE, "engine.activation_checkpointing=full"],
+        (
+            "engine.pp_schedule is zero_bubble, which needs engine.activation_checkpointing no; "
+            "it is full (flag --set engine.activation_checkpointing)"
+        ),
+    ),
+    (
+        [*ZERO_BUBBLE, "engine.compile=eager"],
+        "which needs engine.compile no; it is eager (flag --set engine.compile)",
     ),
     (["engine.kind=fsdp2", "engine.tp=two"], 'engine.tp is "two", not a number of ranks'),
     (["engine.kind=fsdp2", "engine.tp=2x"], 'engine.tp is "2x", not a number of ranks'),
@@ -575,6 +587,11 @@ def test_a_model_that_is_not_ours_is_cut_as_its_owner_says():
         (fsdp2(pp="2", pp_schedule="gpipe"), Mesh(pp=2), MicrobatchRules(equal=True)),
         (
             fsdp2(pp="3", pp_schedule="interleaved"),
+            Mesh(pp=3),
+            MicrobatchRules(equal=True, at_least=3, multiple_of=3),
+        ),
+        (
+            fsdp2(pp="3", pp_schedule="zero_bubble"),
             Mesh(pp=3),
             MicrobatchRules(equal=True, at_least=3, multiple_of=3),
         ),
