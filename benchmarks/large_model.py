@@ -1,11 +1,11 @@
 """A Llama on FSDP2 ranks, phase by phase: memory against a shard and the largest block, seconds.
 
-Random weights lie in bf16 safetensors, as Hugging Face has them. Each way builds the model, loads
-it, makes one step, saves, and exports: by functions, as hpctrain takes them; by a whole model on
-every rank, as it took them before; and by torch alone (FSDP2 of a model on the meta device, rank 0
-reads and broadcasts, DCP saves). Memory is what a rank has for itself beyond what it began with,
-looked at each 2 ms; the page cache does not count. Run it in a memory cgroup to hold all of it to a
-limit. `--params 20` for a quick look, `--ways` to choose.
+Random weights lie in bf16 safetensors, as Hugging Face has them. Each way begins a model with them,
+makes one step, saves, and exports: by a function, as hpctrain takes it; by a whole model on every
+rank, as it took it before; and by torch alone (FSDP2 of a model on the meta device, rank 0 reads
+and broadcasts, DCP saves). The first is also resumed, by new ranks. Memory is what a rank has for
+itself beyond what it began with, looked at each 2 ms; the page cache does not count. Run it in a
+memory cgroup to hold all of it to a limit. `--params 20` for a quick look, `--ways` to choose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import _measure as measure
@@ -33,7 +33,8 @@ VOCABULARY = 32_000
 TOKENS = 32
 LOOK_S = 0.002
 LIMIT = 1.2
-PHASES = ("build", "load", "step", "save", "export")
+PHASES = ("begin", "step", "save", "export", "resume")
+WITHIN = ("begin", "save", "resume")
 FP32_BYTES = 4
 
 
@@ -115,13 +116,16 @@ def _go(way: str, asked: measure.Options, hub: Path, folder: Path) -> list[measu
     from _model import new_place
 
     place = new_place(folder / "run")
-    if way == "hpctrain":
-        (place,) = measure.on_ranks(_import, 1, hub=hub, place=place)
     job = Job(way, hub, folder, place)
     ranks = measure.on_ranks(_torch if way == "torch" else _ours, asked.ranks, job=job)
     if way != "torch":
         (exported,) = measure.on_ranks(_export, 1, job=job)
         ranks[0].rows["export"] = exported.rows["export"]
+    if way == "hpctrain":
+        for rank, resumed in zip(
+            ranks, measure.on_ranks(_resume, asked.ranks, job=job), strict=True
+        ):
+            rank.rows["resume"] = resumed.rows["resume"]
     return _lines(way, ranks)
 
 
@@ -129,8 +133,10 @@ def _lines(way: str, ranks: list[Phases]) -> list[measure.Line]:
     lines = list[measure.Line]()
     for phase in PHASES:
         rows = [rank.rows[phase] for rank in ranks if phase in rank.rows]
+        if not rows:
+            continue
         worst = max(rows, key=lambda row: row["peak"] / row["bound"])
-        goal = LIMIT if way == "hpctrain" and phase in {"build", "load", "save"} else None
+        goal = LIMIT if way == "hpctrain" and phase in WITHIN else None
         value, unit = f"{worst['peak'] / 1e6:,.0f} MB", f"of {worst['bound'] / 1e6:,.0f} MB"
         seconds = {"s": max(row["seconds"] for row in rows)}
         ratio = worst["peak"] / worst["bound"]
@@ -151,7 +157,6 @@ def _ours(world: World, job: Job) -> Phases:
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
-    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from hpctrain.checkpoint.tensors.save import save
     from hpctrain.engines.engine import Microbatch
     from hpctrain.engines.parallelize import parallelize
@@ -160,21 +165,16 @@ def _ours(world: World, job: Job) -> Phases:
     config = AutoConfig.from_pretrained(job.hub)
     settings = EngineSettings(kind="fsdp2", precision="fp32", clip_norm=1.0)
     phases = Phases()
-    with phases.phase("build", world) as row:
+    with phases.phase("begin", world) as row:
         if job.way == "whole":
             model = LlamaForCausalLM.from_pretrained(job.hub, dtype=torch.float32)
             engine = parallelize(model, _adam(model), settings, world)
             del model
         else:
             engine = parallelize(
-                lambda: LlamaForCausalLM(config), _adam, settings, world, is_restored=True
+                lambda: LlamaForCausalLM(config), _adam, settings, world, pretrained=job.hub
             )
     shard, block = _kept(engine.model), _largest(engine.model)
-    row["bound"] = shard + block
-    with phases.phase("load", world) as row:
-        if job.way != "whole":
-            state = engine.state(with_optimizer=False)
-            restore(job.place, world, lambda _: Wanted(state, frozenset(state.shared)))
     row["bound"] = shard + block
     _require_loaded(engine.model, job.hub)
     tokens = _tokens(world.rank)
@@ -190,6 +190,29 @@ def _ours(world: World, job: Job) -> Phases:
     return phases
 
 
+def _resume(world: World, job: Job) -> Phases:
+    """New ranks go on from what was saved."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
+    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.settings.schema import EngineSettings
+
+    config = AutoConfig.from_pretrained(job.hub)
+    settings = EngineSettings(kind="fsdp2", precision="fp32", clip_norm=1.0)
+    phases = Phases()
+    with phases.phase("resume", world) as row:
+        engine = parallelize(
+            lambda: LlamaForCausalLM(config), _adam, settings, world, is_restored=True
+        )
+        state = engine.state()
+        restored = restore(job.place, world, lambda _: Wanted(state, frozenset(state.shared)))
+        engine.apply(dict(state.shared))
+    assert restored.step == 1
+    row["bound"] = 3 * _kept(engine.model) + _largest(engine.model)
+    return phases
+
+
 def _torch(world: World, job: Job) -> Phases:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -201,7 +224,7 @@ def _torch(world: World, job: Job) -> Phases:
     config = AutoConfig.from_pretrained(job.hub)
     mesh = init_device_mesh("cpu", (world.world_size,))
     phases = Phases()
-    with phases.phase("build", world) as row:
+    with phases.phase("begin", world) as row:
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         model.float()
@@ -212,15 +235,13 @@ def _torch(world: World, job: Job) -> Phases:
         rotary = model.model.rotary_emb  # a buffer that no file holds
         rotary.__init__(config)
         optimizer = _adam(model)
-    shard, block = _kept(model), _largest(model)
-    row["bound"] = shard + block
-    with phases.phase("load", world) as row:
         whole: dict[str, Any] = {}
         if world.rank == 0:
             whole = LlamaForCausalLM.from_pretrained(job.hub, dtype=torch.float32).state_dict()
         options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         sd.set_model_state_dict(model, whole, options=options)
         del whole
+    shard, block = _kept(model), _largest(model)
     row["bound"] = shard + block
     _require_loaded(model, job.hub)
     tokens = _tokens(world.rank)
@@ -275,17 +296,6 @@ def _write_weights(world: World, hub: Path, params: int) -> None:  # noqa: ARG00
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(hub)
-
-
-def _import(world: World, hub: Path, place: SavePlace) -> SavePlace:  # noqa: ARG001 - alone
-    """What `hpctrain checkpoints import HUB --run RUN --step 0 --dtype fp32` does."""
-    from hpctrain.checkpoint.exchange import import_into, naming, open_source
-    from hpctrain.run.fence import take_attempt
-
-    contents = open_source.read(hub, None)
-    tensors, _ = naming.name_all(contents, naming.NameRequest(model_only=True))
-    import_into.write(place.run, "bench", 0, contents, naming.in_dtype(tensors, "F32"))
-    return replace(place, attempt=take_attempt(place.run, job_id="bench", restarts=0))
 
 
 def _adam(model: Any) -> Any:

@@ -124,12 +124,10 @@ def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by name; where there was none yet, it is that of step 0.
-
-    Torch makes missing state by a real step (at rate 0, which it takes back) and leaves Adam's
-    count at 1.
-    """
+    """The optimizer's state by name; where there was none yet, it is that of step 0."""
     fresh = not optimizer.state
+    if fresh:
+        _make_state(optimizer)
     with _quiet(), _without_empty_groups(optimizer):
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
     if fresh:
@@ -147,6 +145,51 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             }
         )
     return state
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Make what an optimizer has no state of yet, by a step of rate 0; Adam's count is at 1 then.
+
+    Torch would give all parameters gradients of zeros at once, as much memory as the weights take.
+    Here they lie in the memory of the largest, one after the other.
+    """
+    groups = optimizer.param_groups
+    trained = [
+        (group, parameter)
+        for group in groups
+        for parameter in group["params"]
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    zeros = dict[tuple[torch.dtype, torch.device], torch.Tensor]()
+    for local in sorted((_local(parameter) for _, parameter in trained), key=torch.Tensor.numel):
+        zeros[local.dtype, local.device] = local
+    zeros = {key: torch.zeros_like(local).view(-1) for key, local in zeros.items()}
+    try:
+        for group, parameter in trained:
+            rate = group["lr"]
+            still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            optimizer.param_groups = [{**group, "params": [parameter], "lr": still}]
+            parameter.grad = _like(parameter, zeros[parameter.dtype, _local(parameter).device])
+            optimizer.step()
+            parameter.grad = None
+    finally:
+        optimizer.param_groups = groups
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """The first elements of some memory as a tensor of a parameter's kind."""
+    local = _local(parameter)
+    view = flat[: local.numel()].view(local.shape)
+    if not isinstance(parameter, DTensor):
+        return view
+    return DTensor.from_local(
+        view, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -381,3 +381,28 @@ def test_a_count_that_is_a_plain_number_is_0_before_the_first_step_too():
 
     assert [float(before[f"optim.{name}.step"]) for name in ("weight", "bias")] == [0, 0]
     assert [held["step"] for held in optimizer.state.values()] == [0, 0]
+
+
+def test_state_of_step_0_is_made_with_the_gradient_of_one_parameter_at_a_time():
+    """Gradients of all parameters would take as much memory as the weights, as a run resumes."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].bias.requires_grad_(requires_grad=False)
+    groups = [{"params": list(layer.parameters()), "lr": 0.1 * rate} for rate, layer in
+              enumerate(model, 1)]  # fmt: skip
+    made = torch.optim.AdamW(groups, weight_decay=0.1)
+    weights = [parameter.clone() for parameter in model.parameters()]
+    held = []
+    made.register_step_pre_hook(
+        lambda *_: held.append([p.numel() for p in model.parameters() if p.grad is not None])
+    )
+
+    state = names.collect(model, made)
+
+    assert held == [[15], [10], [2]]
+    assert [p.grad for p in model.parameters()] == [None] * 4
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.2]
+    assert [len(group["params"]) for group in made.param_groups] == [2, 2]
+    moments = {name for name in state if name.startswith("optim.")}
+    assert len(moments) == 9
+    assert not any(state[name].any() for name in moments)

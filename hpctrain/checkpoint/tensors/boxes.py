@@ -31,8 +31,11 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }  # fmt: skip
 """Torch's dtypes in safetensors' words."""
-_PLACES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
-"""Torch takes 60 microseconds for each box, which a stall of a hundred milliseconds would show."""
+_BOXES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
+"""Making one takes microseconds, which a stall of a hundred milliseconds would show."""
+_PLACES: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]] = {}
+"""Torch takes milliseconds for one where two axes of a mesh cut a long dimension; a large model has
+thousands of tensors, and moments, of a dozen shapes."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,15 @@ def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
 def _sharded(name: str, tensor: Any) -> Held:
     if not isinstance(tensor, DTensor):
         raise CheckpointError(f"{name} is a {type(tensor).__name__}, known are tensors and DTensor")
-    key = (name, tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements)
-    if key not in _PLACES:
-        begin, extent, replica, replicas = _place(name, tensor)
+    shape = (tensor.shape, tensor.device_mesh, tensor.placements)
+    key = (name, tensor.dtype, *shape)
+    if key not in _BOXES:
+        if shape not in _PLACES:
+            _PLACES[shape] = _place(name, tensor)
+        begin, extent, replica, replicas = _PLACES[shape]
         piece = ShardPiece(name, _dtype(name, tensor), tuple(tensor.shape), begin, extent)
-        _PLACES[key] = (piece, replica, replicas)
-    piece, replica, replicas = _PLACES[key]
+        _BOXES[key] = (piece, replica, replicas)
+    piece, replica, replicas = _BOXES[key]
     local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
     return Held(piece, local.detach(), replica, replicas)
 
