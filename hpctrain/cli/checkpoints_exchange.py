@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.exchange.export import Written
     from hpctrain.checkpoint.exchange.import_into import Imported
     from hpctrain.checkpoint.exchange.naming import NameRequest
+    from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.run.layout import RunDir
 
 GB = 10**9
@@ -115,13 +116,14 @@ def export_command(
     )
     state = export.state_of(manifest) if everything else None
     place = Path.cwd() / dest.expanduser()
-    tensors, others = _like(directory, like, tensors, is_folder=kind != "torch" and not everything)
+    is_folder = kind != "torch" and not everything
+    tensors, extras = _like(directory, manifest, like, tensors, is_folder=is_folder)
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
         if kind == "torch":
             written = _to_torch(place, tensors, step, state, on_bytes)
         else:
-            extras = {"state": state, "beside": others}
-            written = _to_safetensors(place, tensors, max_shard_gb, extras, on_bytes)
+            extras |= {"state": state, "on_bytes": on_bytes}
+            written = _to_safetensors(place, tensors, max_shard_gb, extras)
     _tell_written(written, path.name, as_json=as_json)
 
 
@@ -239,7 +241,6 @@ def _to_safetensors(
     tensors: Sequence[Tensor],
     max_shard_gb: float,
     extras: dict[str, Any],
-    on_bytes: Callable[[int], None],
 ) -> Written:
     from hpctrain.checkpoint.exchange import safetensors
     from hpctrain.errors import UsageError
@@ -247,23 +248,30 @@ def _to_safetensors(
     if place.exists() and not place.is_dir():
         raise UsageError(f"{place} is a file; --to safetensors takes a folder")
     most = max(1, int(max_shard_gb * GB))
-    return safetensors.write(place, tensors, max_shard_bytes=most, on_bytes=on_bytes, **extras)
+    return safetensors.write(place, tensors, **{"max_shard_bytes": most, **extras})
 
 
 def _like(
-    run: RunDir, like: Path | None, tensors: list[Tensor], *, is_folder: bool
-) -> tuple[list[Tensor], dict[str, bytes]]:
-    """The weights and the files beside them as the folder has them that they once came from."""
+    run: RunDir, manifest: Manifest, like: Path | None, tensors: list[Tensor], *, is_folder: bool
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The weights and the files beside them as the folder has them that they once came from.
+
+    Of adapters as peft has them: in one file, whatever its size.
+    """
     from hpctrain.checkpoint.exchange import hub_folder
     from hpctrain.errors import UsageError
 
     if like is not None and not is_folder:
         raise UsageError(f"--like {like} goes with --to safetensors and --what model")
     folder = Path.cwd() / like.expanduser() if like is not None else _begun_with(run)
+    if is_folder and hub_folder.BASE in manifest.extra:
+        tensors, beside = hub_folder.adapters(manifest.extra, tensors)
+        most = _bytes(tensors) + 1
+        return tensors, {"beside": beside, "stem": hub_folder.ADAPTER, "max_shard_bytes": most}
     if folder is None or not is_folder:
         return tensors, {}
     tensors = hub_folder.untied(folder, tensors)
-    return tensors, hub_folder.beside(folder, tensors)
+    return tensors, {"beside": hub_folder.beside(folder, tensors)}
 
 
 def _begun_with(run: RunDir) -> Path | None:

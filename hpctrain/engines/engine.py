@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.mesh import Mesh
     from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.engines.adapters import BaseWeights
     from hpctrain.engines.precision import LossScale
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World
@@ -58,13 +59,15 @@ class EngineInputs:
         settings: The run's.
         world: The ranks.
         mesh: Ranks along each axis.
-        state_names: Names of all of the program's parameters and buffers, on whatever rank.
+        state_names: Names of the program's parameters and buffers that are saved, on whatever rank.
+        base: Of a model with adapters: the weights that are not.
     """
 
     settings: EngineSettings
     world: World
     mesh: Mesh
     state_names: frozenset[str]
+    base: BaseWeights | None = None
 
 
 class Engine(abc.ABC):
@@ -81,6 +84,7 @@ class Engine(abc.ABC):
         loss_scale: With fp16, how far losses are scaled; None otherwise.
         begun: Updates applied before the step in hand.
         seed: Of the run; for engines that draw random numbers by the step.
+        base: Of a model with adapters: the weights that no checkpoint holds.
     """
 
     loss_scale: LossScale | None = None
@@ -96,6 +100,7 @@ class Engine(abc.ABC):
         self.passes = MicrobatchRules()
         self.precision = precision_of(inputs.settings.precision, inputs.world.device)
         self.clip_norm = inputs.settings.clip_norm
+        self.base = inputs.base
         self.begun = 0
         self.seed = 0
 

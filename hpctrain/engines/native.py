@@ -135,6 +135,9 @@ class Native(Engine):
         """See `Engine`."""
         self._reshard()
         tensors = names.collect(self.model, self.optimizer if with_optimizer else None)
+        if self.base is not None:
+            left_out = {names.MODEL + name for name in self.base.names}
+            tensors = {name: one for name, one in tensors.items() if name not in left_out}
         copies = {}
         if self.mesh.pp > 1 or self._sharded:
             copies = {name: self._copies(tensor) for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.engines import state as names
+from hpctrain.engines.adapters import base_weights, is_adapted, refuse_adapted
 from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.deferred import DeferredModel
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from hpctrain.engines.adapters import BaseWeights
     from hpctrain.engines.engine import Engine
     from hpctrain.plan.mesh import ModelShape
     from hpctrain.settings.schema import EngineSettings
@@ -96,20 +98,17 @@ def parallelize(
         CheckpointError: the folder's files are damaged, or do not fit the model.
     """
     _require_versions(settings)
-    source = _source(model, optimizer, seed, is_restored=is_restored)
-    source.begin_with(None if is_restored else pretrained or settings.pretrained, world)
+    source = _source(model, optimizer, seed)
+    source = source.begin_with(pretrained, settings, world, is_restored=is_restored)
     _refuse_without_effect(source.model, settings)
     widen(source.model)
     plan = plan or ModelPlan()
-    state_names = frozenset(source.model.state_dict())
-    if not world.is_distributed:
-        return _copied(source, EngineInputs(settings, world, Mesh(), state_names))
     mesh = _mesh_of(source.model, settings, world, plan.shape)
-    inputs = EngineInputs(settings, world, mesh, state_names)
+    inputs = EngineInputs(settings, world, mesh, source.saved_names, source.base)
+    if not world.is_distributed or settings.kind == "ddp":
+        return _copied(source, inputs)
     if settings.kind.startswith("zero"):
         return _by_deepspeed(source, inputs)
-    if settings.kind == "ddp":
-        return _copied(source, inputs)
     return _sharded(source, inputs, plan)
 
 
@@ -123,6 +122,7 @@ class _Source:
         optimizer: Of its parameters; or what makes one.
         names: Of its parameters, by identity.
         awaited: Names of what a checkpoint fills next.
+        base: The weights that are in no checkpoint; None where all are.
     """
 
     model: nn.Module
@@ -130,6 +130,13 @@ class _Source:
     optimizer: Optimizer | Callable[[nn.Module], Optimizer]
     names: dict[int, str]
     awaited: frozenset[str] = frozenset()
+    base: BaseWeights | None = None
+
+    @property
+    def saved_names(self) -> frozenset[str]:
+        """Names of what checkpoints hold of the model, on whatever rank."""
+        left_out = self.base.names if self.base is not None else frozenset()
+        return frozenset(self.model.state_dict()) - left_out
 
     @property
     def is_same(self) -> bool:
@@ -161,21 +168,39 @@ class _Source:
         if self.deferred is not None and self.deferred.pretrained is not None:
             self.deferred.pretrained.agree(world)
 
-    def begin_with(self, folder: str | Path | None, world: World) -> None:
-        """Take values from a Hugging Face folder, where there is one. Collective.
+    def begin_with(
+        self,
+        pretrained: str | Path | None,
+        settings: EngineSettings,
+        world: World,
+        *,
+        is_restored: bool,
+    ) -> _Source:
+        """Find the values that come neither from the constructor nor from a checkpoint. Collective.
+
+        Args:
+            pretrained: A Hugging Face folder; None for that of the settings, if any.
+            settings: The engine's.
+            world: The ranks.
+            is_restored: A checkpoint is loaded next: the folder is opened for what that leaves out.
 
         Raises:
-            UsageError: the model has its values already.
+            UsageError: the model has its values already, or adapters that cannot be trained.
             CheckpointError: the folder's files are damaged, or do not fit the model.
         """
-        if not folder:
-            return
         if self.deferred is None:
-            raise UsageError(
-                f"run.parallelize reads {folder} into a model that it makes; give it a function "
-                f"that builds one: lambda: {type(self.model).__name__}(config)"
-            )
-        self.deferred.pretrained = open_folder(folder, self.model, world)
+            if pretrained:
+                raise UsageError(
+                    f"run.parallelize reads {pretrained} into a model that it makes; give it a "
+                    f"function that builds one: lambda: {type(self.model).__name__}(config)"
+                )
+            return replace(self, base=base_weights(self.model, None, "the program", world))
+        deferred, source, folder = self.deferred, self, pretrained or settings.pretrained
+        if folder and (is_adapted(self.model) or not is_restored):
+            deferred.pretrained = open_folder(folder, self.model, world)
+            base = base_weights(self.model, deferred.pretrained, str(folder), world)
+            source = replace(self, base=base)
+        return replace(source, awaited=source.saved_names) if is_restored else source
 
     def optimizer_of(self, model: nn.Module, *, may_lack: bool = False) -> Optimizer:
         """The optimizer of the parameters as they are now; see `point_to`.
@@ -199,8 +224,6 @@ def _source(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | Callable[[nn.Module], Optimizer],
     seed: int,
-    *,
-    is_restored: bool,
 ) -> _Source:
     if isinstance(optimizer, Optimizer) and optimizer.state:
         raise UsageError("parallelize() needs a fresh optimizer; call it before the first step")
@@ -213,18 +236,25 @@ def _source(
             f"{type(optimizer).__name__}(model.parameters(), ...)"
         )
     deferred = DeferredModel(model, seed)
-    awaited = frozenset(deferred.model.state_dict() if is_restored else ())
-    return _Source(deferred.model, deferred, optimizer, {}, awaited)
+    return _Source(deferred.model, deferred, optimizer, {})
 
 
 def _mesh_of(
     model: nn.Module, settings: EngineSettings, world: World, shape: ModelShape | None
 ) -> Mesh:
-    """The mesh that submit has planned, where it has seen the config of this model."""
+    """The mesh that submit has planned, where it has seen the config of this model.
+
+    Raises:
+        UsageError: there is none, or it cuts what it cannot.
+    """
+    if not world.is_distributed:
+        return Mesh()
     config: Any = getattr(model, "config", None)
     if shape is None and settings.pretrained and hasattr(config, "to_dict"):
         shape = shape_of_config(config.to_dict(), "the model's config")
-    return plan_mesh(settings, world.world_size, world.ranks_per_node, shape=shape)
+    mesh = plan_mesh(settings, world.world_size, world.ranks_per_node, shape=shape)
+    refuse_adapted(model, settings, mesh)
+    return mesh
 
 
 def _require_versions(settings: EngineSettings) -> None:

@@ -41,6 +41,9 @@ READ_BYTES = 16 << 20
 SHOWN = 3
 TORCH = {word: dtype for dtype, word in DTYPES.items()}
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
+WRAPPED = "base_model.model."
+"""Before the names of a model that peft has wrapped."""
+_LAYER = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)\.")
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Of older files: buffers that models make by themselves since, as transformers knows too."""
 
@@ -96,6 +99,17 @@ class Pretrained:
             self.problem = self.problem or str(error)
         return value
 
+    def first(self, name: str, count: int) -> torch.Tensor:
+        """So many values from a tensor's beginning. Not collective: see `agree`."""
+        stored = self._tensors[name][0]
+        try:
+            content = stored.start(count)
+        except HpctrainError as error:
+            self.problem = self.problem or str(error)
+            return torch.empty(0)
+        dtype = TORCH[stored.dtype]
+        return torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(0)
+
     def _rows(
         self, name: str, begin: Sequence[int], extent: Sequence[int]
     ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -148,28 +162,27 @@ def open_folder(folder: str | Path, model: nn.Module, world: World) -> Pretraine
 def _tensors_of(folder: Path, model: nn.Module) -> dict[str, list[StoredTensor]]:
     if not folder.is_dir():
         raise NotFound(f"{folder}, which the model's weights come from, is not a folder here")
-    wanted = {
-        _plain(name): (name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
-    there = _named(safetensors.read(folder), model, wanted.keys())
-    if not there.keys() & wanted.keys():
+    own = model.state_dict(keep_vars=True)
+    wanted = {name: _plain(name) for name in own}
+    there = _named(safetensors.read(folder), model, set(wanted.values()))
+    if there.keys().isdisjoint(wanted.values()):
         named = f"{min(there)} there, {min(wanted)} here" if there and wanted else "one has none"
         raise CheckpointError(f"{folder} holds none of the model's tensors ({named})")
-    _refuse_others(folder, model, sorted(there.keys() - wanted.keys()))
+    _refuse_others(folder, model, sorted(there.keys() - set(wanted.values())))
     groups = dict[int, list[str]]()
-    for plain, (_, tensor) in wanted.items():
-        groups.setdefault(id(tensor), []).append(plain)
+    for name, tensor in own.items():
+        groups.setdefault(id(tensor), []).append(name)
     tensors: dict[str, list[StoredTensor]] = {}
     made: list[str] = []
     for tied in groups.values():
-        stored = [there[plain] for plain in tied if plain in there]
-        for name, tensor in (wanted[plain] for plain in tied):
+        stored = [there[wanted[name]] for name in tied if wanted[name] in there]
+        for name in tied:
             for candidate in stored:
-                _require_fits(folder, candidate, name, tensor)
+                _require_fits(folder, candidate, name, own[name])
             if stored:
                 tensors[name] = stored
         if not stored:
-            made.append(wanted[tied[0]][0])
+            made.append(tied[0])
     log.info("weights of %s: %d tensors by range", folder, len(tensors))
     if made:
         log.warning("%s has no %s: made by the model's own init", folder, _some(made))
@@ -178,7 +191,9 @@ def _tensors_of(folder: Path, model: nn.Module) -> dict[str, list[StoredTensor]]
 
 def _plain(name: str) -> str:
     """A tensor's name as the folder has it: peft wraps a model, and the layers that it adapts."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    if not name.startswith(WRAPPED):
+        return name
+    return _LAYER.sub(".", name.removeprefix(WRAPPED))
 
 
 def _named(

@@ -39,6 +39,7 @@ RATES = "__rates__"
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's schedulers set in the optimizer's groups."""
 PREFIX = "rng."
+BASE = "base_weights"
 
 
 class Stateful(Protocol):
@@ -78,6 +79,8 @@ class Program:
         self.engine, self.model, self.optimizer = engine, engine.model, engine.optimizer
         if engine.loss_scale is not None:
             self.tracked["scaler"] = engine.loss_scale
+        if engine.base is not None:
+            self.tracked[BASE] = engine.base
 
     @property
     def kind(self) -> str:
@@ -100,7 +103,8 @@ class Program:
         """
         if self.model is None:
             return 0
-        whole = sum(_whole_numel(p) * p.element_size() for p in self.model.parameters())
+        saved = [p for p in self.model.parameters() if p.requires_grad or BASE not in self.tracked]
+        whole = sum(_whole_numel(p) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 
     def add_data(self, name: str, loader: Stateful) -> None:

@@ -80,6 +80,7 @@ Engine.precision
 Engine.loss_scale
 Engine.begun
 Engine.seed
+Engine.base
 Engine.data_rank
 Engine.data_ranks
 Engine.is_first_reader

@@ -1,13 +1,16 @@
 """What lies in a Hugging Face folder beside the weights: read with distrust, no torch.
 
-`read_config` and `require_weights` are for a submit, `beside` and `untied` for an export that
-`from_pretrained` shall load. tests/unit/plan/test_decoders.py and
-tests/unit/checkpoint/exchange/test_exchange_export.py hold the promises.
+`read_config` and `require_weights` are for a submit; `beside` and `untied` for an export that
+`from_pretrained` shall load, `adapters` for one of peft's. tests/unit/plan/test_decoders.py,
+tests/unit/checkpoint/exchange/test_exchange_export.py and tests/engines/test_adapters.py hold the
+promises.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.exchange import safetensors
@@ -15,7 +18,7 @@ from hpctrain.checkpoint.exchange.contents import same
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.exchange.contents import Tensor
@@ -31,6 +34,11 @@ COPIED = (
 MAX_COPIED = 256 << 20
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HEAD = "lm_head.weight"
+BASE = "base_weights"
+"""Of a manifest's `extra`: what adapters stand on, and their config."""
+ADAPTER = "adapter_model"
+_LORA = re.compile(r"\.(lora_\w+)\.default(?=\.|$)")
+_SAVED = re.compile(r"\.modules_to_save\.default\.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -105,3 +113,23 @@ def untied(folder: Path, tensors: Sequence[Tensor]) -> list[Tensor]:
     alike = (one for one in tensors if one is not head and one.text == head.text)
     is_tied = any(same(one.read(), head.read()) for one in alike if "embed" in one.name)
     return [one for one in tensors if one is not head or not is_tied]
+
+
+def adapters(
+    extra: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, bytes]]:
+    """The tensors of a checkpoint of adapters as peft names them, and the config beside them.
+
+    Args:
+        extra: Of its manifest, with BASE.
+        tensors: Under their names in the wrapped model.
+    """
+    base = extra[BASE]
+    config = base["adapter_config"] | {
+        "base_model_name_or_path": base["source"],
+        "inference_mode": True,
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    named = [_SAVED.sub(".", _LORA.sub(r".\1", one.name)) for one in tensors]
+    renamed = [replace(one, name=name) for one, name in zip(tensors, named, strict=True)]
+    return renamed, {"adapter_config.json": text.encode()}

@@ -65,6 +65,15 @@ class StoredTensor(Tensor):
         count = math.prod(shape) * DTYPES[dtype]
         return cls(name, dtype, shape, partial(_read, path, position, count), path, position)
 
+    def start(self, count: int) -> Bytes:
+        """The bytes of so many of its first values, or of all where it has fewer.
+
+        Raises:
+            CheckpointError: see `rows`.
+        """
+        most = min(count * DTYPES[self.dtype], self.nbytes)
+        return _read(self.path, self.position, most)
+
     def rows(self, first: int, count: int) -> Bytes:
         """The bytes of so many of its rows, along its first axis, and nothing else of the file.
 
@@ -186,6 +195,7 @@ def write(
     max_shard_bytes: int = 5 * GB,
     state: dict[str, object] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    stem: str = STEM,
     on_bytes: OnBytes = lambda _: None,
 ) -> Written:
     """Write, flush, read back and compare; only then do the files get their names.
@@ -196,13 +206,14 @@ def write(
         max_shard_bytes: A file has no more of tensors, unless it has just one.
         state: The rest of a checkpoint that is exported as a whole.
         beside: Other files of the folder, and their contents.
+        stem: What the files' names begin with.
         on_bytes: Told of bytes written and of bytes compared.
 
     Raises:
         UsageError: one of the files is there already.
         CheckpointError: there is no room, the disk refused, or what was read back is not the same.
     """
-    files = _split_files(tensors, max_shard_bytes, state)
+    files = _split_files(tensors, max_shard_bytes, state, stem)
     others = dict(beside or {})
     if len(files) > 1:
         others[INDEX] = _index_bytes(files)
@@ -227,7 +238,7 @@ def write(
 
 
 def _split_files(
-    tensors: Sequence[Tensor], max_bytes: int, state: dict[str, object] | None
+    tensors: Sequence[Tensor], max_bytes: int, state: dict[str, object] | None, stem: str
 ) -> list[_File]:
     groups: list[list[Tensor]] = []
     room = 0
@@ -241,9 +252,9 @@ def _split_files(
     files = []
     for number, group in enumerate(groups, start=1):
         name = (
-            f"{STEM}-{number:05d}-of-{total:05d}.safetensors"
+            f"{stem}-{number:05d}-of-{total:05d}.safetensors"
             if total > 1
-            else f"{STEM}.safetensors"
+            else f"{stem}.safetensors"
         )
         about = {"format": "pt"}
         if state is not None and number == 1:

@@ -107,6 +107,7 @@ def _engine(kind):
         model=model,
         optimizer=optimizer,
         loss_scale=None,
+        base=None,
         state=lambda with_optimizer: State(tensors),
     )
 
