@@ -58,8 +58,11 @@ NORMS = (
 
 CUT = ("query", "key", "value", "mix", "gate", "up", "down")
 """A block's matrices."""
-FUSED = ("qkv", "qkv_proj", "wqkv", "c_attn", "in_proj", "query_key_value")
-"""Query, key and value in one matrix."""
+FUSED = {
+    "attention": ("qkv", "qkv_proj", "wqkv", "c_attn", "in_proj", "query_key_value"),
+    "mlp": ("gate_up_proj", "w13"),
+}
+"""Names of matrices that hold several: query, key and value; gate and up."""
 HEAD_COUNTS = ("heads", "n_heads", "num_heads", "n_kv_heads", "num_key_value_heads", "n_head")
 """Where an attention keeps how many heads it has; of those of these names that it has."""
 TABLES = ("rotary_emb",)
@@ -160,12 +163,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _block(model: nn.Module, name: str) -> BlockNames:
     attention, mlp = _need(model, name, "attention"), _need(model, name, "mlp")
-    for fused in FUSED:
-        if _has(model, path := _join(attention, fused)):
-            raise UsageError(
-                f"engine.tp: {path} holds query, key and value in one matrix, which cannot be cut "
-                "between heads; give the model one nn.Linear for each, or " + ASK
-            )
+    _refuse_fused(model, attention, mlp)
     return BlockNames(
         name=name,
         norms=tuple(norm for own in NORMS if _has(model, norm := _join(name, own))),
@@ -176,6 +174,23 @@ def _block(model: nn.Module, name: str) -> BlockNames:
         **{role: _need(model, attention, role) for role in ("query", "key", "value", "mix")},
         **{role: _need(model, mlp, role) for role in ("gate", "up", "down")},
     )
+
+
+def _refuse_fused(model: nn.Module, attention: str, mlp: str) -> None:
+    """Refuse what would give each rank a part of the wrong thing."""
+    parts = ((attention, "attention", "query, key and value"), (mlp, "mlp", "gate and up"))
+    for parent, kind, held in parts:
+        for fused in FUSED[kind]:
+            if _has(model, path := _join(parent, fused)):
+                raise UsageError(
+                    f"engine.tp: {path} holds {held} in one matrix, which cannot be cut in each; "
+                    "give the model one nn.Linear for each, or " + ASK
+                )
+    if _has(model, path := _join(mlp, "experts")):
+        raise UsageError(
+            f"engine.tp: {path} are experts, which tensor parallelism does not cut; set engine.tp "
+            "to 1 (FSDP2 shards experts, engine.ep shares them), or " + ASK
+        )
 
 
 def _check_whole(model: nn.Module, layout: Layout, listed: str) -> None:

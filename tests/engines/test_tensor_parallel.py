@@ -430,6 +430,16 @@ REFUSED = {
         "tok_embeddings.weight and output.weight are one parameter, and plan.tensor_parallel",
     ),
     "fused": (_fused, {}, "layers.1.attention.qkv holds query, key and value in one matrix"),
+    "fused, gate and up": (
+        lambda: _with("layers.0.feed_forward.gate_up_proj", nn.Linear(32, 128)),
+        {},
+        "layers.0.feed_forward.gate_up_proj holds gate and up in one matrix",
+    ),
+    "experts": (
+        lambda: _with("layers.0.feed_forward.experts", nn.Linear(32, 64)),
+        {},
+        "layers.0.feed_forward.experts are experts, which .* set engine.tp to 1",
+    ),
     "no blocks": (lambda: nn.Linear(4, 4), {}, "Linear has no list of blocks"),
     "another mlp": (
         lambda: _change(mlp=("experts", TITAN["mlp"][1])),
