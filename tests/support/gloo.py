@@ -26,7 +26,8 @@ LEAVE_S = 10
 PORTS = range(61_000, 65_500)
 """Above Linux's ephemeral range, and above those of the test clusters."""
 SIDES = 4
-_COUNTER = itertools.count()
+_COUNTER = itertools.count(os.getpid())
+"""Two runs of tests that began together would else ask for the same ports in step."""
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
