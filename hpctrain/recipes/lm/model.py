@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from hpctrain import cross_entropy
 from hpctrain.errors import UsageError
@@ -71,10 +72,12 @@ def can_group(tokens: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies groups of tokens by a matrix each in one call, as fast as it can.
 
     On a GPU that is so for bf16 from Hopper on; elsewhere torch would ask it for the counts, and
-    multiply one by one, as the loop does. A row has to take a multiple of 16 bytes.
+    multiply one by one, as the loop does. A row has to take a multiple of 16 bytes. Older releases
+    lack it on a CPU, or were not run.
     """
     dtype = _computed_in(tokens)
-    if not hasattr(F, "grouped_mm") or any(n * dtype.itemsize % 16 for n in weight.shape[1:]):
+    is_known = TorchVersion(torch.__version__) >= "2.13" and hasattr(F, "grouped_mm")
+    if not is_known or any(n * dtype.itemsize % 16 for n in weight.shape[1:]):
         return False
     if tokens.device.type == "cpu":
         return dtype in {torch.float32, torch.bfloat16}
