@@ -70,6 +70,7 @@ class Phases:
 
         row = self.rows.setdefault(name, {})
         done, seen = threading.Event(), [_own_memory()]
+        row["began"] = seen[0] - self.base
 
         def look() -> None:
             while not done.wait(LOOK_S):
@@ -186,7 +187,7 @@ def _ours(world: World, job: Job) -> Phases:
     row["bound"] = 4 * shard + block  # gradients and two moments
     with phases.phase("save", world) as row:
         save(job.place, world, engine.state(), _model.manifest(job.place, world, 1))
-    row["bound"] = 4 * shard + block  # malloc keeps what gradients took
+    _without_leftovers(row, 3 * shard, block)
     return phases
 
 
@@ -255,7 +256,7 @@ def _torch(world: World, job: Job) -> Phases:
         weights, moments = sd.get_state_dict(model, optimizer)
         writer = dcp.FileSystemWriter(job.folder / "dcp")
         dcp.save({"model": weights, "optimizer": moments}, storage_writer=writer)
-    row["bound"] = 4 * shard + block
+    _without_leftovers(row, 3 * shard, block)
     with phases.phase("export", world) as row:
         options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = dict[str, Any](sd.get_model_state_dict(model, options=options))
@@ -296,6 +297,12 @@ def _write_weights(world: World, hub: Path, params: int) -> None:  # noqa: ARG00
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(hub)
+
+
+def _without_leftovers(row: dict[str, float], kept: int, block: int) -> None:
+    """What malloc has kept of a step's gradients and blocks is not the save's."""
+    row["peak"] += kept - row["began"]
+    row["bound"] = kept + block
 
 
 def _adam(model: Any) -> Any:
