@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma"})
 FAMILIES: Mapping[str, frozenset[str]] = {
-    "tp": frozenset(
-        {"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text"}
-    ),
-    "pp": frozenset(),
+    "tp": DECODERS | {"gemma2", "gemma3_text"},
+    "pp": DECODERS,
     "ep": frozenset(),
 }
 """Axis to the model types that can be cut along it."""
-TIES = frozenset({"tp"})
+TIES = frozenset({"tp", "pp"})
 """Axes along which a model can be cut whose embedding is its head."""
 SHOWN = 40
 MANY = 1 << 40

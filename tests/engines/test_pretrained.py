@@ -21,6 +21,7 @@ from hpctrain.engines import pretrained
 from hpctrain.engines.engine import Microbatch
 from hpctrain.engines.parallelize import parallelize
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.plan.decoders import FAMILIES
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.world import World, join_world
 from tests.support import fuzzing, hub, layouts
@@ -53,6 +54,7 @@ ENGINES = {
     "ddp": {"kind": "ddp"},
     "fsdp2": {"kind": "fsdp2"},
     "tp": {"kind": "fsdp2", "tp": "2", "sequence_parallel": False},
+    "pp": {"kind": "fsdp2", "pp": "2", "pp_schedule": "gpipe"},
     "zero3": {"kind": "zero3"},
 }
 
@@ -65,7 +67,7 @@ def logits_of(engine):
         return output.logits.sum() * 0
 
     engine.evaluate([Microbatch(hub.tokens(), None)], keep)
-    return seen[0]
+    return seen[0] if seen else None  # of a pipeline the last stage has them
 
 
 def share(output, targets):
@@ -105,7 +107,7 @@ def test_hugging_face_weights_go_there_and_back_under_every_engine(tmp_path):
     """The bits of `from_pretrained` in fp32; its logits; and those of what was exported."""
     theirs = {family: hub.loaded(hub.make(tmp_path, family)) for family in hub.FAMILIES}
 
-    (values, _) = launch(there_and_back, 2, root=tmp_path)
+    (_, values) = launch(there_and_back, 2, root=tmp_path)
 
     for (family, engine), (weights, logits, later) in values.items():
         reference = theirs[family]
@@ -119,6 +121,37 @@ def test_hugging_face_weights_go_there_and_back_under_every_engine(tmp_path):
         assert (later - hub.logits(again)).abs().max() < 1e-5, (family, engine)
         assert (later - logits).abs().max() > 1e-3, (family, engine)
         assert again.config.tie_word_embeddings == reference.config.tie_word_embeddings
+
+
+def of_type(kind):
+    import transformers
+
+    sizes = {**hub.SIZES, "num_key_value_heads": 2}
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **sizes), attn_implementation="eager"
+    )
+
+
+def types_under(axis):
+    """Logits of each type of model that the table has, cut and whole."""
+    world, values = join_world(), {}
+    for kind in sorted(FAMILIES[axis]):
+        settings = EngineSettings(**{"precision": "fp32", **ENGINES[axis]})
+        cut, whole = (
+            parallelize(partial(of_type, kind), adam, options, place, seed=5)
+            for options, place in ((settings, world), (EngineSettings(precision="fp32"), ALONE))
+        )
+        values[kind] = (logits_of(cut), logits_of(whole))
+    return values
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_what_submit_lets_through_is_taken_by_the_engines(axis):
+    (_, values) = launch(types_under, 2, axis=axis)
+
+    assert values.keys() == FAMILIES[axis]
+    for kind, (cut, whole) in values.items():
+        assert (cut - whole).abs().max() < 1e-5, kind
 
 
 def recipe():
