@@ -284,6 +284,27 @@ def test_each_stage_makes_for_itself_what_blocks_are_given_beside_their_tensor()
     cut(make(), 0, 2, EngineSettings(kind="fsdp2")).hollow.check(x)
 
 
+class _Beside(nn.Module):
+    """The table that its blocks are given is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(8), persistent=False)
+        self.layers = nn.ModuleList(_Handed(8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x
+
+
+def test_a_table_of_a_model_without_memory_is_filled_for_the_check_too():
+    stages = cut(_Beside().to("meta"), 0, 2, EngineSettings(kind="fsdp2"))
+
+    stages.parts[0].to_empty(device="cpu")
+    stages.hollow.check(torch.linspace(-1, 1, 24).view(3, 8))
+
+
 def test_a_table_that_the_tensor_passes_through_has_to_be_named():
     hollow = cut(_Turned(add=True), 0, 2, EngineSettings(kind="fsdp2")).hollow
 
