@@ -152,14 +152,16 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 
 
 WHOLE = ("Qwen3, tied", "Olmo2")
+ELSEWHERE = ("Llama", "Gemma2, tied")
+"""In a pipeline below, and with cut logits in test_loss.py."""
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["given whole", "sequence, by a function"])
 def test_decoders_train_as_in_one_process(alone, sequence):
-    families = [family for family in FAMILIES if sequence or family in WHOLE]
+    families = [family for family in FAMILIES if family not in ELSEWHERE] if sequence else WHOLE
     settings = {"tp": "2", "sequence_parallel": sequence, "whole": not sequence}
     for ours in launch(_train_all, 4, families=families, **settings):
-        assert list(ours) == families
+        assert list(ours) == list(families)
         for family, numbers in ours.items():
             assert_alike(numbers, alone[family])
 
@@ -187,7 +189,6 @@ def test_decoders_are_recomputed_and_compiled_at_any_shape(alone):
         "full, aot": ("Qwen3, tied", {**full, **compiled, "sequence_parallel": False}),
         "aot, sequence": ("Olmo2", {**compiled, **sequence}),
         "selective, sequence": ("Qwen3, tied", {**selective, **sequence}),
-        "selective": ("Olmo2", {**selective, "sequence_parallel": False}),
     }
     for ours in launch(_recompute_and_compile, 2, cases=cases):
         for case, (family, _) in cases.items():
