@@ -11,7 +11,7 @@ the recipe's model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class ModelShape:
     kv_heads: int = 0
     vocab: int = 0
     source: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] | None = None
 
 
 _SIZES = {
@@ -98,7 +98,7 @@ def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> 
     """
     if ranks == 1:
         return ""
-    if axis in shape.refused:
+    if shape.refused and axis in shape.refused:
         return shape.refused[axis]
     why = {"tp": _tp_misfit, "pp": _pp_misfit, "ep": _ep_misfit}.get(axis)
     return why(ranks, engine, shape) if why is not None else ""

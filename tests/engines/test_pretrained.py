@@ -7,8 +7,10 @@ import json
 import random
 import struct
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from hpctrain.checkpoint.exchange import export, hub_folder, safetensors
 from hpctrain.checkpoint.format.manifest import load as load_manifest
 from hpctrain.engines import pretrained
 from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import parallelize
+from hpctrain.engines.parallelize import _mesh_of, parallelize
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.plan.decoders import FAMILIES
 from hpctrain.settings.schema import EngineSettings
@@ -345,6 +347,18 @@ def test_the_folder_of_the_settings_is_taken_and_an_argument_goes_before_it(tmp_
     for name, value in load_file(full / NAME).items():
         assert by_setting.get_parameter(name).equal(value)
         assert by_argument.get_parameter(name).equal(value)
+
+
+def test_ranks_take_the_mesh_that_submit_has_planned_by_the_config():
+    """Submit has read 9 heads in config.json: 2 of a range would be refused by the engine."""
+    world = World(0, 0, 6, torch.device("cpu"), control=cast("Any", object()), ranks_per_node=6)
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 9, "vocab_size": 66}
+    with torch.device("meta"):
+        model = hub.build("Llama", **sizes, hidden_size=72)
+    settings = EngineSettings(kind="fsdp2", tp="2-3", pretrained="hub")
+
+    assert _mesh_of(model, settings, world, None).tp == 3
+    assert _mesh_of(model, replace(settings, pretrained=""), world, None).tp == 2
 
 
 def test_a_resumed_model_does_not_open_the_folder(tmp_path):

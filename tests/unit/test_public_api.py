@@ -123,7 +123,7 @@ Mixture(datasets: 'Sequence[Any]', weights: 'Sequence[float]') -> 'None'
 Mixture.datasets
 Mixture.weights
 ModelPlan(tensor_parallel: 'Mapping[str, Any] | None' = None, stage_order: 'Sequence[str] | None' = None, shape: 'ModelShape | None' = None, loss_parallel: 'bool' = False) -> None
-ModelShape(layers: 'int', dim: 'int', heads: 'int', hidden: 'int', seq_len: 'int', experts: 'int' = 0, kv_heads: 'int' = 0, vocab: 'int' = 0, source: 'str' = '', refused: 'Mapping[str, str]' = <factory>) -> None
+ModelShape(layers: 'int', dim: 'int', heads: 'int', hidden: 'int', seq_len: 'int', experts: 'int' = 0, kv_heads: 'int' = 0, vocab: 'int' = 0, source: 'str' = '', refused: 'Mapping[str, str] | None' = None) -> None
 PackedDocuments(path: 'str | Path', seq_len: 'int', *, end_token: 'int | None' = None, dtype: 'str | None' = None, column: 'str' = 'input_ids') -> 'None'
 PackedDocuments.seq_len
 Run
