@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""From the slowest to the fastest. `ep` is no axis of its own: it is a part of `dp_shard`."""
+"""From the slowest to the fastest. `ep` and `cp` are none of their own, but parts of `dp_shard`."""
+INNER = ("ep", "cp")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Mesh:
         dp_shard: Ranks that one copy is spread over.
         tp: Ranks that share each layer's matrices.
         ep: Ranks that share the experts; `dp_shard` is a multiple of it.
+        cp: Ranks that read the same samples, a part of each sequence; the same multiple.
     """
 
     pp: int = 1
@@ -34,6 +36,7 @@ class Mesh:
     dp_shard: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -43,33 +46,48 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
+        return self.dp_ranks // self.cp
+
+    @property
+    def dp_ranks(self) -> int:
+        """Ranks over which gradients are added."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def stage_ranks(self) -> int:
         """Ranks that hold parts of the same layers."""
-        return self.data_ranks * self.tp
+        return self.dp_ranks * self.tp
 
     def pp_rank(self, rank: int) -> int:
         """Which part of the pipeline a rank is."""
         return rank // self.stage_ranks
 
     def data_rank(self, rank: int) -> int:
-        """Which of the ranks with samples of their own it is."""
+        """Which of the groups of ranks with samples of their own it is in."""
+        return self.dp_rank(rank) // self.cp
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the ranks over which gradients are added it is."""
         return rank % self.stage_ranks // self.tp
+
+    def cp_rank(self, rank: int) -> int:
+        """Which part of each sequence it has."""
+        return self.dp_rank(rank) % self.cp
 
     def tp_rank(self, rank: int) -> int:
         """Which part of each matrix it has."""
         return rank % self.tp
 
     def place(self, rank: int) -> dict[str, int]:
-        """A rank's place on every axis, `ep` last; ranks that share experts lie side by side."""
-        copy, shard = divmod(self.data_rank(rank), self.dp_shard)
+        """A rank's place on every axis; ranks that share experts or sequences lie side by side."""
+        copy, shard = divmod(self.dp_rank(rank), self.dp_shard)
         axes = (self.pp_rank(rank), copy, shard, self.tp_rank(rank))
-        return {**dict(zip(AXES, axes, strict=True)), "ep": shard % self.ep}
+        return {
+            **dict(zip(AXES, axes, strict=True)), "ep": shard % self.ep, "cp": shard % self.cp
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, int]:
-        """Axes and their sizes, `ep` last, without those of size 1; for manifests and screens."""
+        """Axes and their sizes, without those of size 1; for manifests and screens."""
         return {name: size for name, size in asdict(self).items() if size > 1} or {"dp_shard": 1}
 
     @property

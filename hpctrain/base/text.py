@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.base.mesh import AXES
+from hpctrain.base.mesh import AXES, INNER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -203,7 +203,7 @@ def rank_rows(
         nodes: Host names in the order of their ranks.
         ranks_per_node: Ranks on each.
     """
-    used = [axis for axis in (*AXES, "ep") if getattr(mesh, axis) > 1] or ["dp_shard"]
+    used = [axis for axis in (*AXES, *INNER) if getattr(mesh, axis) > 1] or ["dp_shard"]
     rows = [
         [where, _ranges(ranks), *(_ranges(_places(mesh, ranks, axis)) for axis in used)]
         for where, ranks in _rows(mesh, nodes, ranks_per_node)

@@ -120,20 +120,22 @@ class Engine(abc.ABC):
 
     @property
     def is_first_reader(self) -> bool:
-        """Whether this rank is the first of those that read the same samples: along `tp`, `pp`."""
+        """Whether this rank is the first of those that read the same: along `tp`, `pp`, `cp`."""
         rank = self.world.rank
-        return self.mesh.tp_rank(rank) == 0 and self.mesh.pp_rank(rank) == 0
+        mesh = self.mesh
+        return mesh.tp_rank(rank) == mesh.pp_rank(rank) == mesh.cp_rank(rank) == 0
 
     @property
     def random_rank(self) -> int:
         """Ranks with the same number must draw the same random numbers: those along `tp`."""
-        return self.mesh.pp_rank(self.world.rank) * self.data_ranks + self.data_rank
+        mesh, rank = self.mesh, self.world.rank
+        return mesh.pp_rank(rank) * mesh.dp_ranks + mesh.dp_rank(rank)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """Add up the gradients of a step. Collective: every rank calls it, with equally many.
 
         Args:
-            microbatches: Of this rank; ranks along `tp` and `pp` give the same ones.
+            microbatches: Of this rank; ranks along `tp`, `pp` and `cp` give the same ones.
             loss: Of a model's output and the microbatch's targets; a number that is this
                 microbatch's share of the step's loss: losses and gradients are added, over
                 microbatches and over data ranks.

@@ -250,12 +250,14 @@ class DeviceMeshes:
             ranks beside each other that share the experts, and before it `ep_shard`, the ranks
             that share one expert. Else None.
         expert_shard: For experts, like `dense`: `ep_shard` with copies before it. Else None.
+        cp: Ranks beside each other that share sequences; None where none do.
     """
 
     root: DeviceMesh
     dense: DeviceMesh
     sparse: DeviceMesh | None = None
     expert_shard: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
 
     @property
     def tp(self) -> DeviceMesh:
@@ -279,6 +281,11 @@ def make_meshes(mesh: Mesh, device: torch.device) -> DeviceMeshes:
     sizes = tuple(getattr(mesh, axis) for axis in AXES)
     root = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dense = root["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else root["dp_shard"]
+    if mesh.cp > 1:
+        cut = (mesh.dp_shard // mesh.cp, mesh.cp)
+        return DeviceMeshes(
+            root, dense, cp=split_axis(root, "dp_shard", cut, ("dp_only", "cp"))["cp"]
+        )
     if mesh.ep == 1:
         return DeviceMeshes(root, dense)
     cut = (mesh.dp_shard // mesh.ep, mesh.ep)

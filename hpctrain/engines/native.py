@@ -33,13 +33,20 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from hpctrain.engines.engine import EngineInputs
+    from hpctrain.engines.context import ContextParallel
+    from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.engines.layouts import DeviceMeshes
     from hpctrain.settings.schema import EngineSettings
 
 
 class Native(Engine):
-    """See `Engine`."""
+    """See `Engine`.
+
+    Attributes:
+        context: Where ranks share sequences, how; else None.
+    """
+
+    context: ContextParallel | None = None
 
     def __init__(
         self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
@@ -51,6 +58,22 @@ class Native(Engine):
         self._sharded = kind == "fsdp2"
 
     # ---- a step
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        if self.context is None:
+            return super().forward_backward(microbatches, loss)
+        with self.context.running():
+            own = [self.context.part(microbatch) for microbatch in microbatches]
+            return super().forward_backward(own, self.context.checked(loss))
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        if self.context is None:
+            return super().evaluate(microbatches, loss)
+        with self.context.running():
+            own = [self.context.part(microbatch) for microbatch in microbatches]
+            return super().evaluate(own, self.context.checked(loss))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -332,6 +332,11 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
         text = "%s has no list of blocks: each pass gathers the whole model at once"
         log.warning(text, type(model).__name__)
     meshes = make_meshes(mesh, world.device)
+    context = None
+    if meshes.cp is not None:
+        from hpctrain.engines.context import ContextParallel
+
+        context = ContextParallel(model, meshes.cp)
     stages = None
     if mesh.pp > 1:
         from hpctrain.engines.pipeline import cut
@@ -360,7 +365,9 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
         from hpctrain.engines.exact.shards import ExactShards
 
         return ExactShards("fsdp2", model, optimizer, inputs, meshes=meshes)
-    return Native("fsdp2", model, optimizer, inputs)
+    engine = Native("fsdp2", model, optimizer, inputs)
+    engine.context = context
+    return engine
 
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:

@@ -1,6 +1,6 @@
 """What a Hugging Face config.json says of the ways in which its model can be cut.
 
-`FAMILIES` is the table: model types that tensor parallelism and pipelines take. `shape_of_config`
+`FAMILIES` is the table: model types that can be cut along each axis. `shape_of_config`
 gives the numbers that the axes have to divide, and for each axis that the model does not take the
 reason, so that a submit refuses before anything waits in a queue what the ranks would refuse.
 
@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "tp": DECODERS | {"gemma2", "gemma3_text"},
     "pp": DECODERS,
     "ep": frozenset(),
+    "cp": DECODERS | {"gemma3_text"},
 }
 """Axis to the model types that can be cut along it."""
 TIES = frozenset({"tp", "pp"})

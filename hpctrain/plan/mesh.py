@@ -11,7 +11,7 @@ the recipe's model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,7 @@ def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> 
     """Why a model cannot be cut over so many ranks of an axis; empty where it can.
 
     Args:
-        axis: "tp", "pp" or "ep"; others always fit.
+        axis: "tp", "pp", "ep" or "cp"; others always fit.
         ranks: Along it.
         engine: For how the axis is used.
         shape: The model's.
@@ -100,7 +100,7 @@ def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> 
         return ""
     if shape.refused and axis in shape.refused:
         return shape.refused[axis]
-    why = {"tp": _tp_misfit, "pp": _pp_misfit, "ep": _ep_misfit}.get(axis)
+    why = {"tp": _tp_misfit, "pp": _pp_misfit, "ep": _ep_misfit, "cp": _cp_misfit}.get(axis)
     return why(ranks, engine, shape) if why is not None else ""
 
 
@@ -145,6 +145,16 @@ def _ep_misfit(ep: int, engine: EngineSettings, shape: ModelShape) -> str:
         return "needs a model with experts, and train.experts is 0; set it, or engine.ep 1"
     if shape.experts % ep:
         return f"does not divide train.experts {shape.experts}; use {_divisors(shape.experts)}"
+    return ""
+
+
+def _cp_misfit(cp: int, engine: EngineSettings, shape: ModelShape) -> str:
+    del engine
+    if shape.seq_len % (2 * cp):
+        return (
+            f"needs a train.seq_len that {2 * cp} divides, since each rank has two parts of a "
+            f"sequence; it is {shape.seq_len}"
+        )
     return ""
 
 
@@ -253,10 +263,17 @@ class Planner:
                     continue
                 for copies in self._sizes("dp_replicate", world_size // pp // tp):
                     shard = world_size // pp // tp // copies
-                    for ep in self._sizes("ep", shard):
-                        mesh = Mesh(pp, copies, shard, tp, ep)
-                        if not (ep > 1 and tp > 1) and self._spreads(mesh):
-                            yield mesh
+                    yield from self._within(Mesh(pp, copies, shard, tp))
+
+    def _within(self, mesh: Mesh) -> Iterator[Mesh]:
+        """The same with the sharded ranks shared out: by experts, or by parts of the sequence."""
+        for ep in self._sizes("ep", mesh.dp_shard):
+            for cp in self._sizes("cp", mesh.dp_shard):
+                full = replace(mesh, ep=ep, cp=cp)
+                goes = sum(size > 1 for size in (ep, mesh.tp)) < 2  # noqa: PLR2004 - one of both
+                alone = cp == 1 or (ep, mesh.tp, mesh.pp) == (1, 1, 1)
+                if goes and alone and self._spreads(full):
+                    yield full
 
     def _sizes(self, axis: str, ranks: int) -> list[int]:
         return [n for n in divisors(ranks) if self._fits(axis, n)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hpctrain.settings.schema import EngineSettings, Settings
 
-BOUNDED = ("tp", "pp", "ep", "dp_replicate")
+BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -81,6 +81,13 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
             f"{where.of('ep')} is {engine.ep} and engine.tp is {engine.tp}{where.origin('tp')}: "
             "experts cannot be spread and cut at once; set one of the two to 1"
         )
+    for axis in ("tp", "pp", "ep"):
+        if ranges["cp"].start > 1 and ranges[axis].start > 1:
+            raise UsageError(
+                f"{where.of('cp')} is {engine.cp} and engine.{axis} is {getattr(engine, axis)}"
+                f"{where.origin(axis)}: sequences are shared out by plain sharding only; set one "
+                "of the two to 1"
+            )
     return ranges
 
 
@@ -128,7 +135,7 @@ def _check_exact(engine: EngineSettings, key: _Keys) -> None:
             f"{key.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
             f"{engine.kind}{key.origin('kind')}, which adds gradients in an order of its own"
         )
-    for axis in ("pp", "ep", "dp_replicate"):
+    for axis in ("pp", "ep", "cp", "dp_replicate"):
         text: str = getattr(engine, axis)
         if text != "1" and axis_range(text, where=key.of(axis))[1] > 1:
             raise UsageError(

@@ -264,6 +264,11 @@ class EngineSettings(Table):
     tp: str = setting("1", "tensor-parallel ranks: N, or MIN-MAX to fit what there is; in a node")
     pp: str = setting("1", "pipeline-parallel ranks: N or MIN-MAX; across nodes")
     ep: str = setting("1", "expert-parallel ranks: N or MIN-MAX; part of the data-parallel ones")
+    cp: str = setting(
+        "1",
+        "context-parallel ranks, which have a part of each sequence: N or MIN-MAX; part of the "
+        "data-parallel ones, without tp, pp and ep",
+    )
     dp_replicate: str = setting(
         "1", "fsdp2: copies of the sharded model (hybrid sharding): N or MIN-MAX"
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LONGEST = 160
 _UNKNOWN_LENGTH = 60
 _ARROW = "\N{RIGHTWARDS ARROW}"
-_AXES = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "cp")
 
 
 def line(event: Event) -> str:

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2xTP@4": (4, {"kind": "fsdp2", "tp": "2"}),
     "PPxFSDP2@4": (4, {"kind": "fsdp2", "pp": "2"}),
     "EPxFSDP2@4": (4, {"kind": "fsdp2", "ep": "2"}),
+    "CPxFSDP2@4": (4, {"kind": "fsdp2", "cp": "2"}),
     "ZeRO-1@2": (2, {"kind": "zero1"}),
     "ZeRO-2@3": (3, {"kind": "zero2"}),
     "ZeRO-3@4": (4, {"kind": "zero3"}),

@@ -221,7 +221,7 @@ def refuse(settings: EngineSettings, model: nn.Module, optimizer: Optimizer, mes
     Raises:
         UsageError: see above.
     """
-    for axis in ("pp", "ep", *(("dp_replicate",) if settings.kind == "fsdp2" else ())):
+    for axis in ("pp", "ep", "cp", *(("dp_replicate",) if settings.kind == "fsdp2" else ())):
         if getattr(mesh, axis) > 1:
             raise UsageError(
                 f"engine.exact does not work with engine.{axis} = {getattr(mesh, axis)}; "

@@ -181,14 +181,17 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.dim, config.dim, bias=False)
         self.value = nn.Linear(config.dim, config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = F.scaled_dot_product_attention
+        """What an engine replaces where ranks share sequences (`hpctrain.engines.context`)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, dim] to the same shape."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[batch, time, dim] to the same shape; see `rotate` for the positions."""
         query, key, value = (
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        query, key = rotate(query, positions), rotate(key, positions)
+        mixed = self.attend(query, key, value, is_causal=True)
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -223,9 +226,9 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """[batch, time, dim] to the same shape."""
-        looked: Tensor = x + self.dropout(self.attention(self.attention_norm(x)))
+        looked: Tensor = x + self.dropout(self.attention(self.attention_norm(x), positions))
         thought: Tensor = looked + self.dropout(self.mlp(self.mlp_norm(looked)))
         return thought
 
@@ -246,11 +249,16 @@ class LM(nn.Module):
         self.to_empty(device="cpu")
         self.init_weights(seed)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token: [batch, time] integers to [batch, time, vocab]."""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits of the next token: [batch, time] integers to [batch, time, vocab].
+
+        Args:
+            tokens: What they follow.
+            position_ids: [batch, time], where each stands in its sequence; None for 0, 1, ...
+        """
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if position_ids is None else block(x, position_ids)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -271,16 +279,17 @@ MODEL_BLOCKS: tuple[type[nn.Module], ...] = (Block,)
 """What an engine shards, gathers and recomputes as one unit."""
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turn pairs of channels by angles that grow with the position (RoPE, arXiv 2104.09864).
 
     Computed anew from [batch, heads, time, head_dim]: a table would be a buffer, to be broadcast
-    by DDP and rounded by a mixed-precision engine.
+    by DDP and rounded by a mixed-precision engine. Positions are [batch, time]; None for 0, 1, ...
     """
     time, half = x.shape[-2], x.shape[-1] // 2
     channels = torch.arange(half, device=x.device, dtype=torch.float32)
-    positions = torch.arange(time, device=x.device, dtype=torch.float32)
-    angles = positions[:, None] * ROTARY_BASE ** (-channels / half)
+    if positions is None:
+        positions = torch.arange(time, device=x.device)[None]
+    angles = positions[:, None, :, None].float() * ROTARY_BASE ** (-channels / half)
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -165,4 +165,4 @@ def test_odd_configs_are_read_or_refused_in_one_line(hub, begin, end):
 
 
 def test_every_axis_has_its_row():
-    assert FAMILIES.keys() == {"tp", "pp", "ep"}
+    assert FAMILIES.keys() == {"tp", "pp", "ep", "cp"}

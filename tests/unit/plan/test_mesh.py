@@ -66,6 +66,7 @@ def questions(draw):
         tp=draw(bound(4)),
         pp=draw(bound(4)),
         ep=draw(st.sampled_from(["1", "1-2", "1-4", "2", "4", "3-5"])),
+        cp=draw(st.sampled_from(["1", "1", "1", "1-3", "2", "2-4"])),
         dp_replicate=draw(st.sampled_from(["1", "2", "1-3", "2-4"])),
         sequence_parallel=draw(st.booleans()),
         pp_schedule=draw(st.sampled_from(["1f1b", "interleaved", "zero_bubble"])),
@@ -92,10 +93,14 @@ def is_legal(mesh, engine, ranks_per_node, shape):
     """All that is asked of a mesh, said once more and plainly."""
     stages = mesh.pp * (engine.pp_stages_per_rank if engine.pp_schedule != "1f1b" else 1)
     rules = [
-        all(within(getattr(engine, axis), getattr(mesh, axis)) for axis in ("tp", "pp", "ep")),
+        all(
+            within(getattr(engine, axis), getattr(mesh, axis)) for axis in ("tp", "pp", "ep", "cp")
+        ),
         within(engine.dp_replicate, mesh.dp_replicate),
         mesh.dp_shard % mesh.ep == 0,
+        mesh.dp_shard % mesh.cp == 0,
         mesh.ep == 1 or mesh.tp == 1,
+        mesh.cp == 1 or mesh.ep == mesh.tp == mesh.pp == 1,
         ranks_per_node % mesh.tp == 0,
     ]
     if shape is not None:
@@ -106,6 +111,7 @@ def is_legal(mesh, engine, ranks_per_node, shape):
             shape.hidden % mesh.tp == 0,
             not engine.sequence_parallel or shape.seq_len % mesh.tp == 0,
             mesh.pp == 1 or stages <= shape.layers,
+            mesh.cp == 1 or shape.seq_len % (2 * mesh.cp) == 0,
             mesh.ep == 1 or (shape.experts > 0 and shape.experts % mesh.ep == 0),
             mesh.ep == 1 or shape.dim % part == 0 or shape.hidden % part == 0,
         ]
@@ -115,19 +121,20 @@ def is_legal(mesh, engine, ranks_per_node, shape):
 def candidates(engine, ranks_per_node, shape):
     """Sizes within the bounds, whatever the world size."""
     for pp, tp, copies, ep in itertools.product(range(1, 6), repeat=4):
-        mesh = Mesh(pp, copies, ep, tp, ep)
-        if is_legal(mesh, engine, ranks_per_node, shape):
-            yield mesh
+        meshes = [Mesh(pp, copies, ep, tp, ep)]
+        if pp == tp == ep == 1:
+            meshes += [Mesh(1, copies, cp, cp=cp) for cp in range(2, 6)]
+        yield from (mesh for mesh in meshes if is_legal(mesh, engine, ranks_per_node, shape))
 
 
 def best(engine, nodes, ranks, shape, among=None):
-    """The legal mesh with the smallest pp, tp, dp_replicate, ep, by trying all."""
+    """The legal mesh with the smallest pp, tp, dp_replicate, ep, cp, by trying all."""
     among = candidates(engine, ranks, shape) if among is None else among
-    sizes = ((m.pp, m.tp, m.dp_replicate, m.ep) for m in among)
+    sizes = ((m.pp, m.tp, m.dp_replicate, m.ep, m.cp) for m in among)
     meshes = (
-        Mesh(pp, copies, nodes * ranks // (pp * tp * copies), tp, ep)
-        for pp, tp, copies, ep in sorted(sizes)
-        if nodes * ranks % (pp * tp * copies * ep) == 0
+        Mesh(pp, copies, nodes * ranks // (pp * tp * copies), tp, ep, cp)
+        for pp, tp, copies, ep, cp in sorted(sizes)
+        if nodes * ranks % (pp * tp * copies * ep * cp) == 0
     )
     return next((mesh for mesh in meshes if is_legal(mesh, engine, ranks, shape)), None)
 
@@ -321,6 +328,13 @@ BAD_MESHES = [
         ),
     ),
     (
+        {"mesh": "cp=3", "engine": "fsdp2", "sets": ["train.seq_len=100"]},
+        (
+            "engine.cp 3 (flag --mesh) needs a train.seq_len that 6 divides, since each rank has "
+            "two parts of a sequence; it is 100"
+        ),
+    ),
+    (
         {"mesh": "ep=2", "engine": "fsdp2"},
         (
             "engine.ep 2 (flag --mesh) needs a model with experts, and train.experts is 0; set it, "
@@ -430,6 +444,12 @@ BAD_COMBINATIONS = [
         "engine.exact is true, which needs engine.pp 1; it is 1-2 (flag --set engine.pp)",
     ),
     (["engine.exact=true", "engine.kind=fsdp2", "engine.ep=2"], "needs engine.ep 1; it is 2"),
+    (["engine.exact=true", "engine.kind=fsdp2", "engine.cp=2"], "needs engine.cp 1; it is 2"),
+    (
+        ["engine.kind=fsdp2", "engine.cp=2", "engine.tp=2"],
+        "engine.tp is 2 (flag --set engine.tp): sequences are shared out by plain sharding only",
+    ),
+    (["engine.cp=2", "engine.kind=ddp"], "engine.cp is 2, which needs engine.kind fsdp2"),
     (
         ["engine.exact=true", "engine.kind=fsdp2", "engine.dp_replicate=2"],
         "needs engine.dp_replicate 1; it is 2",
@@ -614,7 +634,7 @@ def test_the_mesh_flag_names_axes():
     [
         ("tpp=2", "no axis; did you mean tp?"),
         ("dp_replicas=2", "did you mean dp_replicate?"),
-        ("x=2", "there are tp, pp, ep, dp_replicate"),
+        ("x=2", "there are tp, pp, ep, cp, dp_replicate"),
         ("dp=2", "data-parallel ranks take what the other axes leave"),
         ("tp=2,dp_shard=2", "data-parallel ranks take what the other axes leave"),
         ("tp", "not of the form AXIS=N"),
@@ -803,9 +823,10 @@ def test_a_plan_as_json_has_every_rank_with_its_place():
 
     (mesh,) = json.loads(json.dumps(plan.as_json()))["meshes"]
 
-    assert mesh["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2, "ep": 1}
+    assert mesh["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2, "ep": 1, "cp": 1}
     assert mesh["ranks"][3] == {
         "rank": 3, "node": "node2", "pp": 1, "dp_replicate": 0, "dp_shard": 0, "tp": 1, "ep": 0,
+        "cp": 0,
     }  # fmt: skip
 
 
@@ -855,6 +876,17 @@ def test_tensor_parallel_ranks_are_beside_each_other_and_experts_within_the_shar
     assert [mesh.place(rank)["ep"] for rank in range(4)] == [0, 1, 0, 1]
     assert [Mesh(dp_shard=2, tp=2).place(rank)["tp"] for rank in range(4)] == [0, 1, 0, 1]
     assert mesh.place(8)["pp"] == 1
+
+
+def test_ranks_that_share_sequences_lie_side_by_side_and_read_the_same_samples():
+    mesh = Mesh(dp_replicate=2, dp_shard=4, cp=2)
+
+    assert mesh.data_ranks == 4
+    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [mesh.cp_rank(rank) for rank in range(8)] == [0, 1] * 4
+    assert [mesh.place(rank)["cp"] for rank in range(8)] == [0, 1] * 4
+    assert [mesh.dp_rank(rank) for rank in range(8)] == list(range(8))
+    assert mesh.text == "dp_replicate=2 dp_shard=4 cp=2"
 
 
 def test_a_node_that_lies_across_a_stage_has_a_row_for_each_part():
