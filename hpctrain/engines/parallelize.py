@@ -372,6 +372,10 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     """What is the same for every way of cutting: recomputation, device, compilation. In place."""
+    if settings.float8 or settings.async_tp:
+        from hpctrain.engines.hardware import use_hardware
+
+        use_hardware(model, settings, world.device)
     blocks, how = every_block(model), settings.activation_checkpointing
     if how != "no":
         recompute_blocks(model, how)

@@ -106,6 +106,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     if engine.offload == "nvme":
         _check_nvme(settings, where)
     _check_compile(engine, where)
+    _check_hardware(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
 
@@ -155,6 +156,40 @@ def _check_compile(engine: EngineSettings, key: _Keys) -> None:
         raise UsageError(
             f"{key.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
             f"inductor{key.origin('compile')}, which chooses kernels by timing them"
+        )
+
+
+def _check_hardware(settings: Settings, key: _Keys) -> None:
+    """What the ranks would refuse, as far as it is known before a job waits for a GPU."""
+    engine = settings.engine
+    for name, goes in (
+        ("float8", {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}),
+        ("async_tp", {"compile": ("inductor",), "sequence_parallel": (True,)}),
+    ):
+        if not getattr(engine, name):
+            continue
+        if settings.slurm.gpus_per_node == 0:
+            raise UsageError(
+                f"{key.of(name)} is true, and slurm.gpus_per_node is 0: CPUs have no such units; "
+                f"ask for GPUs, or set engine.{name} = false"
+            )
+        for other, values in goes.items():
+            if (value := getattr(engine, other)) not in values:
+                raise UsageError(
+                    f"{key.of(name)} is true, which needs engine.{other} "
+                    f"{' or '.join(str(v).lower() for v in values)}; it is {str(value).lower()}"
+                    f"{key.origin(other)}"
+                )
+    for axis in ("tp", "pp", "ep"):
+        if engine.float8 and axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
+            raise UsageError(
+                f"{key.of('float8')} is true, which needs engine.{axis} 1; it is "
+                f"{getattr(engine, axis)}{key.origin(axis)}: cut models are multiplied in 16 bits"
+            )
+    if engine.async_tp and axis_range(engine.tp, where=key.of("tp"))[1] == 1:
+        raise UsageError(
+            f"{key.of('async_tp')} is true, which needs engine.tp 2 or more; it is {engine.tp}"
+            f"{key.origin('tp')}"
         )
 
 

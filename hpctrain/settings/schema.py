@@ -288,6 +288,16 @@ class EngineSettings(Table):
         "auto is bf16 on a GPU that has it, else fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
+    float8: bool = setting(
+        False,
+        "ddp and fsdp2: matrices of blocks are multiplied in 8 bits, by torchao; refused where the "
+        "GPU cannot",
+    )
+    async_tp: bool = setting(
+        False,
+        "tp: compiled products overlap their exchange; needs compile inductor and "
+        "sequence_parallel; refused where the GPU cannot",
+    )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
     activation_checkpointing: str = setting(
         "no",

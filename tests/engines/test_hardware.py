@@ -1,0 +1,143 @@
+"""What some hardware alone can do: refused elsewhere, and trained in torchao's emulation."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.engines import hardware
+from hpctrain.errors import UsageError
+from hpctrain.settings.schema import EngineSettings
+from tests.engines import test_decoders as decoders
+from tests.support import lm_training as lmt
+from tests.support.gloo import launch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HOPPER, AMPERE = (9, 0), (8, 0)
+EIGHT = "Float8Linear"
+FAR = 0.05
+"""Of a loss, of itself: 8-bit floats of three bits' mantissa."""
+
+
+def tower(width: int = 32) -> Any:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(width, width)}) for _ in range(2))
+    model.head = nn.Linear(width, width)
+    return model
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`gpu(capability)`: torch says that the device is one of NVIDIA's."""
+
+    def say(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("key", "device", "capability", "said"),
+    [
+        ("float8", CPU, None, "from compute capability 8.9 on; this rank has cpu: set"),
+        ("float8", GPU, AMPERE, "this rank has cuda of 8.0: set engine.float8 = false"),
+        ("float8", torch.device("xpu", 0), None, "this rank has xpu: set"),
+        ("async_tp", CPU, None, "from compute capability 9.0 on; this rank has cpu: set"),
+        ("async_tp", GPU, (8, 9), "this rank has cuda of 8.9: set engine.async_tp = false"),
+    ],
+)
+def test_a_device_that_lacks_it_is_told_in_one_line(gpu, key, device, capability, said):
+    if capability:
+        gpu(capability)
+    with pytest.raises(UsageError) as caught:
+        hardware.use_hardware(tower(), EngineSettings(**{key: True}), device)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_torchao_it_says_what_to_install(gpu, monkeypatch):
+    gpu(HOPPER)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[float8\]'"):
+        hardware.use_hardware(tower(), EngineSettings(float8=True), GPU)
+
+
+def test_overlapped_products_are_the_compilers(gpu, monkeypatch):
+    import torch._inductor.config as inductor
+
+    gpu(HOPPER)
+    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
+    hardware.use_hardware(tower(), EngineSettings(async_tp=True), GPU)
+    assert inductor._micro_pipeline_tp is True
+
+    monkeypatch.delattr(inductor, "_micro_pipeline_tp")
+    with pytest.raises(UsageError, match="has no such pass in its compiler"):
+        hardware.use_hardware(tower(), EngineSettings(async_tp=True), GPU)
+
+
+def _converted() -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # torchao's, of libraries for GPUs
+    hardware.capability = lambda _: HOPPER
+    model = tower()
+    hardware.use_hardware(model, EngineSettings(float8=True), CPU)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    try:
+        hardware.use_hardware(tower(width=24), EngineSettings(float8=True), CPU)
+    except UsageError as error:
+        kinds["odd"] = str(error)
+    return kinds
+
+
+def test_matrices_of_blocks_are_converted_and_no_others():
+    (kinds,) = launch(_converted, 1)
+    assert kinds.pop("odd").startswith("engine.float8: Module has no nn.Linear in its blocks whose")
+    linear = {name: kind for name, kind in kinds.items() if "Linear" in kind}
+    assert linear == {"layers.0.up": EIGHT, "layers.1.up": EIGHT, "head": "Linear"}
+
+
+def _train(cases: Any) -> dict[str, Any]:
+    from hpctrain.world import join_world
+
+    warnings.simplefilter("ignore")
+    hardware.capability = lambda _: HOPPER
+    world, seen = join_world(), {}
+    for case, settings in cases.items():
+        engine = decoders.engine_of(world, "Llama", **settings)
+        kinds = {type(module).__name__ for module in engine.model.modules()}
+        losses = []
+        for step in range(decoders.STEPS):
+            batches = lmt.microbatches(engine, step, per_rank=1)
+            losses.append(engine.forward_backward(batches, decoders.share))
+            engine.step()
+        state = {name: str(t.dtype) for name, t in engine.state().shared.items()}
+        seen[case] = (EIGHT in " ".join(kinds), np.array(losses), state)
+    return seen
+
+
+def test_a_decoder_trains_in_8_bits_with_the_same_masters():
+    eight = {"float8": True, "precision": "bf16"}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {"kind": "fsdp2"},
+        "fsdp2": {"kind": "fsdp2", **eight},
+        "fsdp2, whole, full": {
+            "kind": "fsdp2", "whole": True, "activation_checkpointing": "full", **eight,
+        },
+        "fsdp2, aot": {"kind": "fsdp2", "compile": "aot_eager", **eight},
+        "fsdp2, cp": {"kind": "fsdp2", "cp": "2", **eight},
+        "ddp": {"kind": "ddp", **eight},
+    }  # fmt: skip
+    for seen in launch(_train, 2, cases=cases):
+        is_eight, right, names = seen.pop("plain")
+        assert not is_eight
+        for case, (converted, losses, state) in seen.items():
+            assert converted, case
+            assert state == names, case
+            assert np.abs(losses / right - 1).max() < FAR, case
+            assert not np.allclose(losses, right, rtol=1e-5), case
