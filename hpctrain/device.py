@@ -63,6 +63,14 @@ def computes_bf16(device: torch.device) -> bool:
     return is_accelerator(device) and supported is not None and bool(supported())
 
 
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """NVIDIA's compute capability; (0, 0) of anything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    major, minor = _module(device).get_device_capability(device)
+    return major, minor
+
+
 def memory_stats(device: torch.device) -> dict[str, int]:
     """What torch's allocator counts, by torch's names; nothing on a CPU."""
     if not is_accelerator(device):

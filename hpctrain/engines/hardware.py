@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hpctrain.device import nvidia_capability
+from hpctrain.engines import torch_private
 from hpctrain.engines.blocks import every_block
 from hpctrain.errors import UsageError
 
@@ -26,13 +28,6 @@ MULTIPLE = 16
 """Rows and columns that a product in 8 bits has to be a multiple of."""
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """NVIDIA's compute capability; (0, 0) of anything else."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
-
-
 def use_hardware(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
     """Have a model use what the settings name, in place. Before it is compiled and sharded.
 
@@ -44,11 +39,11 @@ def use_hardware(model: nn.Module, settings: EngineSettings, device: torch.devic
         _convert(model, emulate=device.type == "cpu")
     if settings.async_tp:
         _require("async_tp", "symmetric memory", SYMMETRIC, device)
-        _overlap()
+        torch_private.overlap_exchanges()
 
 
 def _require(key: str, what: str, least: tuple[int, int], device: torch.device) -> None:
-    if capability(device) < least:
+    if nvidia_capability(device) < least:
         raise UsageError(
             f"engine.{key} needs {what}, which NVIDIA's GPUs have from compute capability "
             f"{least[0]}.{least[1]} on; this rank has {_said(device)}: set engine.{key} = false"
@@ -56,7 +51,7 @@ def _require(key: str, what: str, least: tuple[int, int], device: torch.device) 
 
 
 def _said(device: torch.device) -> str:
-    major, minor = capability(device)
+    major, minor = nvidia_capability(device)
     return f"{device.type} of {major}.{minor}" if major else device.type
 
 
@@ -87,15 +82,3 @@ def _convert(model: nn.Module, *, emulate: bool) -> None:
             f"engine.float8: {type(model).__name__} has no nn.Linear in its blocks whose rows and "
             f"columns are multiples of {MULTIPLE}; set engine.float8 = false"
         )
-
-
-def _overlap() -> None:
-    """Torch's compiler cuts a product and its exchange over `tp` in pieces that overlap."""
-    import torch._inductor.config as inductor
-
-    if not hasattr(inductor, "_micro_pipeline_tp"):
-        raise UsageError(
-            f"engine.async_tp: torch {torch.__version__} has no such pass in its compiler; set "
-            "engine.async_tp = false"
-        )
-    inductor._micro_pipeline_tp = True  # noqa: SLF001 - torch has no public name for it

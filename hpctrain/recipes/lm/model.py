@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from hpctrain import cross_entropy
+from hpctrain.device import nvidia_capability
 from hpctrain.errors import UsageError
 
 ROTARY_BASE = 10_000.0
@@ -81,11 +82,9 @@ def can_group(tokens: Tensor, weight: Tensor) -> bool:
         return False
     if tokens.device.type == "cpu":
         return dtype in {torch.float32, torch.bfloat16}
-    is_nvidia = tokens.device.type == "cuda" and torch.version.hip is None
     return (
-        is_nvidia
-        and dtype is torch.bfloat16
-        and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
+        dtype is torch.bfloat16
+        and nvidia_capability(tokens.device) >= (9, 0)
         and not torch.are_deterministic_algorithms_enabled()
     )
 
