@@ -59,8 +59,9 @@ class ContextParallel:
         """
         self._mesh = mesh
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
-        self._length = 0
-        self._is_checked = False
+        self._is_running = self._is_checked = False
+        self._own = 0
+        """Positions of this rank in the pass in hand."""
         name = type(model).__name__
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise UsageError(
@@ -102,13 +103,14 @@ class ContextParallel:
                 f"engine.cp {self._ranks} cannot share sequences of {length} positions: each rank "
                 f"has two parts of one; make their length a multiple of {2 * self._ranks}"
             )
-        self._length = length
-        targets = map_tensors(Tensor, self._cut, microbatch.targets)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return self._cut(tensor) if _has(tensor, length) else tensor
+
+        targets = map_tensors(Tensor, cut, microbatch.targets)
         return replace(microbatch, inputs=self._cut(microbatch.inputs), targets=targets)
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        if tensor.ndim <= SEQUENCE or tensor.shape[SEQUENCE] != self._length:
-            return tensor
         parts = tensor.chunk(2 * self._ranks, dim=SEQUENCE)
         return torch.cat([parts[number] for number in self._numbers], dim=SEQUENCE)
 
@@ -119,19 +121,21 @@ class ContextParallel:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around passes over what `part` gave."""
+        self._is_running = True
         try:
             yield
         finally:
-            self._length = 0
+            self._is_running = False
 
     def _add_positions(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not self._length:
+        if not self._is_running:
             raise UsageError(
                 "with engine.cp the model works on parts of sequences; call "
                 "engine.forward_backward or engine.evaluate, which cut them"
             )
         tokens = args[0] if args else next(iter(kwargs.values()))
-        whole = torch.arange(self._length, device=tokens.device)
+        self._own = tokens.shape[SEQUENCE]  # microbatches of a step may have other lengths
+        whole = torch.arange(self._own * self._ranks, device=tokens.device)
         positions = self._cut(whole[None]).expand(tokens.shape[0], -1)
         return args, {**kwargs, "position_ids": positions}
 
@@ -152,13 +156,9 @@ class ContextParallel:
 
     @torch.no_grad()
     def _require_sum(self, loss: Loss, output: Any, targets: Any, value: Tensor) -> None:
-        own = self._length // self._ranks
-
         def half(number: int) -> Callable[[Tensor], Tensor]:
             def cut(tensor: Tensor) -> Tensor:
-                if tensor.ndim <= SEQUENCE or tensor.shape[SEQUENCE] != own:
-                    return tensor
-                return tensor.chunk(2, dim=SEQUENCE)[number]
+                return tensor.chunk(2, dim=SEQUENCE)[number] if _has(tensor, self._own) else tensor
 
             return cut
 
@@ -226,6 +226,11 @@ class ContextParallel:
         back = parts[1::2][::-1]
         ordered = torch.cat((*front, *back), dim=TIME)
         return ordered if groups == 1 else ordered.repeat_interleave(groups, dim=1)
+
+
+def _has(tensor: Tensor, positions: int) -> bool:
+    """Whether a tensor has so many positions, and not another dimension there."""
+    return tensor.ndim > SEQUENCE and tensor.shape[SEQUENCE] == positions
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:

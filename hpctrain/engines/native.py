@@ -61,19 +61,24 @@ class Native(Engine):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`."""
-        if self.context is None:
-            return super().forward_backward(microbatches, loss)
-        with self.context.running():
-            own = [self.context.part(microbatch) for microbatch in microbatches]
-            return super().forward_backward(own, self.context.checked(loss))
+        with self._own_parts(microbatches, loss) as given:
+            return super().forward_backward(*given)
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`."""
+        with self._own_parts(microbatches, loss) as given:
+            return super().evaluate(*given)
+
+    @contextlib.contextmanager
+    def _own_parts(
+        self, microbatches: Sequence[Microbatch], loss: Loss
+    ) -> Iterator[tuple[Sequence[Microbatch], Loss]]:
+        """What this rank has of the samples: its positions, where ranks share sequences."""
         if self.context is None:
-            return super().evaluate(microbatches, loss)
+            yield microbatches, loss
+            return
         with self.context.running():
-            own = [self.context.part(microbatch) for microbatch in microbatches]
-            return super().evaluate(own, self.context.checked(loss))
+            yield [self.context.part(each) for each in microbatches], self.context.checked(loss)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

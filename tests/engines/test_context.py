@@ -217,3 +217,20 @@ def test_what_cannot_share_sequences_says_so_in_one_line():
         for what, text in said.items():
             assert words[what] in text
             assert "\n" not in text
+
+
+def _of_two_lengths(ranks: int) -> list[tuple[float, float]]:
+    """Steps whose microbatches have other lengths."""
+    from hpctrain.world import join_world
+
+    world = join_world() if ranks > 1 else ALONE
+    engine = decoders.engine_of(world, "Llama", **({"cp": "2"} if ranks > 1 else {}))
+    row = torch.arange(13) * 7 % 250
+    batches = [Microbatch(row[None, :n], row[None, 1 : n + 1]) for n in (12, 8)]
+    return [(engine.forward_backward(batches, total), engine.step()) for _ in range(3)]
+
+
+def test_microbatches_of_a_step_may_have_other_lengths():
+    (theirs,) = launch(_of_two_lengths, 1, ranks=1)
+    for ours in launch(_of_two_lengths, 2, ranks=2):
+        assert np.allclose(ours, theirs, rtol=2e-6)
