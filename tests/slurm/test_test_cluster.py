@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.support import processes
 from tests.support.slurm_boot import MARK, _left_of, wait_for
 from tests.support.slurm_cluster import SlurmCluster, parse_record
+from tests.support.slurm_config import Ports
 
 ROOT = Path(__file__).parents[2]
 LACKING = """
@@ -138,6 +141,31 @@ def test_stop_clears_away_all_even_when_the_keeper_was_killed(tmp_path: Path) ->
 
     assert not (tmp_path / "c").exists()
     assert _left_of(tmp_path / "c") == []
+
+
+@pytest.mark.slurm
+def test_a_port_that_somebody_took_meanwhile_costs_a_second_start_and_no_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pick = Ports.pick
+    given: list[Ports] = []
+
+    with socket.socket() as somebody:
+        somebody.bind(("", 0))
+        somebody.listen()
+
+        def late() -> Ports:
+            ports = pick()
+            if not given:
+                ports = replace(ports, slurmd=(*ports.slurmd[:3], somebody.getsockname()[1]))
+            given.append(ports)
+            return ports
+
+        monkeypatch.setattr(Ports, "pick", late)
+        with SlurmCluster(tmp_path / "c") as cluster:
+            assert set(cluster.run("sinfo", "-h", "-o", "%T").stdout.split()) == {"idle"}
+
+    assert len(given) == 2
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("", "1 skipped"), ("gpu,slurm", "1 error")])

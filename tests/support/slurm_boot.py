@@ -49,6 +49,9 @@ PLUGIN_FOLDERS = (
 MARK = "HPCTRAIN_CLUSTER"
 """In the environment of every daemon: the folder it belongs to."""
 POLL_S = 0.02
+TURNS = 3
+"""Between the choice of a port and its daemon lie seconds, in which others may take it."""
+TAKEN = "Address already in use"
 SOCKET_PATH_MAX = 100
 """Linux takes 107 characters, and munge adds some for its lock."""
 FOREIGN = (
@@ -111,6 +114,10 @@ def _listening(port: int) -> bool:
     return False
 
 
+class PortTakenError(RuntimeError):
+    """A daemon ended, since somebody else listens on its port by now."""
+
+
 class Daemons:
     """munged, mariadbd, slurmdbd, slurmctld and the slurmd's of one cluster."""
 
@@ -142,6 +149,12 @@ class Daemons:
         if lacking := missing():
             raise RuntimeError(f"no SLURM cluster here, missing: {', '.join(lacking)}")
         sweep_stale()
+        for _ in range(TURNS - 1):
+            with contextlib.suppress(PortTakenError):
+                return self._start_once()
+        return self._start_once()
+
+    def _start_once(self) -> None:
         self._make_folder()
         try:
             self._boot()
@@ -340,7 +353,9 @@ class Daemons:
 
         wait_for(settled, timeout, lambda: f"{name}:\n{self._said(name)}")
         if not self.alive(name):
-            raise RuntimeError(f"{name} ended while starting:\n{self._said(name)}")
+            said = self._said(name)
+            kind = PortTakenError if TAKEN in said else RuntimeError
+            raise kind(f"{name} ended while starting:\n{said}")
 
     def _said(self, name: str) -> str:
         return f"{tail(self.at.out(name))}\n{tail(self.at.log(name))}"

@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.base.process import PORT_BASE
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -16,8 +18,9 @@ KILL_WAIT_S = 8
 GRACE_S = 20
 CLUSTER = "hpct"
 ACCOUNT = "lab"
-_PORTS = range(10_000, 32_000)
-"""Below Linux's ephemeral range, so that no outgoing connection takes a daemon's port."""
+_PORTS = range(10_000, PORT_BASE)
+"""Below hpctrain's own, and Linux's ephemeral range: neither a job of the cluster beside this one
+nor an outgoing connection takes a daemon's port."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -26,7 +29,7 @@ def free_ports(count: int) -> list[int]:
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))  # as the daemons do: a listener on any address is in the way
             except OSError:
                 continue  # taken
         found.append(port)
