@@ -181,9 +181,15 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
+    now = RunHistory.read(run).state
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
     if alive.state == JobState.COMPLETING:
         onward = "the cluster is ending it: try again when it has"
+    elif now.cancel == "save" and now.job_id == alive.job_id:
+        onward = (
+            "it was asked to save and leave: try again when it has, which "
+            f"`hpctrain status {run.name}` shows"
+        )
     return RunAlive(
         f"{run.name} has job {alive.job_id} ({alive.shown.lower()}), which may still write; "
         f"{onward}"

@@ -64,6 +64,19 @@ def test_save_leaves_a_request_for_rank_0_and_cancels_nothing(running, tmp_path,
     assert list(running.run.root.glob("*.new")) == []
 
 
+def test_resume_meanwhile_says_that_the_job_was_asked_to_leave(running, capsys):
+    assert main(["resume", "lm"]) == 5
+    assert "end it with `hpctrain cancel lm`" in capsys.readouterr().err
+    cancel("lm", "--save", capsys=capsys)
+
+    assert main(["resume", "lm"]) == 5
+
+    err = capsys.readouterr().err
+    assert "lm has job local-17 (running)" in err
+    assert "it was asked to save and leave: try again when it has" in err
+    assert "hpctrain cancel" not in err
+
+
 def test_save_warns_where_the_program_may_not_hear_it(runs, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     Story(runs / "lm").submitted("local-17").started(1, "local-17")
