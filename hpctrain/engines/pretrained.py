@@ -38,7 +38,6 @@ log = logging.getLogger("hpctrain.engines")
 
 READ_BYTES = 16 << 20
 """Host memory that a rank takes while it reads."""
-SHOWN = 3
 TORCH = {word: dtype for dtype, word in DTYPES.items()}
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 WRAPPED = "base_model.model."
@@ -185,7 +184,7 @@ def _tensors_of(folder: Path, model: nn.Module) -> dict[str, list[StoredTensor]]
             made.append(tied[0])
     log.info("weights of %s: %d tensors by range", folder, len(tensors))
     if made:
-        log.warning("%s has no %s: made by the model's own init", folder, _some(made))
+        log.warning("%s has no %s: made by the model's own init", folder, naming.some(made))
     return tensors
 
 
@@ -227,8 +226,8 @@ def _refuse_others(folder: Path, model: nn.Module, names: Sequence[str]) -> None
     others = [name for name in names if not any(re.search(one, name) for one in patterns)]
     if others:
         raise CheckpointError(
-            f"{folder} holds {_some(others)}, which {type(model).__name__} does not have; build "
-            "the model by the folder's config.json"
+            f"{folder} holds {naming.some(others)}, which {type(model).__name__} does not have; "
+            "build the model by the folder's config.json"
         )
 
 
@@ -245,8 +244,3 @@ def _require_fits(folder: Path, stored: StoredTensor, name: str, tensor: torch.T
             f"{folder} holds {name} as {stored.text} and the model's is {own}: quantized weights "
             "and other types are not read; convert the folder first"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

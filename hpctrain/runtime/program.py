@@ -71,6 +71,7 @@ class Program:
         self.data: Any = None
         self.tracked: dict[str, Stateful] = {}
         self.awaits_weights = False
+        self._tells_updates = False
         self._world = world
         self._loading: dict[str, Any] = {}
 
@@ -154,8 +155,12 @@ class Program:
         return replace(state, own=capture(self._world), steady=self._steady(state)), extra
 
     def call_before_update(self, act: Callable[[], None]) -> None:
-        """Have something called each time before the optimizer changes weights, where it can be."""
+        """Have something called each time before the optimizer changes weights, where it can be.
+
+        From here on a snapshot says what is steady until then.
+        """
         if self._updates_alone:
+            self._tells_updates = True
             self.optimizer.register_step_pre_hook(lambda *_: act())  # type: ignore[union-attr]
 
     @property
@@ -170,7 +175,8 @@ class Program:
 
     def _steady(self, state: State) -> frozenset[str]:
         """See `State`. Buffers are not: batch norm changes its own in the forward pass."""
-        if not self._updates_alone or self.model is None:
+        # Nobody waits for an update otherwise, and walking through the names holds up training.
+        if not self._tells_updates or self.model is None:
             return frozenset()
         weights = {names.MODEL + names.unwrapped(name) for name, _ in self.model.named_parameters()}
         return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in weights)

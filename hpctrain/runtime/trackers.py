@@ -289,8 +289,9 @@ class TrackerThread:
     def _work(self) -> None:
         try:
             tracker = self._start()
-            while not self._round(tracker):
-                pass
+            is_over = False
+            while not is_over:
+                is_over = self._round(tracker)
             tracker.close()
         except Exception as error:  # noqa: BLE001 - a tracker's bug costs its curves, not the run
             text = " ".join(str(error).split())

@@ -146,7 +146,7 @@ class _StateFinder:
             keys = dict.fromkeys(str(leaf.path[0]) for leaf in self._leaves)
             raise CheckpointError(
                 f"{self._contents.source} has no weights where they were looked for; its keys are "
-                f"{_some(list(keys))}: name theirs with --weights KEY"
+                f"{some(list(keys))}: name theirs with --weights KEY"
             )
         used: set[str | int] = {leaf.path[0] for leaf in leaves} if section is None else {section}
         self._note_left_out(used)
@@ -205,7 +205,7 @@ class _StateFinder:
         there = [key for key in keys if key in tops]
         if len(there) > 1:
             raise CheckpointError(
-                f"{self._contents.source} has several {what}: {_some(there)}; name the one that is "
+                f"{self._contents.source} has several {what}: {some(there)}; name the one that is "
                 "meant with --weights KEY, or take --what model"
             )
         return there[0] if there else None
@@ -286,7 +286,7 @@ class _StateFinder:
             and (leaf.path[0] not in OPTIMIZERS or self._request.model_only)
         )
         if counts:
-            listed = _some([f"{key} ({count:,})" for key, count in counts.items()])
+            listed = some([f"{key} ({count:,})" for key, count in counts.items()])
             self.notes.append(f"left out, with the number of values: {listed}")
 
 
@@ -355,7 +355,7 @@ def _renamed(named: list[_Named], request: NameRequest) -> list[_Named]:
             raise UsageError(
                 f"--rename {old}=...: no name is {old!r}"
                 f"{' or starts so' if old.endswith('.') else ''}; there are "
-                f"{_some([entry.name for entry in named])}"
+                f"{some([entry.name for entry in named])}"
             )
     if unused:
         raise UsageError(f"--map names {min(unused)!r}, which is not in the source")
@@ -389,6 +389,7 @@ def _check(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of several names, and how many there are beside."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
