@@ -200,7 +200,7 @@ def import_command(
     from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.run.find_run import find_run
     from hpctrain.settings.spec import load_spec
-    from hpctrain.submit.launch import refuse_alive
+    from hpctrain.submit.live_job import refuse_alive
     from hpctrain.terminal import echo_note
 
     directory = find_run(run, runs=runs)

@@ -32,7 +32,7 @@ def _job_id(run: str, runs: Path) -> str:
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import is_mine
-    from hpctrain.submit.launch import newest_submission
+    from hpctrain.submit.live_job import newest_submission
 
     run_dir = find_run(run, runs=runs)
     if not is_mine(run_dir.root):  # its ledger may name a job of ours

@@ -179,7 +179,7 @@ def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | Non
         scheduler: Asked in the place of that cluster's own: a `survey` of it.
     """
     from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.launch import newest_submission
+    from hpctrain.submit.live_job import newest_submission
     from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 
     token, job_id = newest_submission(history)

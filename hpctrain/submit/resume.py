@@ -30,7 +30,8 @@ from hpctrain.submit.checks import (
     plan_meshes,
     take_ds_config,
 )
-from hpctrain.submit.launch import kept_out, kept_out_notes, launch, refuse_alive
+from hpctrain.submit.launch import kept_out, kept_out_notes, launch
+from hpctrain.submit.live_job import refuse_alive
 from hpctrain.submit.own_job import as_own_run
 from hpctrain.submit.site_choice import changed, take_locks
 

@@ -99,7 +99,7 @@ def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, m
     """The intent was written, sbatch has answered, and then the disk was full."""
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import load_spec
-    from hpctrain.submit import launch
+    from hpctrain.submit import launch, live_job
 
     run = Story(runs / "lm").run
 
@@ -126,7 +126,7 @@ def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, m
     assert [one.partition(": /")[0] for one in told(capsys)] == [
         "hpctrain: the ledger misses submitted"
     ]
-    assert launch.newest_submission(RunHistory.read(run)) == (scheduler.token, None)
+    assert live_job.newest_submission(RunHistory.read(run)) == (scheduler.token, None)
 
 
 def test_a_fact_that_cannot_be_written_names_the_file(runs):

@@ -14,7 +14,7 @@ from hpctrain.history.goodput import goodput
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import event_types
 from hpctrain.run.events import read
-from hpctrain.submit.launch import newest_submission
+from hpctrain.submit.live_job import newest_submission
 from tests.support.ledger_runs import Story, event_of
 
 KINDS = [*event_types.KINDS, "meteor"]

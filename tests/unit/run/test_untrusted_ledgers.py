@@ -24,7 +24,7 @@ from hpctrain.runtime import tensorboard
 from hpctrain.runtime.step_log import run_age_s
 from hpctrain.runtime.tensorboard import attempts_page
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.launch import live_job
+from hpctrain.submit.live_job import live_job
 from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
 

@@ -17,7 +17,7 @@ from hpctrain.scheduler.base import Cluster
 from hpctrain.scheduler.local.client import LocalCluster
 from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit import launch
+from hpctrain.submit import launch, live_job
 from hpctrain.submit.own_job import copied_from, not_own
 from tests.support.ledger_runs import Story
 
@@ -161,7 +161,7 @@ class Scheduler(Cluster):
 
 def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    for module in (launch, base):
+    for module in (launch, live_job, base):
         monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
     before = load_spec(original.run.spec)
     raw = json.loads(copy.spec.read_text())
@@ -175,13 +175,13 @@ def test_a_copy_goes_on_as_a_run_of_its_own(copy, original, monkeypatch, capsys)
     assert load_spec(original.run.spec).run_id == before.run_id
     assert (spec.name, spec.entry.path) == ("other", f"{copy.root}/snapshot/train.py")
     assert "is a copy of" in capsys.readouterr().out
-    assert launch.newest_submission(RunHistory.read(copy))[1] == "4712"
+    assert live_job.newest_submission(RunHistory.read(copy))[1] == "4712"
     assert copied_from(copy, RunHistory.read(copy)) is None
 
 
 def test_the_original_is_not_submitted_beside_its_job(original, monkeypatch, capsys):
     scheduler = Scheduler(original.run.script("lm-12ab"))
-    for module in (launch, base):
+    for module in (launch, live_job, base):
         monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
 
     assert main(["resume", "lm"]) == 5

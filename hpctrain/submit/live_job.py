@@ -1,0 +1,92 @@
+"""The run's own job: which may still write, and why nothing is started beside it.
+
+tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold the promises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import JobState
+from hpctrain.errors import AccountingSilent, ClusterUnreachable, RunAlive
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import SubmitAdopted
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.submit.own_job import copied_from, elsewhere, not_own
+
+if TYPE_CHECKING:
+    from hpctrain.base.records import JobInfo
+    from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.base import Cluster
+    from hpctrain.settings.spec import Spec
+
+
+def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
+    """The run's job that is pending or running; adopts one whose submission was never confirmed.
+
+    Raises:
+        ClusterUnreachable: the scheduler gave no answer, or it is another cluster's job, so nobody
+            can say.
+    """
+    history = RunHistory.read(run)
+    token, job_id = newest_submission(history)
+    if token is None and job_id is None:
+        return None
+    if copied_from(run, history) is None and (why := elsewhere(history, cluster)):
+        now = history.state
+        if now.phase in OVER or now.cancel == "cancel":  # it ends itself, should it start yet
+            return None
+        raise ClusterUnreachable(
+            f"{why}. If that job is gone for good, `hpctrain cancel {run.name}` says so here, and "
+            "`resume` goes on"
+        )
+    try:
+        job = cluster.job(job_id) if job_id is not None else cluster.find_job(token or "")
+    except AccountingSilent:  # however it ended, it writes no more
+        return None
+    if job is None or not job.alive or not_own(run, history, token, job):
+        return None
+    if job_id is not None:
+        return job
+    ledger.record(run, SubmitAdopted(token=token or "", job_id=job.job_id))
+    return job
+
+
+def refuse_alive(run: RunDir, spec: Spec) -> None:
+    """Refuse while a job of the run may still write.
+
+    Raises:
+        RunAlive: with the job and what to do.
+    """
+    alive = live_job(run, get_cluster(spec.cluster))
+    if alive is not None:
+        raise refusal(run, alive)
+
+
+def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
+    """Why nothing can be started beside a job of the run, and what to do."""
+    now = RunHistory.read(run).state
+    onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
+    if alive.state == JobState.COMPLETING:
+        onward = "the cluster is ending it: try again when it has"
+    elif now.cancel == "save" and now.job_id == alive.job_id:
+        onward = (
+            "it was asked to save and leave: try again when it has, which "
+            f"`hpctrain status {run.name}` shows"
+        )
+    return RunAlive(
+        f"{run.name} has job {alive.job_id} ({alive.shown.lower()}), which may still write; "
+        f"{onward}"
+    )
+
+
+def newest_submission(history: RunHistory) -> tuple[str | None, str | None]:
+    """Token and job id of the newest submission; the job id is None while it is not known."""
+    newest = history.submissions[-1] if history.submissions else None
+    if newest is not None and not newest.refused:
+        return newest.token, newest.job_id or None
+    since = [a.job_id for a in history.attempts if a.submission == len(history.submissions)]
+    started = [job_id for job_id in since if job_id]  # by a hand-written batch script
+    return None, started[-1] if started else None
