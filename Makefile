@@ -58,8 +58,15 @@ fuse: $(STAMP)
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .fuse-install.log
 
+.PHONY: container
+container: $(STAMP)
+	@tests/support/install_container.sh >.container-install.log 2>&1 || \
+	  { tail -n 1 .container-install.log >&2; \
+	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
+	@rm -f .container-install.log
+
 .PHONY: test
-test: slurm browser fuse ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+test: slurm browser fuse container ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
 	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
 	@$(PYTEST) $(BESIDE) $(TESTS)
 
@@ -88,7 +95,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 
@@ -102,7 +109,7 @@ docs: $(STAMP) ## the pages of docs/ and the API as a site, in build/docs
 check: lint docs test ## lint, docs and test: what continuous integration runs
 
 .PHONY: soak
-soak: slurm fuse ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
+soak: slurm fuse container ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
 	@$(PYTEST) $(BESIDE) tests/slurm
 	@$(call on_the_other_versions,tests/slurm)
 	@$(PYTEST) -m soak --timeout=0 $(TESTS)

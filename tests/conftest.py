@@ -6,7 +6,7 @@ CPUs (`nice`), so that no time limit of a real job is missed because of a unit t
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
-`browser`, `fuse` and `two_users`.
+`browser`, `fuse`, `container` and `two_users`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
-from tests.support import browser, client_disk, users
+from tests.support import browser, client_disk, container_image, users
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -44,6 +44,11 @@ NEEDS = {
     "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
     "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
     "fuse": (client_disk.missing, "no FUSE here", "run tests/support/install_fuse.sh"),
+    "container": (
+        container_image.missing,
+        "no containers here",
+        "run tests/support/install_container.sh",
+    ),
     "two_users": (users.missing, "no second user here", "run the tests as root"),
 }
 """Marker to: what of it is missing here, what to say then, how to come by it."""
@@ -101,6 +106,12 @@ def common_path() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def container_image_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that Charliecloud starts as an image, without a command of SLURM's."""
+    return container_image.make_image(tmp_path_factory.mktemp("container") / "image")
 
 
 @pytest.fixture(scope="session")
