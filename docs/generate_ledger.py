@@ -33,6 +33,7 @@ TYPES = {
     check.path: "path",
     check.flag: "true or false",
     check.mapping: "values by name",
+    check.metrics: "numbers by name",
     check.mappings: "list of values by name",
     check.skipped_checkpoints: "list of checkpoints",
 }

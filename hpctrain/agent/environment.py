@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import (
+    HPCTRAIN_CHECKPOINT,
     HPCTRAIN_CLUSTER,
     HPCTRAIN_JOB_END,
     HPCTRAIN_JOB_ID,
@@ -32,6 +33,7 @@ from hpctrain.base.env import (
     HPCTRAIN_NET_PLUGIN_VERSION,
     HPCTRAIN_OUTPUT_DIR,
     HPCTRAIN_RESTARTS,
+    HPCTRAIN_RESULTS,
     HPCTRAIN_RUN_DIR,
 )
 from hpctrain.run import events as ledger
@@ -183,6 +185,9 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
         os.environ[COMPILE_CACHE_VARIABLE] = str(compile_cache(run))
     os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
     os.environ[HPCTRAIN_OUTPUT_DIR] = str(run.output)
+    if spec.evaluates is not None:
+        os.environ[HPCTRAIN_CHECKPOINT] = spec.evaluates.checkpoint
+        os.environ[HPCTRAIN_RESULTS] = str(run.results)
     os.environ[HPCTRAIN_JOB_ID] = context.job_id
     os.environ[HPCTRAIN_RESTARTS] = str(context.restarts)
     os.environ[HPCTRAIN_CLUSTER] = spec.cluster

@@ -317,6 +317,9 @@ class RunHistory:
         jobs: Every job of the run, and the clusters that are said to have it.
         clusters: Those that are said to have its newest job.
         job_times: When jobs were submitted, begun and requeued.
+        asked_evaluations: Steps whose checkpoint somebody wants evaluated.
+        evaluations: The last word on the evaluation of each step's checkpoint. Where there was
+            no checkpoint any more, one that is saved anew counts as new.
         notified: Attempts of which somebody was told.
         count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
@@ -347,6 +350,8 @@ class RunHistory:
     jobs: dict[str, set[str]] = field(default_factory=dict)
     clusters: set[str] = field(default_factory=set)
     job_times: list[float] = field(default_factory=list)
+    asked_evaluations: set[int] = field(default_factory=set)
+    evaluations: dict[int, facts.Evaluated] = field(default_factory=dict)
     notified: set[int] = field(default_factory=set)
     count: int = 0
     last_t: float | None = None
@@ -658,6 +663,9 @@ def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointS
         run, attempt, t, fact, stall_s=fact.stall_s, waited_s=fact.waited_s or 0.0, mode=fact.mode
     )
     run.newest_saved = max(fact.step, run.newest_saved or 0)
+    last_word = run.evaluations.get(fact.step)
+    if last_word is not None and not last_word.run:
+        del run.evaluations[fact.step]
     if attempt is not None:
         attempt.moved(fact.step)
 
@@ -734,6 +742,14 @@ def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: facts.NodesExc
     run.excluded += [(number, node) for node in fact.nodes]
 
 
+def _asked(run: RunHistory, _: _Attempt, __: float, fact: facts.EvaluationAsked) -> None:
+    run.asked_evaluations.add(fact.step)
+
+
+def _evaluated(run: RunHistory, _: _Attempt, __: float, fact: facts.Evaluated) -> None:
+    run.evaluations[fact.step] = fact
+
+
 def _notified(run: RunHistory, attempt: _Attempt, _: float, __: facts.Notified) -> None:
     if attempt is not None:
         run.notified.add(attempt.number)
@@ -760,5 +776,7 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.CheckpointVerified: _verified,
     facts.CheckpointSetAside: _set_aside,
     facts.NodesExcluded: _excluded,
+    facts.EvaluationAsked: _asked,
+    facts.Evaluated: _evaluated,
     facts.Notified: _notified,
 }

@@ -148,6 +148,14 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, bool) else words(value)
 
 
+def metrics(value: object) -> dict[str, float] | None:
+    """Finite numbers by name; what is none is left out."""
+    if not isinstance(value, dict):
+        return None
+    numbers = ((name, _between(-MOST_NUMBER, one, MOST_NUMBER)) for name, one in value.items())
+    return {name: one for name, one in numbers if one is not None}
+
+
 def skipped_checkpoints(value: object) -> tuple[Skipped, ...] | None:
     """Checkpoints that were not taken, as far as it is told which."""
     if not isinstance(value, list):

@@ -32,6 +32,7 @@ _NOTHING: dict[object, Any] = {
     **dict.fromkeys((check.words, check.identifier, check.path), ""),
     **dict.fromkeys((check.counts, check.texts, check.mappings, check.skipped_checkpoints), ()),
     check.mapping: {},
+    check.metrics: {},
     check.flag: False,
 }
 """What a field is that was not told, by its check; None for the others."""
@@ -413,6 +414,23 @@ class CheckpointSetAside(LedgerFact):
     name: str = maybe(check.words, "its name; of a sealed one the path that it had")
     step: int | None = maybe(check.count, "the step")
     reason: str = maybe(check.words, "what is wrong with it")
+
+
+@event("evaluation_asked", by="the login node")
+class EvaluationAsked(LedgerFact):
+    """Somebody wants a checkpoint evaluated that was not due."""
+
+    step: int = needed(check.count, "the step")
+
+
+@event("evaluated", by="the batch side of the evaluation's job, or the next to look at it")
+class Evaluated(LedgerFact):
+    """A checkpoint's evaluation is over, or cannot be. Of several about a step the last counts."""
+
+    step: int = needed(check.count, "the checkpoint")
+    run: str = maybe(check.words, "name of the run that evaluated it; empty where none could")
+    metrics: Mapping[str, float] = maybe(check.metrics, "what it has found, by name")
+    why: str = maybe(check.words, "what went wrong")
 
 
 @event("imported", by="the login node")

@@ -129,6 +129,20 @@ class RunDir:
         return self.root / "profile-request.json"
 
     @property
+    def evaluations(self) -> Path:
+        """Runs of their own, one for each checkpoint that is evaluated."""
+        return self.root / "evaluations"
+
+    def evaluation(self, step: int) -> RunDir:
+        """The run that evaluates the checkpoint of a step."""
+        return RunDir(self.evaluations / f"{self.name}-eval-{step}")
+
+    @property
+    def results(self) -> Path:
+        """Metrics by name, as JSON: what an evaluation's program writes."""
+        return self.root / "results.json"
+
+    @property
     def report(self) -> Path:
         """What `hpctrain report` writes."""
         return self.root / "report.html"

@@ -215,6 +215,29 @@ class CheckpointSettings(Table):
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
+class EvaluateSettings(Table):
+    """[evaluate]: a job of its own for checkpoints of the run."""
+
+    script: str = setting(
+        "",
+        "command line that evaluates a checkpoint, as one would put it behind --; "
+        "empty: nothing is evaluated",
+    )
+    every: int = setting(
+        1, "every n-th new checkpoint, counted over the run's life; 0: none but the last"
+    )
+    last: bool = setting(True, "also the last checkpoint of a run that is done")
+    at_once: int = setting(1, "so many evaluations wait or run at a time", least=1)
+    nodes: str = setting("", "nodes of each, N or MIN-MAX; empty: the run's own")
+    ranks_per_node: int = setting(
+        -1, "ranks per node; 0 means one per GPU, or one without GPUs; -1: the run's own", least=-1
+    )
+    gpus_per_node: int = setting(-1, "GPUs per node; 0 for none; -1: the run's own", least=-1)
+    time: str = setting("", "time limit of each; empty: the run's own")
+    partition: str = setting("", "partition(s); empty: the run's own", pattern=WORD)
+    qos: str = setting("", "quality of service; empty: the run's own", pattern=WORD)
+
+
 class NotifySettings(Table):
     """[notify]: who hears of a run's end; never blocks or breaks training."""
 
@@ -375,6 +398,7 @@ class Settings(Table):
     preflight: PreflightSettings = table(PreflightSettings)
     budget: BudgetSettings = table(BudgetSettings)
     checkpoint: CheckpointSettings = table(CheckpointSettings)
+    evaluate: EvaluateSettings = table(EvaluateSettings)
     notify: NotifySettings = table(NotifySettings)
     track: TrackSettings = table(TrackSettings)
     profile: ProfileSettings = table(ProfileSettings)

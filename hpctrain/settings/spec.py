@@ -55,6 +55,17 @@ class Snapshot:
 
 
 @dataclass
+class Evaluates:
+    """Which checkpoint a run evaluates."""
+
+    run: str
+    """Absolute path of the run that has it."""
+    step: int
+    checkpoint: str
+    """Its folder."""
+
+
+@dataclass
 class Spec:
     """One run, fully resolved."""
 
@@ -85,6 +96,12 @@ class Spec:
     whatever the files say by then; None without a site, and in specs of older versions."""
     unlocked: list[str] = field(default_factory=list)
     """Locked keys of the preset that the user changed with --allow-locked."""
+    beside: dict[str, Entry] = field(default_factory=dict)
+    """Programs of jobs beside this run, by the section that names them: "evaluate"."""
+    evaluates: Evaluates | None = None
+    """Of a run that evaluates a checkpoint of another."""
+    after: list[str] = field(default_factory=list)
+    """Absolute paths of the runs that must be done before this one starts."""
     foreign: bool = False
     """Whether the user has asked for this run although others own its code (--foreign)."""
     format: int = FORMAT
@@ -126,6 +143,8 @@ def load_spec(path: Path) -> Spec:
             )
         raw["entry"] = Entry(**raw["entry"])
         raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
+        raw["beside"] = {at: Entry(**entry) for at, entry in raw.get("beside", {}).items()}
+        raw["evaluates"] = Evaluates(**raw["evaluates"]) if raw.get("evaluates") else None
         given = raw["settings"]
         raw["settings"] = make(Settings, {name: given.get(name, {}) for name in sections()})
         if raw["format"] < FORMAT:
