@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.errors import CheckpointError, HpctrainError, UsageError
     from hpctrain.history.attempts import AttemptView
     from hpctrain.plan.mesh import ModelShape
+    from hpctrain.runtime.evaluations import Evaluation, evaluation
     from hpctrain.runtime.run import Run, Stopped, init
     from hpctrain.runtime.trackers import TrackedRun, Tracker
     from hpctrain.settings.schema import Settings
@@ -54,6 +55,7 @@ _HOMES = {
     "Checkpoint": "hpctrain.status.status",
     "CheckpointError": "hpctrain.errors",
     "Engine": "hpctrain.engines.engine",
+    "Evaluation": "hpctrain.runtime.evaluations",
     "GlobalBatches": "hpctrain.data.batches",
     "HpctrainError": "hpctrain.errors",
     "Loader": "hpctrain.data.loader",
@@ -86,6 +88,7 @@ _HOMES = {
     "cut_step": "hpctrain.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",
+    "evaluation": "hpctrain.runtime.evaluations",
     "faults": "hpctrain.testing.faults",
     "frameworks": "hpctrain.frameworks",
     "init": "hpctrain.runtime.run",
@@ -103,6 +106,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Engine",
+    "Evaluation",
     "GlobalBatches",
     "HpctrainError",
     "Loader",
@@ -136,6 +140,7 @@ __all__ = [
     "cut_step",
     "dcp",
     "errors",
+    "evaluation",
     "faults",
     "frameworks",
     "init",

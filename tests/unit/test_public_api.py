@@ -25,7 +25,7 @@ MODULES["frameworks"] = "hpctrain.frameworks"
 MODULES["submitit"] = "hpctrain.submitit"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}
 MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "TrackedRun", "World"}
-MADE_BY_US |= {"StreamLoader"}
+MADE_BY_US |= {"Evaluation", "StreamLoader"}
 """Users are given these; how they are made is no promise."""
 OURS = {"Mixture.sample_order"} | {
     f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")
@@ -90,6 +90,11 @@ Engine.evaluating(self) -> 'Iterator[None]'
 Engine.step(self) -> 'float'
 Engine.microbatch(self, *, last: 'bool') -> 'Iterator[None]'
 Engine.backward(self, loss: 'torch.Tensor') -> 'None'
+Evaluation
+Evaluation.step
+Evaluation.checkpoint
+Evaluation.load(self, model: 'nn.Module | Engine') -> 'None'
+Evaluation.report(self, metrics: 'Mapping[str, float] | None' = None, /, **more: 'float') -> 'None'
 GlobalBatches(order: 'SampleOrder', global_batch: 'int', rank: 'int', world_size: 'int', micro_batch: 'int', *, consumed: 'int' = 0, passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'None'
 GlobalBatches.next_step(self) -> 'StepBatch'
 GlobalBatches.state_dict(self) -> 'dict[str, int]'
@@ -226,6 +231,7 @@ cancel(run: 'str', *, save: 'bool' = False, foreign: 'bool' = False, runs: 'str 
 cross_entropy(logits: 'Tensor', targets: 'Tensor', *, ignore_index: 'int' = -100) -> 'Tensor'
 cu_seqlens(document_ids: 'torch.Tensor') -> 'tuple[torch.Tensor, int]'
 cut_step(positions: 'range', rank: 'int', world_size: 'int', micro_batch: 'int', *, index: 'Callable[[int], int]', passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'StepBatch'
+evaluation() -> 'Evaluation'
 init(settings: 'Settings | None' = None) -> 'Run'
 resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'str | Path | None' = None) -> 'StartedJob'
 status(run: 'str' = '-', *, runs: 'str | Path | None' = None) -> 'Status'

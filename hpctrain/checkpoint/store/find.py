@@ -142,7 +142,11 @@ def look(run: RunDir, step: int) -> FoundCheckpoint:
         FileSystemFault: the file system gave an error; nobody knows whether it is whole.
         NewerFormat: a newer hpctrain has written it.
     """
-    path = step_path(run, step)
+    return look_at(step_path(run, step), step)
+
+
+def look_at(path: Path, step: int) -> FoundCheckpoint:
+    """The same of a directory that somebody has named."""
     try:
         manifest = manifests.load(path / manifests.MANIFEST_NAME)
     except TornCheckpoint as error:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
+    from hpctrain.settings.schema import CheckpointSettings
     from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.checkpoint")
@@ -184,6 +185,33 @@ def restore(
         damaged = {"step": candidate.step, "name": candidate.path.name, "reason": damage}
         skipped = [*skipped, damaged]
         on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
+
+
+def load_weights(
+    found: FoundCheckpoint, world: World, state: State, settings: CheckpointSettings
+) -> Manifest:
+    """The weights of a checkpoint, which need not be this run's, into a program's. Collective.
+
+    Its run is not touched, and nothing is set aside. After an error the tensors hold anything.
+
+    Args:
+        found: What `find.look_at` has found, the same on every rank.
+        world: The ranks.
+        state: What to fill: all of the model.
+        settings: How it is read: `read_once`, `patience_s`.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit the program; on every rank.
+        FileSystemFault: the file system refused for longer than `patience_s`; on every rank.
+    """
+    if found.problem is not None or found.manifest is None:
+        raise TornCheckpoint(f"{found.path} is no whole checkpoint: {found.problem}")
+    reading = _Reading(settings.read_once, None, Patience(settings.patience_s))
+    want = Wanted(state, frozenset(state.shared))
+    _, damage = _try(found, world, lambda _: want, reading)
+    if damage:
+        raise TornCheckpoint(f"{found.path} is damaged: {damage}")
+    return found.manifest
 
 
 def _try(
