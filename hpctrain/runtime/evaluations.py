@@ -104,12 +104,12 @@ class Evaluation:
                 "`evaluation.checkpoint` as the program does"
             )
         world = _world()
-        found = on_rank_0(world, lambda: look_at(self.checkpoint, self.step))
+        checkpoint = on_rank_0(world, lambda: look_at(self.checkpoint, self.step))
         if isinstance(model, Engine):
             state = model.state(with_optimizer=False)
         else:
             state = State(dict(names.collect(model, None)))
-        manifest = load_weights(found, world, state, self._settings)
+        manifest = load_weights(checkpoint, world, state, self._settings)
         if isinstance(model, Engine):
             model.apply(state.shared, with_optimizer=False)
             if model.base is not None and BASE in manifest.extra:

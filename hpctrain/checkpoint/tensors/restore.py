@@ -188,14 +188,14 @@ def restore(
 
 
 def load_weights(
-    found: FoundCheckpoint, world: World, state: State, settings: CheckpointSettings
+    checkpoint: FoundCheckpoint, world: World, state: State, settings: CheckpointSettings
 ) -> Manifest:
     """The weights of a checkpoint, which need not be this run's, into a program's. Collective.
 
     Its run is not touched, and nothing is set aside. After an error the tensors hold anything.
 
     Args:
-        found: What `find.look_at` has found, the same on every rank.
+        checkpoint: What `find.look_at` has found, the same on every rank.
         world: The ranks.
         state: What to fill: all of the model.
         settings: How it is read: `read_once`, `patience_s`.
@@ -204,14 +204,14 @@ def load_weights(
         CheckpointError: it is damaged, or does not fit the program; on every rank.
         FileSystemFault: the file system refused for longer than `patience_s`; on every rank.
     """
-    if found.problem is not None or found.manifest is None:
-        raise TornCheckpoint(f"{found.path} is no whole checkpoint: {found.problem}")
+    if checkpoint.problem is not None or checkpoint.manifest is None:
+        raise TornCheckpoint(f"{checkpoint.path} is no whole checkpoint: {checkpoint.problem}")
     reading = _Reading(settings.read_once, None, Patience(settings.patience_s))
     want = Wanted(state, frozenset(state.shared))
-    _, damage = _try(found, world, lambda _: want, reading)
+    _, damage = _try(checkpoint, world, lambda _: want, reading)
     if damage:
-        raise TornCheckpoint(f"{found.path} is damaged: {damage}")
-    return found.manifest
+        raise TornCheckpoint(f"{checkpoint.path} is damaged: {damage}")
+    return checkpoint.manifest
 
 
 def _try(
