@@ -15,11 +15,15 @@ hpctrain_exports=$(
 ) || exit
 eval "$hpctrain_exports"
 
+hpctrain_task=("$HPCTRAIN_PYTHON") hpctrain_outside=()
+if declare -F hpctrain_container >/dev/null; then hpctrain_container; fi
+
 # Output goes through srun, not into files of the tasks: a node that does not see the shared
 # directory could not open one, and its task would not start to tell so. A node whose task fails
 # must not take the others with it.
 # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
-exec srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
+exec "${hpctrain_outside[@]}" \
+  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
   --kill-on-bad-exit=0 --wait=0 --unbuffered --label "${hpctrain_srun_args[@]}" \
-  bash -c 'exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.preflight.node "$1" "$SLURM_NODEID"' \
-  hpctrain "$HPCTRAIN_RUN_DIR"
+  bash -c 'run=$1; shift; exec "$@" -P -u -m hpctrain.preflight.node "$run" "$SLURM_NODEID"' \
+  hpctrain "$HPCTRAIN_RUN_DIR" "${hpctrain_task[@]}"

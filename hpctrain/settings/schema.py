@@ -60,6 +60,45 @@ class SlurmSettings(Table):
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
+class ContainerSettings(Table):
+    """[container]: the image in which agents and ranks run; the batch script stays outside."""
+
+    image: str = setting(
+        "",
+        "path of an image on every node, a registry's reference, or for cscs-ce the path or name of "
+        "an EDF; empty: no container",
+    )
+    runtime: str = setting(
+        "",
+        "what starts it; empty: the site preset's container.runtime",
+        choices=(
+            "",
+            "apptainer",
+            "singularity",
+            "enroot-pyxis",
+            "shifter",
+            "podman-hpc",
+            "podman",
+            "charliecloud",
+            "cscs-ce",
+        ),
+    )
+    mounts: list[str] = setting(
+        [],
+        "folders or files of the host for the inside, SRC[:DST[:ro]]; the run's own folders are "
+        "there already",
+    )
+    env: list[str] = setting(
+        [],
+        "variables for the inside: NAME=VALUE, or NAME for the batch script's value, which then wins "
+        "over the image's",
+    )
+    python: str = setting("python3", "the interpreter in the image that has hpctrain and torch")
+    options: list[str] = setting(
+        [], "more words for the runtime's own command, or for srun where that starts it"
+    )
+
+
 class RunSettings(Table):
     """[run]: how the run is kept going."""
 
@@ -394,6 +433,7 @@ class Settings(Table):
     """All sections."""
 
     slurm: SlurmSettings = table(SlurmSettings)
+    container: ContainerSettings = table(ContainerSettings)
     run: RunSettings = table(RunSettings)
     preflight: PreflightSettings = table(PreflightSettings)
     budget: BudgetSettings = table(BudgetSettings)

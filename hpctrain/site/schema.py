@@ -35,7 +35,7 @@ from hpctrain.settings.fields import (
     tables,
 )
 from hpctrain.settings.layers import did_you_mean, nearest, unknown_setting
-from hpctrain.settings.schema import Settings
+from hpctrain.settings.schema import ContainerSettings, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -275,7 +275,7 @@ class Container(Table):
     runtime: str = field(
         "",
         "which",
-        choices=("", "apptainer", "enroot-pyxis", "shifter", "podman", "cscs-ce", "none"),
+        choices=(*keys_of(ContainerSettings)["runtime"].choices, "none"),
     )
     binds: list[str] = field([], "paths of the host that a container needs")
     env_pass: list[str] = field(

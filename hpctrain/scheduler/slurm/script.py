@@ -77,6 +77,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
         f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
         *_setup([*module_lines(site), *settings.setup]),
+        *_container(spec, run, token, site),
         "",
         body_path().read_text().rstrip("\n"),
     ]
@@ -279,6 +280,14 @@ def _setup(lines: Sequence[str]) -> list[str]:
     if not lines:
         return []
     return ["hpctrain_setup() {", *lines, "}"]
+
+
+def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[str]:
+    if not spec.settings.container.image:
+        return []
+    from hpctrain.scheduler.slurm.container import container_lines  # which few runs need
+
+    return container_lines(spec, run, token, site)
 
 
 def _join(words: Sequence[str]) -> str:

@@ -36,6 +36,9 @@ echo 'ready'
 #   HPCTRAIN_PYTHON      the interpreter in which hpctrain is installed
 #   hpctrain_srun_args   optional array of more srun options
 #   hpctrain_setup       optional function, run on the first node before srun
+#   hpctrain_container   optional function, run after it: sets hpctrain_task, the words in front of a
+#                        task's -m (its python, or what starts a container and the python in it), and
+#                        hpctrain_outside, the words in front of srun; may add to hpctrain_srun_args
 # and it ends the script with the run's exit code.
 
 # SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after
@@ -64,6 +67,9 @@ hpctrain_exports=$(
 hpctrain_rc=$? # where it failed no agent is started, and the end of this script looks after that
 eval "$hpctrain_exports"
 
+hpctrain_task=("$HPCTRAIN_PYTHON") hpctrain_outside=()
+if declare -F hpctrain_container >/dev/null; then hpctrain_container; fi
+
 if [ "$hpctrain_term" = 1 ]; then
   hpctrain_rc=143
 elif [ "$hpctrain_rc" = 0 ]; then
@@ -79,12 +85,15 @@ elif [ "$hpctrain_rc" = 0 ]; then
     *%*) hpctrain_files=() hpctrain_own=$hpctrain_output ;;
   esac
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
-  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
+  "${hpctrain_outside[@]}" \
+    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
     bash -c \
     'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
-    exec "$HPCTRAIN_PYTHON" -P -u -m hpctrain.entry.slurm_task "$1"' \
-    hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" &
+    run=$1; shift 2
+    command -v "$1" >/dev/null || echo "hpctrain: error: $SLURMD_NODENAME has no $1 on its PATH" >&2
+    exec "$@" -P -u -m hpctrain.entry.slurm_task "$run"' \
+    hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" "${hpctrain_task[@]}" &
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
   # exit code.

@@ -230,7 +230,7 @@ def test_odd_values_reach_srun_unchanged(tmp_path):
 
     args = (tmp_path / "args").read_text().split("\0")
     assert ODD in args
-    assert args[-3].endswith(f"/{ODD_NAME}")
+    assert args[-4].endswith(f"/{ODD_NAME}")
     assert not (tmp_path / "pwned").exists()
     assert script.err == ""
 
@@ -319,6 +319,6 @@ def test_hand_written_script_uses_the_same_body(tmp_path):
     assert script.start().wait() == 0
 
     args = (tmp_path / "args").read_text().split("\0")
-    assert args[-3] == str(run)
+    assert args[-4] == str(run)
     assert f"--output={run}/jobs/job-7-%t.out" in args
     assert script.calls.read_text().splitlines()[-1].endswith(f"after {run}  --rc 0 --term 0")
