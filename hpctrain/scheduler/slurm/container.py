@@ -169,8 +169,8 @@ def container_lines(spec: Spec, run: RunDir, token: str, site: Site | None) -> l
 def mounts_of(spec: Spec, run: RunDir, site: Site | None, runtime: str) -> list[Mount]:
     """What of the host is seen inside, parents before what lies below them.
 
-    The runs' folder, the working directory, the program's folders and those that settings name, at
-    the same paths; then the site's and the user's, which win.
+    The runs' folder, the working directory, the program's folders, those that settings name and the
+    runs beside which this one stands, at the same paths; then the site's and the user's, which win.
 
     Raises:
         UsageError: a mount of another form, or a path that the runtime's syntax cannot hold.
@@ -235,7 +235,8 @@ def _needed(spec: Spec, run: RunDir) -> Iterable[str]:
                 "another folder"
             )
     sealed = [str(PurePosixPath(pattern).parent) for pattern in settings.checkpoint.sealed]
-    paths = [*named.values(), *entry.python_path, *sealed]
+    others = [*([spec.evaluates.run] if spec.evaluates else []), *spec.after]
+    paths = [*named.values(), *entry.python_path, *sealed, *others]
     return [
         path
         for path in paths

@@ -28,7 +28,7 @@ from hpctrain.scheduler.slurm.preflight import render_preflight
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.settings.spec import Entry, Evaluates, Spec
 from hpctrain.site.preset import Site
 from hpctrain.site.schema import About, Container, Partition
 
@@ -79,6 +79,17 @@ def test_apptainer():
         "/images/torch.sif",
     ]
     assert words(replace_runtime(spec, "singularity"))[0] == "singularity"
+
+
+def test_a_job_beside_a_run_sees_that_run_inside():
+    root = RUN.root
+    child = RunDir(root / "evaluations" / "llm-1-eval-9")
+    checkpoint = f"{root}/checkpoints/step-0000000009"
+    evaluation = replace(make_spec(), evaluates=Evaluates(str(root), 9, checkpoint))
+    follower = replace(make_spec(), after=["/project/runs/base"])
+
+    assert f"--bind={root}:{root}" in container_start(evaluation, child, None).words
+    assert "--bind=/project/runs/base:/project/runs/base" in words(follower)
 
 
 def replace_runtime(spec, runtime):
