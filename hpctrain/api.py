@@ -252,7 +252,8 @@ def resume(
         UsageError: the run is done, or an argument is wrong.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.submit.resume import prepare_resume, resume_request, resume_run
+    from hpctrain.submit.change import resume_request
+    from hpctrain.submit.resume import prepare_resume, resume_run
 
     flags = {
         "nodes": _text(nodes),

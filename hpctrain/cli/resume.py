@@ -87,7 +87,8 @@ def command(
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.secrets import hide, secrets_in
-    from hpctrain.submit.resume import prepare_resume, resume_request, resume_run
+    from hpctrain.submit.change import resume_request
+    from hpctrain.submit.resume import prepare_resume, resume_run
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")

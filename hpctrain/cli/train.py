@@ -52,10 +52,10 @@ def command(
     from hpctrain.run.layout import RunDir, runs_root
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.check import engine_flags
+    from hpctrain.submit.change import ResumeRequest, change_spec
     from hpctrain.submit.live_job import refuse_alive
     from hpctrain.submit.own_job import as_own_run
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
-    from hpctrain.submit.resume import ResumeRequest, change_spec
     from hpctrain.terminal import echo_warning
 
     root = runs_root(runs)

@@ -79,8 +79,12 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
     prepared = prepare(request)
     spec = prepared.spec
     copy = plan_snapshot(spec.entry, spec.settings.run.snapshot)
-    run = make_run(prepared, copy.checkout)
     notes = [*prepared.notes, *copy.notes]
+    if spec.beside:
+        from hpctrain.submit.side_job import live_notes
+
+        notes += live_notes(spec, copy.checkout)
+    run = make_run(prepared, copy.checkout)
     if not start:
         return SubmittedRun(prepared, run, None, notes)
     bad = kept_out(run, spec, request.environ)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobInfo
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
-    from hpctrain.settings.spec import Spec
+    from hpctrain.settings.spec import Entry, Spec
 
 
 def copied_from(run: RunDir, history: RunHistory) -> Path | None:
@@ -95,12 +95,17 @@ def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
         inside = path and Path(path).is_relative_to(original)
         return str(run.root / Path(path).relative_to(original)) if inside else path
 
-    entry = replace(
-        spec.entry,
-        path=here(spec.entry.path),
-        python_path=[here(path) for path in spec.entry.python_path],
+    def own_entry(entry: Entry) -> Entry:
+        python_path = [here(path) for path in entry.python_path]
+        return replace(entry, path=here(entry.path), python_path=python_path)
+
+    own = replace(
+        spec,
+        name=run.name,
+        run_id=os.urandom(8).hex(),
+        entry=own_entry(spec.entry),
+        beside={section: own_entry(entry) for section, entry in spec.beside.items()},
     )
-    own = replace(spec, name=run.name, run_id=os.urandom(8).hex(), entry=entry)
     return own, [f"{run.name} is a copy of {original} and goes on as a run of its own"]
 
 

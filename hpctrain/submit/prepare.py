@@ -223,7 +223,23 @@ def prepare(request: SubmitRequest) -> Prepared:
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
     )
-    return Prepared(spec, runs, request.name is None, new_parent, planned, notes, secrets)
+    return Prepared(
+        spec,
+        runs,
+        request.name is None,
+        new_parent,
+        planned,
+        notes + _beside(spec, request, accounting),
+        secrets,
+    )
+
+
+def _beside(spec: Spec, request: SubmitRequest, accounting: Accounting | None) -> list[str]:
+    if not spec.settings.evaluate.script:
+        return []
+    from hpctrain.submit.side_job import take_beside
+
+    return take_beside(spec, request.environ, accounting=accounting)
 
 
 def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:

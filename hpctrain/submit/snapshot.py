@@ -130,13 +130,10 @@ def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
             f"the code cannot be copied to {run.snapshot}: {error.strerror} ({error.filename}); "
             "make room, or use --no-snapshot"
         ) from None
-    script = _inside(Path(spec.entry.path), checkout.root)
-    if script is not None:
-        spec.entry.path = str(run.snapshot / script)
-    folders = [*spec.entry.python_path, *import_path()]
-    copies = remap_path(folders, checkout.root, run.snapshot)
-    outside = [folder for folder in spec.entry.python_path if not _has_copy(folder, checkout, run)]
-    spec.entry.python_path = [*copies, *outside]
+    _point_to_copy(spec.entry, run, checkout)
+    for entry in spec.beside.values():
+        if has_copy(entry.path, checkout):
+            _point_to_copy(entry, run, checkout)
     spec.snapshot = Snapshot(
         commit=checkout.commit,
         dirty=checkout.dirty,
@@ -145,8 +142,23 @@ def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
     )
 
 
-def _has_copy(folder: str, checkout: Checkout, run: RunDir) -> bool:
-    return bool(remap_path([folder], checkout.root, run.snapshot))
+def _point_to_copy(entry: Entry, run: RunDir, checkout: Checkout) -> None:
+    script = _inside(Path(entry.path), checkout.root)
+    if script is not None:
+        entry.path = str(run.snapshot / script)
+    copies = remap_path([*entry.python_path, *import_path()], checkout.root, run.snapshot)
+    outside = [
+        folder
+        for folder in entry.python_path
+        if not remap_path([folder], checkout.root, run.snapshot)
+    ]
+    entry.python_path = [*copies, *outside]
+
+
+def has_copy(path: str, checkout: Checkout | None) -> bool:
+    """Whether a file is among those that are copied."""
+    relative = None if checkout is None else _inside(Path(path), checkout.root)
+    return checkout is not None and relative is not None and str(relative) in checkout.files
 
 
 def import_path() -> list[str]:

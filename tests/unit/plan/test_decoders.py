@@ -13,9 +13,9 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.plan.decoders import FAMILIES, shape_of_config
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.settings.schema import EngineSettings
+from hpctrain.submit.change import change_spec, resume_request
 from hpctrain.submit.checks import plan_meshes
 from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.resume import change_spec, resume_request
 from tests.support import fuzzing
 
 CONFIG = {

@@ -27,7 +27,7 @@ from hpctrain.settings.spec import Entry, Spec, load_spec
 from hpctrain.status.as_json import as_json
 from hpctrain.status.screen import StatusScreen
 from hpctrain.status.status import Answer, status_of
-from hpctrain.submit.resume import SAME_RUN, ResumeRequest, change_spec
+from hpctrain.submit.change import SAME_RUN, ResumeRequest, change_spec
 from tests.support.ledger_runs import Story
 
 SHAPE = ModelShape(layers=4, dim=128, heads=4, hidden=352, seq_len=128, experts=8)

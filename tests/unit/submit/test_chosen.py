@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.resume import ResumeRequest, change_spec
+from hpctrain.submit.change import ResumeRequest, change_spec
 
 OLD = Path(__file__).parents[2] / "data" / "spec-format-2"
 """Written by the version before settings were frozen: what was chosen is known by its origin."""

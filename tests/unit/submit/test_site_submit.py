@@ -27,9 +27,9 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.site import load
 from hpctrain.site.load import load_site
 from hpctrain.site.schema import Partition, Preemption
+from hpctrain.submit.change import ResumeRequest, change_spec
 from hpctrain.submit.launch import without_nodes
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
-from hpctrain.submit.resume import ResumeRequest, change_spec
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(
