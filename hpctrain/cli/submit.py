@@ -78,6 +78,7 @@ class _Submit(click.Command):
 @click.option("--partition", help="SLURM partition(s).")
 @click.option("--account", help="Account to charge.")
 @click.option("--qos", help="Quality of service.")
+@click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option(
     "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
 )

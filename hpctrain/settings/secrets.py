@@ -78,6 +78,7 @@ def secrets_of(
     where = f"{origins.get('run.resume_args', 'default')}: run.resume_args"
     secrets += _of_words(where, _split(settings.run.resume_args))
     texts = [("slurm.setup", line) for line in settings.slurm.setup]
+    texts += [("container.env", line) for line in settings.container.env]
     texts.append(("notify.command", settings.notify.command))
     for path, text in texts:
         where = f"{origins.get(path, 'default')}: {path}"

@@ -16,7 +16,13 @@ from hpctrain.settings.check import check, engine_flags, profile_flags
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.preset import site_of
-from hpctrain.submit.checks import check_hooks_here, check_versions, plan_meshes, take_ds_config
+from hpctrain.submit.checks import (
+    check_hooks_here,
+    check_versions,
+    plan_meshes,
+    ranks_python,
+    take_ds_config,
+)
 from hpctrain.submit.site_choice import changed, take_locks
 
 if TYPE_CHECKING:
@@ -112,8 +118,9 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     below, below_origins = spec.given()
     given, origins = resolve(layers, base=below, origins=below_origins)
     chosen = check(given, origins)
+    python = ranks_python(given, get_cluster(spec.cluster), spec.python)
     notes = chosen.notes + check_hooks_here(
-        given, origins, Path(spec.entry.cwd or Path.cwd()), python=spec.python
+        given, origins, Path(spec.entry.cwd or Path.cwd()), python=python
     )
     unlocked, is_recipe = list(spec.unlocked), spec.entry.kind == "recipe"
     site, cluster = site_of(spec), get_cluster(spec.cluster)
@@ -127,7 +134,7 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
         notes += here.notes
         chosen += here
     settings, origins = chosen.upon(given, origins)
-    notes += check_versions(settings, cluster.setup_lines(site), python=spec.python)
+    notes += check_versions(settings, cluster.setup_lines(site), python=python)
     _refuse_another_run(spec, settings, origins)
     settings, planned, plan_notes = plan_meshes(
         settings, origins, None, is_recipe=is_recipe, alone=request.alone

@@ -38,6 +38,17 @@ if TYPE_CHECKING:
 _INFO = (".dist-info", ".egg-info")
 
 
+def ranks_python(settings: Settings, cluster: Cluster, python: str) -> str:
+    """What imports the ranks' packages: the image, of which nothing is known here, or a python.
+
+    Args:
+        settings: The run's.
+        cluster: Where it runs.
+        python: The run's interpreter outside of containers.
+    """
+    return python if cluster.on_this_machine else settings.container.image or python
+
+
 def check_hooks_here(
     settings: Settings, origins: Mapping[str, str], folder: Path, *, python: str = sys.executable
 ) -> list[str]:

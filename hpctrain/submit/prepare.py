@@ -39,6 +39,7 @@ from hpctrain.submit.checks import (
     check_versions,
     nsys_notes,
     plan_meshes,
+    ranks_python,
     take_ds_config,
 )
 from hpctrain.submit.disk import check_disk
@@ -89,6 +90,8 @@ class SubmitRequest:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
+    container: str | None = None
+    """The image in which the ranks run."""
     site: str | None = None
     cluster: str | None = None
     engine: str | None = None
@@ -162,7 +165,8 @@ def prepare(request: SubmitRequest) -> Prepared:
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
     notes = [*program.notes, *site_choice.notes, *chosen.notes]
-    notes += check_hooks_here(given, origins, request.cwd)
+    python = ranks_python(given, cluster, sys.executable)
+    notes += check_hooks_here(given, origins, request.cwd, python=python)
     env, env_origins = _environment(request, config, program.env)
     unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
     if unlocked:
@@ -194,9 +198,11 @@ def prepare(request: SubmitRequest) -> Prepared:
 
         notes += disagreements(program.asked, settings.slurm)
     notes += [*_resume_note(settings.run, entry), *_without_effect(origins, cluster, entry)]
-    notes += cluster.notes(settings, site, accounting)
-    notes += check_versions(settings, cluster.setup_lines(site))
-    notes += nsys_notes(settings.profile.nsys_rank, cluster, request.environ)
+    notes += [
+        *cluster.notes(settings, site, accounting),
+        *check_versions(settings, cluster.setup_lines(site), python=python),
+        *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
+    ]
     if request.alone and request.engine:
         notes.append(f"--engine {request.engine} has no effect in one process")
     settings, planned, plan_notes = plan_meshes(
@@ -390,6 +396,7 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "slurm.partition": ("--partition", request.partition),
         "slurm.account": ("--account", request.account),
         "slurm.qos": ("--qos", request.qos),
+        "container.image": ("--container", request.container),
         **engine_flags(request.engine, request.mesh),
         **profile_flags(request.profile, request.nsys),
         "run.resume_args": ("--resume-args", request.resume_args),

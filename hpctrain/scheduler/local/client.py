@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.base.records import JobRequest
-    from hpctrain.scheduler.base import PreflightJob
+    from hpctrain.scheduler.base import Accounting, PreflightJob
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
 
@@ -194,6 +195,14 @@ class LocalCluster(Cluster):
         """No name: its jobs are known by their files alone."""
         del environ
         return ""
+
+    def notes(
+        self, settings: Settings, site: Site | None, accounting: Accounting | None
+    ) -> list[str]:
+        """An image starts no container here: a local run is a rehearsal, with this python."""
+        del site, accounting
+        image = settings.container.image
+        return [f"container.image {image} has no effect with --cluster local"] if image else []
 
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""

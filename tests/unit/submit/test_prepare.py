@@ -15,7 +15,7 @@ import pytest
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.submit import disk
+from hpctrain.submit import checks, disk
 from hpctrain.submit.prepare import (
     SubmitRequest,
     create_run,
@@ -211,6 +211,21 @@ def test_a_cluster_of_the_settings_file_is_told_with_its_line(work):
     (work / "hpctrain.toml").write_text("cluster = 'slurm'\n")
     with pytest.raises(ClusterError, match=r"^hpctrain.toml:1: slurm was asked for"):
         ask(work)
+
+
+def test_an_image_is_a_flag_and_a_local_run_is_a_rehearsal_without_it(
+    work, with_sbatch, monkeypatch
+):
+    monkeypatch.setattr(checks, "missing_tracker", "".join)
+    sets = ["container.runtime=apptainer", "track.loggers=wandb"]
+    there = ask(work, environ=with_sbatch, container="docker://torch", sets=sets)
+    here = ask(work, container="docker://torch")
+
+    assert there.spec.settings.container.image == "docker://torch"
+    assert there.spec.origins["container.image"] == "flag --container"
+    assert "container.image docker://torch has no effect with --cluster local" in here.notes
+    with pytest.raises(UsageError, match="cannot import"):  # the image may have it, this one not
+        ask(work, sets=sets)
 
 
 def test_flags_without_effect_are_said(work):
