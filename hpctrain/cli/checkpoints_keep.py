@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.checkpoint.store.retention import KeepDecision, Rules
+    from hpctrain.history.evaluations import Evaluations
     from hpctrain.history.run_state import LedgerState
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.settings.spec import Spec
 
 STEP = click.IntRange(min=0)
 
@@ -74,7 +76,9 @@ Examples:
 @click.option("--keep-every", type=STEP, metavar="M", help="Multiples of M stay; 0 for none.")
 @click.option("--keep-best", type=STEP, metavar="K", help="The K best stay; 0 for none.")
 @click.option(
-    "--metric", metavar="NAME", help="Best by this name that the program gave to run.log."
+    "--metric",
+    metavar="NAME",
+    help="Best by this name that the program gave to run.log, or an evaluation as eval.NAME.",
 )
 @click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
 @click.option(
@@ -99,7 +103,7 @@ def prune_command(
     """Delete checkpoints that need not be kept.
 
     What is not given is as in the run's settings. The last valid one, pinned ones and those that a
-    live attempt may be using stay in any case.
+    live attempt may be using stay in any case, and those that are to be evaluated.
     """
     from hpctrain.checkpoint.store import retention
     from hpctrain.run.find_run import find_run
@@ -116,11 +120,12 @@ def prune_command(
         return
     rules = _rules(spec.settings.checkpoint, highest=highest, **flags)
     idle = _idle(directory, spec.cluster)
-    decisions = retention.plan(directory, rules, idle=idle)
+    evaluations = _evaluations(directory, spec)
+    decisions = retention.plan(directory, rules, idle=idle, evaluations=evaluations)
     _require_metric(directory, rules, decisions)
     _refuse_if_all_in_use(directory, decisions, idle)
     if not dry_run:
-        gone = retention.prune(directory, **vars(rules), idle=idle)
+        gone = retention.prune(directory, **vars(rules), idle=idle, evaluations=evaluations)
         # Those that really went: the run may have saved, or restored, since they were looked at.
         decisions = [_settled(decision, gone=decision.row.step in gone) for decision in decisions]
     _tell_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)
@@ -137,7 +142,7 @@ Examples:
 @click.argument("run")
 @click.argument("steps", metavar="STEP...", type=STEP, nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Also pinned ones and the last valid one.")
+@click.option("--force", is_flag=True, help="Also pinned and awaited ones, and the last valid.")
 @json_option
 @click.pass_obj
 def rm_command(
@@ -151,14 +156,17 @@ def rm_command(
     from hpctrain.terminal import echo_json
 
     directory = find_run(run, runs=runs)
-    idle = _idle(directory, load_spec(directory.spec).cluster)
+    spec = load_spec(directory.spec)
+    evaluations, idle = _evaluations(directory, spec), _idle(directory, spec.cluster)
     going = sorted(set(steps))
-    retention.refuse(directory, going, force=force, idle=idle)
+    retention.refuse(directory, going, force=force, idle=idle, evaluations=evaluations)
+    _tell_taken(directory, going, evaluations)
     sizes = {step: retention.size_of(directory, step) for step in going}
     freed = sum(sizes.values())
     if not yes:
         _ask(f"delete {_counted(len(going))} of {directory.name} ({size(freed)})?")
-    retention.remove(directory, going, force=force, idle=idle)
+    evaluations = _evaluations(directory, spec)  # the question may have stood for long
+    retention.remove(directory, going, force=force, idle=idle, evaluations=evaluations)
     if as_json:
         rows = [{"step": step, "size_bytes": sizes[step]} for step in going]
         echo_json({"run": directory.name, "freed_bytes": freed, "deleted": rows})
@@ -173,6 +181,23 @@ def _ask(question: str) -> None:
     if not sys.stdin.isatty():
         raise UsageError("nothing was deleted: there is no terminal to ask on; add --yes")
     click.confirm(question, abort=True, err=True)
+
+
+def _tell_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) -> None:
+    """What --force takes away beside the bytes, before anybody says yes."""
+    from hpctrain.checkpoint.store.retention import pinned
+
+    for kind, steps in (("pinned", pinned(run)), ("to be evaluated", evaluations.awaited)):
+        taken = ", ".join(str(step) for step in going if step in steps)
+        if taken:
+            click.echo(f"hpctrain: --force also takes what is {kind}: step {taken}", err=True)
+
+
+def _evaluations(run: RunDir, spec: Spec) -> Evaluations:
+    from hpctrain.history.evaluations import evaluations_of
+    from hpctrain.history.run_history import RunHistory
+
+    return evaluations_of(RunHistory.read(run), spec.settings.evaluate)
 
 
 def _idle(run: RunDir, cluster: str) -> LedgerState | None:
@@ -323,7 +348,7 @@ def _in_words(decision: KeepDecision, rules: Rules, reasons: dict[int, str]) -> 
     from hpctrain.checkpoint.store.retention import Why
 
     row = decision.row
-    said = {Why.EVERY: f"every {rules.keep_every}"}
+    said = {Why.EVERY: f"every {rules.keep_every}", Why.EVALUATION: "to be evaluated"}
     if Why.BEST in decision.why:
         said[Why.BEST] = f"best {rules.best_metric} ({row.metrics[rules.best_metric]:g})"
     if reasons.get(row.step):

@@ -666,7 +666,7 @@ class Run:
 
     def _load(self, place: SavePlace) -> Restored:
         started = time.monotonic()
-        self._saves = Saves(place, self.world, self._clock)
+        self._saves = Saves(place, self.world, self._clock, self.settings.evaluate)
         if self.settings.checkpoint.overlap_copy:
             self._program.call_before_update(self._saves.before_update)
         saver = self._saves.saver

@@ -14,6 +14,8 @@ from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
+from hpctrain.history.evaluations import evaluations_of
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import (
     CheckpointSaved,
@@ -21,6 +23,7 @@ from hpctrain.run.event_types import (
     SaveFailed,
     SaveModeSet,
     SaveSkipped,
+    StepsDone,
 )
 from hpctrain.runtime.save_policy import (
     LastSave,
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.saver import Outcome
+    from hpctrain.history.evaluations import Evaluations
     from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.layout import RunDir
     from hpctrain.runtime.save_policy import JobClock
+    from hpctrain.settings.schema import EvaluateSettings
     from hpctrain.world import World
 
     Snapshot = Callable[[], tuple[State, Manifest]]
@@ -53,7 +59,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 class Saves:
     """One rank's side of the run's saves."""
 
-    def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
+    def __init__(
+        self, place: SavePlace, world: World, clock: JobClock, evaluate: EvaluateSettings
+    ) -> None:
         """Collective in the asynchronous mode: every rank calls it."""
         self.step = 0
         """The newest step that is committed, or on its way."""
@@ -70,6 +78,7 @@ class Saves:
         self._digest = ""
         self._has_memory = False
         self._rows_by_step: dict[int, retention.CheckpointRow] = {}
+        self._evaluations = EvaluationsTail(place.run, evaluate)
 
     @property
     def _is_async(self) -> bool:
@@ -344,13 +353,40 @@ class Saves:
                 best_is=keep.best_is,
                 attempt=self._place.attempt,
                 rows_by_step=self._rows_by_step,
+                evaluations=self._evaluations.now(),
             )
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             self._event(PruneFailed(step=saved.step, why=str(error)))
 
     def _event(self, fact: LedgerFact) -> None:
         if self._world.rank == 0:
             ledger.record(self._place.run, fact, attempt=self._place.attempt.number)
+
+
+class EvaluationsTail:
+    """What evaluations say of a run, read on from where the last look at its ledger ended.
+
+    A commit must not wait for all that a long run has written. They write to the ledger from other
+    nodes: what is not seen here yet is awaited, and stays.
+    """
+
+    def __init__(self, run: RunDir, settings: EvaluateSettings) -> None:
+        self._settings = settings
+        self._tail = ledger.Tail(run.events, marks="few")
+        self._history = RunHistory()
+
+    def now(self) -> Evaluations:
+        """As the ledger is now; nothing where the run has no evaluations.
+
+        Raises:
+            OSError: it cannot be read, and nobody knows what must stay.
+        """
+        if not self._settings.script:
+            return retention.NO_EVALUATIONS
+        events = self._tail.new()
+        # Step marks would grow in memory for as long as the run lives, and say nothing of this.
+        self._history.extend(e for e in events if not isinstance(e.fact, StepsDone))
+        return evaluations_of(self._history, self._settings)
 
 
 def sweep_old(place: SavePlace) -> None:

@@ -25,7 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.settings.fields import fault, keys_of
 from hpctrain.settings.layers import Chosen, did_you_mean
 from hpctrain.settings.sbatch_options import names_of
-from hpctrain.settings.schema import sections, value_at
+from hpctrain.settings.schema import OF_EVALUATION, sections, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -586,17 +586,29 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     return Chosen(notes=notes) + fit_lead(settings, origins)
 
 
+def _check_best(settings: Settings, origins: Mapping[str, str]) -> None:
+    """A metric that nobody will ever tell would keep none of the best."""
+    keep, metric = settings.checkpoint.keep_best, settings.checkpoint.best_metric
+    if keep and not metric:
+        raise UsageError(
+            f"{_told('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
+            f"{keep}; name a value that the program gives to run.log"
+        )
+    if keep and metric.startswith(OF_EVALUATION) and not settings.evaluate.script:
+        raise UsageError(
+            f"{_told('checkpoint.best_metric', origins)} is {metric}, which an evaluation finds, "
+            "and the run has none; set evaluate.script, or name a value that the program gives to "
+            "run.log"
+        )
+
+
 def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
     for section, cls in sections().items():
         for name, key in keys_of(cls).items():
             path = f"{section}.{name}"
             if wrong := fault(key, value_at(settings, path), _told(path, origins)):
                 raise UsageError(wrong)
-    if settings.checkpoint.keep_best and not settings.checkpoint.best_metric:
-        raise UsageError(
-            f"{_told('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
-            f"{settings.checkpoint.keep_best}; name a value that the program gives to run.log"
-        )
+    _check_best(settings, origins)
     if settings.train.dropout >= 1:
         raise UsageError(
             f"{_told('train.dropout', origins)} is {settings.train.dropout}; it takes 0 to below 1"

@@ -186,6 +186,10 @@ class BudgetSettings(Table):
     no_progress: int = setting(3, "attempts in a row without one new committed step")
 
 
+OF_EVALUATION = "eval."
+"""How the name of an evaluation's metric begins where it stands beside those of the training."""
+
+
 class CheckpointSettings(Table):
     """[checkpoint]: when to save, how, and what to keep."""
 
@@ -250,7 +254,9 @@ class CheckpointSettings(Table):
         0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
     )
     keep_best: int = setting(0, "also keep so many of the best by best_metric; 0 for none")
-    best_metric: str = setting("loss", "a name that the program gives to run.log")
+    best_metric: str = setting(
+        "loss", "a name that the program gives to run.log, or eval.NAME of its evaluations"
+    )
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 

@@ -1,6 +1,7 @@
 """Which checkpoints may go: never the last valid one, never a pinned one, never one being loaded.
 
-The newest, every so many steps, the best by a metric and the pinned stay. `why_kept` decides and is
+The newest, every so many steps, the best by a metric, the pinned, and those whose evaluation is
+awaited stay. `why_kept` decides and is
 pure; `prune` and `remove` act, under the run's lock. Each directory is renamed before its first
 byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
 taken for a checkpoint, and the next sweep takes the rest.
@@ -33,6 +34,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
+from hpctrain.history.evaluations import Evaluations
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run.fence import look_anew, publishing, run_lock
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
 
 WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
+NO_EVALUATIONS = Evaluations()
 
 
 def pin(run: RunDir, step: int, reason: str = "") -> bool:
@@ -217,6 +220,8 @@ class Why(StrEnum):
     BEST = "best"
     PINNED = "pinned"
     IN_USE = "in use"
+    EVALUATION = "evaluation"
+    """It is due to be evaluated, or its evaluation runs."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,7 @@ def to_delete(
     best_metric: str = "",
     best_is: str = "lowest",
     protect: Collection[int] = (),
+    awaited: Collection[int] = (),
 ) -> list[int]:
     """The steps that need not be kept, oldest first; see `Rules` and `why_kept`.
 
@@ -283,11 +289,15 @@ def to_delete(
         ValueError: see `Rules`.
     """
     rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
-    return sorted(step for step, why in why_kept(rows, rules, protect).items() if not why)
+    kept = why_kept(rows, rules, protect, awaited)
+    return sorted(step for step, why in kept.items() if not why)
 
 
 def why_kept(
-    rows: Iterable[CheckpointRow], rules: Rules, protect: Collection[int] = ()
+    rows: Iterable[CheckpointRow],
+    rules: Rules,
+    protect: Collection[int] = (),
+    awaited: Collection[int] = (),
 ) -> dict[int, tuple[Why, ...]]:
     """Step to all reasons for which it stays.
 
@@ -299,6 +309,7 @@ def why_kept(
         rows: All checkpoints.
         rules: What is to be kept.
         protect: Steps that stay whatever else holds, such as the one being loaded.
+        awaited: Steps that stay for their evaluation.
     """
     by_step = {row.step: row for row in rows}
     valid = sorted((step for step, row in by_step.items() if row.valid), reverse=True)
@@ -316,6 +327,7 @@ def why_kept(
                 (Why.BEST, step in best),
                 (Why.PINNED, row.pinned),
                 (Why.IN_USE, step in protect),
+                (Why.EVALUATION, step in awaited),
                 (Why.TOO_FEW, not enough),
             )
             if holds
@@ -352,6 +364,7 @@ def prune(
     attempt: Attempt | None = None,
     idle: LedgerState | None = None,
     rows_by_step: dict[int, CheckpointRow] | None = None,
+    evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
     """Delete what need not be kept, and return its steps.
 
@@ -370,6 +383,7 @@ def prune(
         idle: See `in_use`.
         rows_by_step: What this process has found valid before, and need not look at again; what it
             finds now is put into it. Looking costs as many calls as there are ranks.
+        evaluations: What must stay for them, and their metrics.
 
     Raises:
         Fenced: a newer attempt has taken the run over; nothing was deleted.
@@ -382,8 +396,8 @@ def prune(
         _looked_at(run, enough, rows_by_step)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else used_steps(run, idle)
-            rows = _looked_at(run, enough, rows_by_step)
-            kept = why_kept(rows, rules, used | set(protect))
+            rows = _with_metrics(_looked_at(run, enough, rows_by_step), evaluations)
+            kept = why_kept(rows, rules, used | set(protect), evaluations.awaited)
             going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
             renamed = dict(zip(going, _renamed(run, going), strict=True))
             going = _given_back(run, renamed)
@@ -395,41 +409,54 @@ def prune(
     return going
 
 
-def plan(run: RunDir, rules: Rules, *, idle: LedgerState | None = None) -> list[KeepDecision]:
+def plan(
+    run: RunDir,
+    rules: Rules,
+    *,
+    idle: LedgerState | None = None,
+    evaluations: Evaluations = NO_EVALUATIONS,
+) -> list[KeepDecision]:
     """What `prune` would do for a person, newest first; nothing is changed.
 
     Raises:
         CheckpointError: the disk refused.
     """
     try:
-        rows = _looked_at(run, None, {})
-        kept = why_kept(rows, rules, used_steps(run, idle))
+        rows = _with_metrics(_looked_at(run, None, {}), evaluations)
+        kept = why_kept(rows, rules, used_steps(run, idle), evaluations.awaited)
         return [KeepDecision(row, kept[row.step], size_of(run, row.step)) for row in rows]
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
 
 
 def remove(
-    run: RunDir, steps: Collection[int], *, force: bool = False, idle: LedgerState | None = None
+    run: RunDir,
+    steps: Collection[int],
+    *,
+    force: bool = False,
+    idle: LedgerState | None = None,
+    evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
     """Delete these checkpoints, for a person: all of them or, where one is refused, none.
 
     Args:
         run: Whose checkpoints.
         steps: Which; torn ones too.
-        force: Also pinned ones and the last valid one.
+        force: Also pinned ones, those whose evaluation is awaited, and the last valid one.
         idle: See `in_use`.
+        evaluations: Which of them are awaited.
 
     Raises:
         NotFound: one is not there.
         RunAlive: a live attempt may be using one.
-        ChecksFailed: one is pinned, or none would be left that could be loaded.
+        ChecksFailed: one is pinned, or its evaluation awaited, or none would be left that could be
+            loaded.
         CheckpointError: the disk refused.
     """
     going = sorted(set(steps))
     try:
         with run_lock(run):
-            refuse(run, going, force=force, idle=idle)
+            refuse(run, going, force=force, idle=idle, evaluations=evaluations)
             # Before the rename: dying in between must not leave a pin on what no sweep may take.
             for step in going:
                 take_away(find.step_path(run, step))
@@ -441,7 +468,12 @@ def remove(
 
 
 def refuse(
-    run: RunDir, steps: Collection[int], *, force: bool, idle: LedgerState | None = None
+    run: RunDir,
+    steps: Collection[int],
+    *,
+    force: bool,
+    idle: LedgerState | None = None,
+    evaluations: Evaluations = NO_EVALUATIONS,
 ) -> None:
     """The checks of `remove`, which deletes nothing where one does not hold.
 
@@ -460,6 +492,11 @@ def refuse(
             raise ChecksFailed(
                 f"step {step} of {run.name} is pinned{why} and was not deleted; unpin it with "
                 f"`hpctrain checkpoints pin {run.name} {step} --remove`, or add --force"
+            )
+        if not force and step in evaluations.awaited:
+            raise ChecksFailed(
+                f"step {step} of {run.name} is to be evaluated and was not deleted; wait until "
+                f"`hpctrain status {run.name}` has its metrics, or add --force if it may do without"
             )
     if force:
         return
@@ -555,6 +592,12 @@ def _looked_at(
         rows.append(row)
         valid += row.valid
     return rows
+
+
+def _with_metrics(rows: list[CheckpointRow], evaluations: Evaluations) -> list[CheckpointRow]:
+    """The same with what evaluations have found."""
+    of_step = evaluations.metrics
+    return [replace(row, metrics={**row.metrics, **of_step.get(row.step, {})}) for row in rows]
 
 
 def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:

@@ -13,6 +13,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import CheckpointRow, Why, to_delete
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
+from hpctrain.history.evaluations import Evaluations
 from hpctrain.history.run_history import RunHistory
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
@@ -38,6 +39,7 @@ RULES = st.fixed_dictionaries(
         "best_metric": st.just("loss"),
         "best_is": st.sampled_from(["lowest", "highest"]),
         "protect": st.sets(st.integers(0, 60), max_size=3),
+        "awaited": st.sets(st.integers(0, 60), max_size=3),
     }
 )
 
@@ -77,7 +79,7 @@ def needed(row, found, rules):
     every = rules["keep_every"]
     return (
         row.pinned
-        or row.step in rules["protect"]
+        or row.step in rules["protect"] | rules["awaited"]
         or (every and row.step % every == 0)
         or row.step in best(found, rules)
     )
@@ -169,8 +171,8 @@ def test_everything_else_goes_once_there_are_enough(found, rules):
 
 @given(found=ROWS, rules=RULES)
 def test_every_one_that_stays_has_a_reason_that_holds(found, rules):
-    protect = rules.pop("protect")
-    kept = retention.why_kept(found, retention.Rules(**rules), protect)
+    protect, awaited = rules.pop("protect"), rules.pop("awaited")
+    kept = retention.why_kept(found, retention.Rules(**rules), protect, awaited)
 
     valid = valid_steps(found)
     for row in found:
@@ -180,9 +182,11 @@ def test_every_one_that_stays_has_a_reason_that_holds(found, rules):
         assert (Why.BEST in why) == (row.step in best(found, rules))
         assert (Why.PINNED in why) == row.pinned
         assert (Why.IN_USE in why) == (row.step in protect)
+        assert (Why.EVALUATION in why) == (row.step in awaited)
         assert (Why.TOO_FEW in why) == (len(valid) < rules["keep_last"])
         assert Why.NEWER not in why or not row.valid
-    assert to_delete(found, **rules, protect=protect) == sorted(s for s, w in kept.items() if not w)
+    gone = to_delete(found, **rules, protect=protect, awaited=awaited)
+    assert gone == sorted(s for s, w in kept.items() if not w)
 
 
 @given(found=ROWS, rules=RULES)
@@ -345,6 +349,24 @@ def test_pruning_keeps_the_best_by_what_their_manifests_say(run, attempt):
 
     assert retention.prune(run, **rule) == [3000, 4000]
     assert find.steps(run) == [5000, 2000, 1000]
+
+
+def test_pruning_keeps_what_is_to_be_evaluated_and_the_best_of_what_was(run, attempt):
+    support.save(run, attempt, *range(1000, 7000, 1000))
+    judged = Evaluations(
+        awaited=frozenset({3000}),
+        metrics={1000: {"eval.loss": 2.0}, 2000: {"eval.loss": 1.0}, 4000: {}},
+    )
+    rules = retention.Rules(1, keep_best=1, best_metric="eval.loss")
+
+    planned = retention.plan(run, rules, evaluations=judged)
+    gone = retention.prune(run, **vars(rules), attempt=attempt, evaluations=judged)
+
+    assert {one.row.step: one.why for one in planned if one.why} == {
+        6000: (Why.NEWEST,), 3000: (Why.EVALUATION,), 2000: (Why.BEST,)
+    }  # fmt: skip
+    assert gone == [1000, 4000, 5000]
+    assert find.steps(run) == [6000, 3000, 2000]
 
 
 def test_pruning_leaves_a_pinned_one_and_takes_it_once_it_is_unpinned(run, attempt):
@@ -520,6 +542,16 @@ def test_force_takes_a_pinned_one_whole_so_that_the_next_sweep_finds_nothing(
 
     assert retention.sweep(run, attempt) == ["step-0000001000.deleting-1"]
     assert support.names_in(run) == ["step-0000002000"]
+
+
+def test_what_is_to_be_evaluated_goes_only_by_force(run, attempt):
+    support.save(run, attempt, 1000, 2000, 3000)
+    judged = Evaluations(frozenset({1000}))
+
+    said = r"step 1000 of gpt-a is to be evaluated and was not deleted; wait until `hpctrain status"
+    refused(run, [1000, 2000], ChecksFailed, said, evaluations=judged)
+    assert retention.remove(run, [2000], evaluations=judged) == [2000]
+    assert retention.remove(run, [1000], force=True, evaluations=judged) == [1000]
 
 
 def test_force_takes_nothing_that_is_in_use(run, attempt):

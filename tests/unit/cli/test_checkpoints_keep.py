@@ -287,6 +287,56 @@ def test_where_the_scheduler_is_silent_the_ledger_counts(story, run, call, monke
     assert find.steps(run) == [3000, 2000, 1000]
 
 
+@pytest.fixture
+def evaluated(story):
+    """Every checkpoint is due; step 2000 was evaluated, and step 3000 in vain."""
+    spec = load_spec(story.run.spec)
+    rules = {"keep_last": 1, "keep_best": 1, "best_metric": "eval.loss"}
+    spec.settings = replaced(
+        spec.settings,
+        {"evaluate.script": "eval.py"} | {f"checkpoint.{name}": v for name, v in rules.items()},
+    )
+    spec.dump(story.run.spec)
+    for step in (1000, 2000, 3000):
+        story.saved(1, step)
+    story.add("evaluated", step=2000, run="gpt-a-eval-2000", metrics={"loss": 2.25})
+    story.add("evaluated", step=3000, run="gpt-a-eval-3000", metrics={}, why="exit code 1")
+    save(story.run, {4000: None})
+    return story
+
+
+def test_what_is_to_be_evaluated_is_pruned_once_it_was(evaluated, run, call):
+    code, out, _ = call("prune", "gpt-a", "--dry-run")
+
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    whys = {int(line.split()[0]): line for line in lines if line[:1].isdigit()}
+    assert whys[1000].endswith("stays to be evaluated")
+    assert whys[2000].endswith("stays best eval.loss (2.25)")
+    assert whys[3000].endswith("would go")
+    assert call("prune", "gpt-a")[0] == 0
+    assert find.steps(run) == [4000, 2000, 1000]
+    evaluated.add("evaluated", step=1000, run="gpt-a-eval-1000", metrics={"loss": 2.0})
+    assert call("prune", "gpt-a")[0] == 0
+    assert find.steps(run) == [4000, 1000]
+
+
+def test_rm_says_what_force_takes_away(evaluated, run, call):
+    retention.pin(run, 2000)
+
+    code, _, err = call("rm", "gpt-a", 1000, "--yes")
+    assert (code, err.count("\n")) == (3, 1)
+    assert "step 1000 of gpt-a is to be evaluated and was not deleted" in err
+    code, _, err = call("rm", "gpt-a", 1000, 2000, 3000, "--yes", "--force")
+
+    assert code == 0
+    assert err.splitlines() == [
+        "hpctrain: --force also takes what is pinned: step 2000",
+        "hpctrain: --force also takes what is to be evaluated: step 1000",
+    ]
+    assert find.steps(run) == [4000]
+
+
 def test_rm_says_what_it_frees(run, call):
     freed = bytes_of(run, 1000, 2000)
 

@@ -134,6 +134,16 @@ def test_values_out_of_range_are_refused_with_their_origin(setting, match):
     assert "\n" not in str(caught.value)
 
 
+def test_the_best_by_an_evaluation_needs_one():
+    best = ["checkpoint.keep_best=1", "checkpoint.best_metric=eval.loss"]
+
+    with pytest.raises(
+        UsageError, match="best_metric is eval.loss, which an evaluation finds, and"
+    ):
+        checked(*best)
+    checked(*best, "evaluate.script=python evaluate.py")
+
+
 @pytest.mark.parametrize(
     "sets",
     [
