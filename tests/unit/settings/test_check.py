@@ -138,7 +138,7 @@ def test_the_best_by_an_evaluation_needs_one():
     best = ["checkpoint.keep_best=1", "checkpoint.best_metric=eval.loss"]
 
     with pytest.raises(
-        UsageError, match="best_metric is eval.loss, which an evaluation finds, and"
+        UsageError, match=r"best_metric is eval\.loss, which an evaluation finds, and"
     ):
         checked(*best)
     checked(*best, "evaluate.script=python evaluate.py")
