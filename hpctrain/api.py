@@ -135,6 +135,7 @@ def submit(
     snapshot: bool | None = None,
     resume_args: str | None = None,
     resume_if: str | None = None,
+    after: str | Sequence[str] = (),
     allow_locked: bool = False,
     runs: str | Path | None = None,
     start: bool = True,
@@ -162,13 +163,14 @@ def submit(
         resume_args: Arguments for a program that must be told to resume, in one text; added from
             the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
+        after: A run, or several, that must be done before this one begins; each as in `status`.
         allow_locked: Change what the site's admins have locked; it is recorded.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
         start: False makes the run's directory and starts no job.
 
     Raises:
-        UsageError: an argument, a setting or a file is wrong.
-        NotFound: there is no such script, site or settings file.
+        UsageError: an argument, a setting or a file is wrong, or a run of `after` has ended badly.
+        NotFound: there is no such script, site, settings file or run.
         RunExists: there is a run of that name.
         ChecksFailed: something that can be checked beforehand does not hold.
         ClusterError: the scheduler refused; nothing was started and nothing is left.
@@ -200,6 +202,7 @@ def submit(
         snapshot=snapshot,
         resume_args=resume_args,
         resume_if=resume_if,
+        after=[after] if isinstance(after, str) else list(after),
         allow_locked=allow_locked,
         cluster_needed=start,
         ask_accounting=True,
@@ -279,10 +282,9 @@ def resume(
     run_dir = find_run(run, runs=runs)
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
-    job_id = resume_run(run_dir, prepared, from_step)
-    plan = prepared.plan
-    notes = tuple(prepared.notes)
-    return StartedJob(run_dir.name, run_dir.root, job_id, plan.step, plan.checkpoint, notes)
+    resumed = resume_run(run_dir, prepared, from_step)
+    plan, notes = prepared.plan, (*prepared.notes, *resumed.notes)
+    return StartedJob(run_dir.name, run_dir.root, resumed.job_id, plan.step, plan.checkpoint, notes)
 
 
 def status(run: str = LATEST, *, runs: str | Path | None = None) -> Status:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import (
+    HPCTRAIN_AFTER,
     HPCTRAIN_CHECKPOINT,
     HPCTRAIN_CLUSTER,
     HPCTRAIN_JOB_END,
@@ -189,6 +190,9 @@ def _export_place(run: RunDir, spec: Spec, context: JobContext) -> None:
         os.environ[HPCTRAIN_CHECKPOINT] = spec.evaluates.checkpoint
         os.environ[HPCTRAIN_RESULTS] = str(run.results)
     os.environ[HPCTRAIN_JOB_ID] = context.job_id
+    os.environ.pop(HPCTRAIN_AFTER, None)  # a submit from inside a follower has its own
+    if spec.after:
+        os.environ[HPCTRAIN_AFTER] = os.pathsep.join(spec.after)
     os.environ[HPCTRAIN_RESTARTS] = str(context.restarts)
     os.environ[HPCTRAIN_CLUSTER] = spec.cluster
     os.environ[HPCTRAIN_KILL_WAIT_S] = f"{context.kill_wait_s:g}"

@@ -6,6 +6,9 @@ table in docs/architecture.md has the same words, and tests/docs/test_environmen
 
 from __future__ import annotations
 
+HPCTRAIN_AFTER = "HPCTRAIN_AFTER"
+"""Directory of the run after which this one runs; several with colons between.
+Set by agents; read by users' programs."""
 HPCTRAIN_ATTEMPT = "HPCTRAIN_ATTEMPT"
 """The attempt with its fence, as JSON. Set by agents; read by ranks."""
 HPCTRAIN_ATTEMPT_DIR = "HPCTRAIN_ATTEMPT_DIR"

@@ -168,6 +168,8 @@ class JobRequest:
     script_path: Path
     """runs/<name>/jobs/<token>.sh, already written."""
     script: str
+    after: Sequence[str] = ()
+    """Jobs that must have ended well before this one starts."""
 
 
 @dataclass(frozen=True)

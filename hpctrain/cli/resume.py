@@ -82,6 +82,8 @@ def command(
     checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
     looked at and why one was not taken is shown, and which rank will be on which node.
     """
+    from dataclasses import asdict
+
     from hpctrain.errors import UsageError
     from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
@@ -108,14 +110,18 @@ def command(
     secrets = secrets_in(prepared.spec)
     if not as_json:
         lines = [as_text(prepared.plan), *(f"note         {note}" for note in prepared.notes)]
+        lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
         click.echo(hide("\n".join(lines), secrets))
-    job_id = None if dry_run else resume_run(run_dir, prepared, from_step)
+    resumed = None if dry_run else resume_run(run_dir, prepared, from_step)
+    job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {
         "plan": prepared.plan.as_json(),
-        "notes": hide(prepared.notes, secrets),
+        "notes": hide([*prepared.notes, *followers], secrets),
         "job_id": job_id,
+        "awaited": [asdict(one) for one in prepared.awaited],
         "run_dir": str(run_dir.root),
     }
     if not as_json and job_id is not None:
+        click.echo("".join(f"note         {line}\n" for line in followers), nl=False)
         click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
     return conclude(run_dir, runs, facts if as_json else None, wait=wait)

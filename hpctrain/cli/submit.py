@@ -42,6 +42,7 @@ Examples:
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
   hpctrain submit --nodes 4 --wait                      look on until the first step is done
   hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
+  hpctrain submit --after prepare --nodes 4 -- train.py begins when the run `prepare` is done
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
 """
 
@@ -104,6 +105,12 @@ class _Submit(click.Command):
     "--snapshot/--no-snapshot",
     default=None,
     help="Run a copy of the script's git-tracked files.  [default: yes, up to 64 MB]",
+)
+@click.option(
+    "--after",
+    multiple=True,
+    metavar="RUN",
+    help="Begin when this run is done; more than once for several.",
 )
 @locked_option
 @runs_option
@@ -174,10 +181,13 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
         value: dict[str, Any] = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
         environment = asdict(expected_environment(spec))
         value |= {"environment": environment, "spec": asdict(spec)}
+        value["awaited"] = [asdict(one) for one in prepared.awaited]
         echo_json(hide(value, prepared.secrets))
         return
     for note in prepared.notes:
         echo_warning(note)
+    if prepared.awaited:
+        echo_warning(f"the job waits until these are done: {_awaited_text(prepared)}")
     if spec.dropped_env:
         echo_warning(f"not passed on to the job: {', '.join(spec.dropped_env)}")
     click.echo(text, nl=not text.endswith("\n"))
@@ -204,6 +214,8 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     for note in submitted.notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
+    if prepared.awaited:
+        rows.append(("after", _awaited_text(prepared)))
     if spec.settings.engine.kind == "fsdp2":
         rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
@@ -229,6 +241,10 @@ def _job_text(prepared: Prepared, job_id: str | None) -> str:
     return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"
 
 
+def _awaited_text(prepared: Prepared) -> str:
+    return ", ".join(f"{one.run} (job {one.job_id})" for one in prepared.awaited)
+
+
 def meshes_text(meshes: Mapping[int, Mesh]) -> str:
     """The meshes of a range of nodes in a line."""
     if len(meshes) == 1:
@@ -251,6 +267,7 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,
+        "awaited": [asdict(one) for one in prepared.awaited],
         "notes": submitted.notes,
         "next": following,
     }

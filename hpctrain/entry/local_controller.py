@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
+from hpctrain.agent.predecessors import held_back
 from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
 from hpctrain.base.records import JobState
 from hpctrain.errors import HpctrainError
+from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.local import client
@@ -32,6 +34,9 @@ from hpctrain.scheduler.local.control import LocalControl
 log = logging.getLogger("hpctrain.entry")
 
 TICK_S = 0.05
+LOOK_S = 0.5
+"""Between two looks at the jobs that are waited for."""
+_WHILE_PENDING = frozenset({"cancel", "follow", "free"})
 KILL_WAIT_S = 15.0
 
 
@@ -55,6 +60,11 @@ class Controller:
         """Start the job again and again until nobody asks for more. Returns the last exit code."""
         self.record.controller_pid = os.getpid()
         self.record.controller_started = client.process_start(os.getpid())
+        client.write(self.record)
+        if not self._may_begin():
+            return self._over(JobState.CANCELLED, 0)
+        if held_back(self.run, job_spec(self.run).after, self.record.job_id):
+            return self._over(JobState.FAILED, EXIT_STOPPED)
         while True:
             self._start()
             code = self._supervise()
@@ -70,6 +80,22 @@ class Controller:
         """The job cannot go on; returns its exit code."""
         self._signal(signal.SIGKILL)
         return self._over(JobState.FAILED, code)
+
+    def _may_begin(self) -> bool:
+        """Wait for other jobs as SLURM does; False where this one is cancelled meanwhile."""
+        while True:
+            self._take_requests(_WHILE_PENDING)
+            if self.record.state != JobState.PENDING:
+                return False
+            states = {_state_of(job_id) for job_id in self.record.after}
+            if states <= {JobState.COMPLETED}:
+                return True
+            never = states & {JobState.FAILED, JobState.CANCELLED}
+            reason = "DependencyNeverSatisfied" if never else "Dependency"
+            if reason != self.record.reason:
+                self.record.reason = reason
+                client.write(self.record)
+            time.sleep(LOOK_S)
 
     def _let_go(self) -> None:
         """The nodes are free: what follows is the scheduler's own time."""
@@ -139,10 +165,16 @@ class Controller:
         self.record.previous_stop = time.time()  # for the start that may follow
         return max((code for code in codes if code is not None), default=0)
 
-    def _take_requests(self) -> None:
+    def _take_requests(self, taken: frozenset[str] | None = None) -> None:
         for request in client.take_requests(self.record.job_id):
-            getattr(self, f"_on_{request.pop('operation')}")(**request)
-            client.write(self.record)
+            operation = request.pop("operation")
+            if taken is None or operation in taken:
+                getattr(self, f"_on_{operation}")(**request)
+                client.write(self.record)
+
+    def _on_follow(self, after: list[str]) -> None:
+        """Without effect on a job that has begun."""
+        self.record.after = after
 
     def _on_cancel(self) -> None:
         self._end(reason="cancelled")
@@ -209,6 +241,15 @@ class Controller:
         self.record.state, self.record.reason = state, None
         client.write(self.record)
         return code
+
+
+def _state_of(job_id: str) -> str:
+    """Where a job stands; one whose controller has died has failed, and a removed one has ended."""
+    record = client.read(job_id)
+    if record is None:
+        return JobState.COMPLETED  # as SLURM takes a job that it has forgotten
+    lost = record.state not in client.OVER and not client.is_controlled(record)
+    return JobState.FAILED if lost else record.state
 
 
 def _code(node: subprocess.Popen[bytes]) -> int | None:

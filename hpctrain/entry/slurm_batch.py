@@ -59,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
             case ["before", root, _]:
                 if many := one_of_many(os.environ):
                     raise UsageError(many)
+                if _is_held_back(root):
+                    from hpctrain.plan.decide import EXIT_STOPPED
+
+                    return EXIT_STOPPED
                 for name, value in exports(os.environ, _meeting_point(root)).items():
                     print(f"export {name}={shlex.quote(value)}")
                 return 0
@@ -160,6 +164,24 @@ def _kill_wait() -> dict[str, str]:
 
 def _first_node(nodes: Sequence[str]) -> dict[str, str]:
     return {HPCTRAIN_MASTER_ADDR: _address(nodes[0])} if nodes else {}
+
+
+def _is_held_back(root: str) -> bool:
+    """Whether a run that must be done before this one is not; its ledger and the log say which.
+
+    Raises:
+        HpctrainError: a ledger cannot be read now; the end of the script sees to that.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if after := json.loads((Path(root) / "spec.json").read_text())["after"]:
+            from hpctrain.agent.predecessors import held_back
+            from hpctrain.run.layout import RunDir
+
+            try:
+                return bool(held_back(RunDir(Path(root)), after, own_job_id(os.environ)))
+            except OSError as error:
+                raise HpctrainError(f"a run that is to be done first: {error}") from None
+    return False
 
 
 def _meeting_point(root: str) -> MeetingPoint | None:

@@ -321,6 +321,7 @@ class RunHistory:
         evaluations: The last word on the evaluation of each step's checkpoint. Where there was
             no checkpoint any more, one that is saved anew counts as new.
         notified: Attempts of which somebody was told.
+        followers: Directories of the runs that are to run after this one.
         count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
         written_in: The submission's script or the run's folder, as last written there.
@@ -353,6 +354,7 @@ class RunHistory:
     asked_evaluations: set[int] = field(default_factory=set)
     evaluations: dict[int, facts.Evaluated] = field(default_factory=dict)
     notified: set[int] = field(default_factory=set)
+    followers: list[str] = field(default_factory=list)
     count: int = 0
     last_t: float | None = None
     written_in: tuple[Literal["", "script", "run_dir"], str] = ("", "")
@@ -375,6 +377,11 @@ class RunHistory:
     def newest(self) -> AttemptRecord | None:
         """The attempt with the highest number; None before the first."""
         return max(self.attempts, key=lambda attempt: attempt.number, default=None)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether ranks were started, ever: what the run was to run after is done with then."""
+        return any(attempt.world_size > 0 for attempt in self.attempts)
 
     def attempt(self, number: int | None) -> AttemptRecord | None:
         """The attempt of that number, if the ledger has heard of it."""
@@ -755,12 +762,18 @@ def _notified(run: RunHistory, attempt: _Attempt, _: float, __: facts.Notified) 
         run.notified.add(attempt.number)
 
 
+def _followed(run: RunHistory, _: _Attempt, __: float, fact: facts.Followed) -> None:
+    if fact.run not in run.followers:
+        run.followers.append(fact.run)
+
+
 _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
     facts.SubmitIntent: _intent,
     facts.Submitted: _submitted,
     facts.SubmitAdopted: _accepted,
     facts.SubmitFailed: _refused,
     facts.CancelRequested: _cancelled,
+    facts.Followed: _followed,
     facts.AttemptStarted: _attempt_started,
     facts.CheckpointRestored: _run_restored,
     facts.ResumeChosen: _run_resumed,

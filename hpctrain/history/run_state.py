@@ -140,12 +140,19 @@ def _intent(now: LedgerState, fact: facts.SubmitIntent) -> dict[str, Any]:
 
 def _submitted(now: LedgerState, fact: facts.Submitted | facts.SubmitAdopted) -> dict[str, Any]:
     changes = {"job_id": fact.job_id, "token": fact.token}
-    # A job may start before sbatch's answer is written down.
-    return changes if now.phase is RunState.RUNNING else changes | {"phase": RunState.PENDING}
+    # A job may start, or be held back, before sbatch's answer is written down.
+    is_heard = now.phase is RunState.RUNNING or now.job_id == fact.job_id
+    return changes if is_heard else changes | {"phase": RunState.PENDING}
 
 
 def _refused(_: LedgerState, fact: facts.SubmitFailed) -> dict[str, Any]:
     return {"phase": RunState.FAILED, "detail": f"the job was not accepted: {fact.why}"}
+
+
+def _held_back(now: LedgerState, fact: facts.HeldBack) -> dict[str, Any]:
+    if now.job_id not in {None, fact.job_id}:
+        return {}  # an older submission's job
+    return {"phase": RunState.FAILED, "job_id": fact.job_id, "detail": fact.why}
 
 
 def _started(now: LedgerState, fact: facts.AttemptStarted) -> dict[str, Any]:
@@ -204,6 +211,7 @@ STATE_CHANGES: dict[type[LedgerFact], Callable[[LedgerState, Any], dict[str, Any
     facts.Submitted: _submitted,
     facts.SubmitAdopted: _submitted,
     facts.SubmitFailed: _refused,
+    facts.HeldBack: _held_back,
     facts.AttemptStarted: _started,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,

@@ -210,6 +210,21 @@ class SubmitFailed(LedgerFact):
     why: str = maybe(check.words, "what it said")
 
 
+@event("followed", by="the login node")
+class Followed(LedgerFact):
+    """Another run is to run after this one."""
+
+    run: str = needed(check.path, "that run's directory")
+
+
+@event("held_back", by="the batch side")
+class HeldBack(LedgerFact):
+    """A job of the run has ended before its ranks: a run that is to be done first is not."""
+
+    job_id: str = maybe(check.identifier, "the job")
+    why: str = maybe(check.words, "which run, where it stands, and what to do")
+
+
 @event("cancel_requested", by="the login node")
 class CancelRequested(LedgerFact):
     """A user wants the job to end; it is not requeued any more."""

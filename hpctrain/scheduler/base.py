@@ -136,12 +136,14 @@ class Cluster(Protocol):
             them, and none of them is bad by itself.
         site: The preset where none is named; "" where it is detected.
         without_effect: Keys of [slurm] that it cannot honour.
+        has_dependencies: A job can wait for others: `JobRequest.after` and `follow`.
     """
 
     name: str
     on_this_machine: bool = False
     site: str = ""
     without_effect: frozenset[str] = frozenset()
+    has_dependencies: bool = False
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Why it cannot be used from a shell with these variables; "" where it can."""
@@ -194,6 +196,16 @@ class Cluster(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Cancel a pending or running job.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
+    def follow(self, job_id: str, after: Sequence[str]) -> None:
+        """Have a pending job wait for these, and for no others.
+
+        It starts when each of them has ended well. One that is run again has not ended; where one
+        has ended badly, the job waits until it is told otherwise.
 
         Raises:
             ClusterError: refused, or no answer.

@@ -8,6 +8,7 @@ holds the promises.
 from __future__ import annotations
 
 import time
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
@@ -325,6 +326,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "exclude_failed": lambda fact: f"nodes could not be excluded{_because(fact.why)}",
     "fenced": lambda _fact: "gave way: a newer attempt has the run",
     "orphan_left": lambda fact: f"a job that is not the run's own left{_because(fact.why)}",
+    "followed": lambda fact: f"{PurePath(fact.run).name} is to run after it",
+    "held_back": lambda fact: f"did not begin{_because(fact.why)}",
     "cancel_requested": lambda fact: (
         f"cancel asked for, {'to save first' if fact.save else 'at once'}"
     ),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
+    from hpctrain.submit.after import Awaited
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
 ADOPT_WAIT_S = 20.0
@@ -86,6 +87,10 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
         notes += live_notes(spec, copy.checkout)
     run = make_run(prepared, copy.checkout)
     if not start:
+        if spec.after:
+            from hpctrain.submit.after import note_follower
+
+            note_follower(run, spec.after)
         return SubmittedRun(prepared, run, None, notes)
     bad = kept_out(run, spec, request.environ)
     try:
@@ -126,16 +131,18 @@ def launch(
         RunAlive: a job of this run is pending or running.
         ClusterError: the scheduler refused; nothing runs.
         ClusterUnreachable: no answer, and no such job was found afterwards.
+        UsageError: a run that must be done before will not be, see `after.check_after`.
     """
     cluster = get_cluster(spec.cluster)
     follow_folder(run.root)
     if by == "resume":  # a submit has looked before it made anything
         check_disk(run.root)
+    waits = [one.job_id for one in _check_after(run, spec)]
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:
             raise refusal(run, alive)
-        return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude)
+        return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude, after=waits)
 
 
 def _submit(
@@ -146,6 +153,7 @@ def _submit(
     by: str,
     from_step: int | None,
     exclude: Sequence[str],
+    after: Sequence[str],
 ) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     renew_secret(run)
@@ -156,7 +164,7 @@ def _submit(
     run.stop_request.unlink(missing_ok=True)
     intent = SubmitIntent(token=token, script=str(run.script(token)), slurm_cluster=cluster.here())
     ledger.append(run, intent)
-    request = JobRequest(run.root, token, run.script(token), script)
+    request = JobRequest(run.root, token, run.script(token), script, after)
     try:
         job_id = cluster.submit(request)
     except ClusterUnreachable as error:
@@ -181,6 +189,17 @@ def _submit(
     )
     ledger.record(run, submitted)
     return job_id
+
+
+def _check_after(run: RunDir, spec: Spec) -> list[Awaited]:
+    """The predecessors whose jobs the new one is to wait for; they know of it from now on."""
+    if not spec.after:
+        return []
+    from hpctrain.submit.after import check_after, note_follower
+
+    waits = check_after(run.root, spec)
+    note_follower(run, spec.after)
+    return waits
 
 
 def new_token(run: RunDir) -> str:

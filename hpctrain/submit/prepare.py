@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import RunSettings, Settings
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.site.preset import Site
+    from hpctrain.submit.after import Awaited
     from hpctrain.submit.program import NamedProgram
     from hpctrain.submit.site_choice import SiteChoice
     from hpctrain.submit.snapshot import Checkout
@@ -110,6 +111,8 @@ class SubmitRequest:
     sets: Sequence[str] = ()
     env: Sequence[str] = ()
     snapshot: bool | None = None
+    after: Sequence[str] = ()
+    """Runs that must be done before this one begins, as users name runs."""
     allow_locked: bool = False
     """The user may change what the site's admins have locked; it is recorded."""
     accounting: Accounting | None = None
@@ -139,6 +142,8 @@ class Prepared:
     """What was adapted or has no effect, for the user to read."""
     secrets: list[SecretFinding] = field(default_factory=list)
     """What must not be shown."""
+    awaited: list[Awaited] = field(default_factory=list)
+    """Runs for whose jobs its own would wait."""
 
 
 def prepare(request: SubmitRequest) -> Prepared:
@@ -229,6 +234,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
     )
+    awaited = _look_after(request, spec, runs, notes) if request.after else []
     return Prepared(
         spec,
         runs,
@@ -237,6 +243,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         planned,
         notes + _beside(spec, request, accounting),
         secrets,
+        awaited,
     )
 
 
@@ -246,6 +253,24 @@ def _beside(spec: Spec, request: SubmitRequest, accounting: Accounting | None) -
     from hpctrain.submit.side_job import take_beside
 
     return take_beside(spec, request.environ, accounting=accounting)
+
+
+def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]) -> list[Awaited]:
+    """Put the predecessors into the spec; those that must be waited for.
+
+    Where no job is to be started now, that none could be is a note.
+    """
+    from hpctrain.submit.after import check_after, find_predecessors, refuse_circle
+
+    spec.after = find_predecessors(request.after, request.name, runs)
+    refuse_circle(runs / spec.name, spec.after)
+    try:
+        return check_after(runs / spec.name, spec)
+    except (UsageError, ClusterError) as error:
+        if request.cluster_needed:
+            raise
+        notes.append(f"as things are, its job would be refused: {error}")
+        return []
 
 
 def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:

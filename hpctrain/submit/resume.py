@@ -5,8 +5,8 @@ tests/unit/submit/test_site_submit.py and tests/slurm/test_elastic.py hold the p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
@@ -17,6 +17,7 @@ from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.fence import look_anew
+from hpctrain.submit.after import check_after, redirect_followers
 from hpctrain.submit.change import ResumeRequest, change_spec
 from hpctrain.submit.checks import check_sealed, plan_meshes
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.sealed.manifest import Seal
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
+    from hpctrain.submit.after import Awaited
 
 
 def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
@@ -119,6 +121,8 @@ class PreparedResume:
     """What the user should know."""
     exclude: list[str]
     """Nodes that the job is kept off."""
+    awaited: list[Awaited] = field(default_factory=list)
+    """Runs for whose jobs its own would wait."""
 
 
 def prepare_resume(
@@ -146,9 +150,23 @@ def prepare_resume(
     check_sealed(own.settings, own.entry.cwd, run.root)
     plan = plan_resume(run, own, request.from_step)
     bad = kept_out(run, own, environ)
-    return PreparedResume(own, plan, [*notes, *more, *kept_out_notes(bad)], list(bad))
+    notes += [*more, *kept_out_notes(bad)]
+    return PreparedResume(own, plan, notes, list(bad), check_after(run.root, own))
 
 
-def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> str:
-    """Start the run's next job; its id. See `launch` for what it raises."""
-    return launch(run, prepared.spec, by="resume", from_step=from_step, exclude=prepared.exclude)
+class ResumedJob(NamedTuple):
+    """The run's next job."""
+
+    job_id: str
+    notes: list[str]
+    """What became of the runs that are to follow."""
+
+
+def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> ResumedJob:
+    """Start the run's next job, and have those who wait for the run wait for it.
+
+    See `launch` for what it raises.
+    """
+    spec, exclude = prepared.spec, prepared.exclude
+    job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude)
+    return ResumedJob(job_id, redirect_followers(run))

@@ -76,6 +76,8 @@ class LocalJobRecord:
     """When the start before this one ended, seconds since the epoch."""
     starts: list[tuple[int, float, float | None, int]] = field(default_factory=list)
     """Restarts, beginning, end and nodes of every start so far."""
+    after: list[str] = field(default_factory=list)
+    """Jobs that must have ended well before the first start."""
 
 
 def job_dir(job_id: str) -> Path:
@@ -181,6 +183,7 @@ class LocalCluster(Cluster):
     name = "local"
     on_this_machine = True
     site = "local"
+    has_dependencies = True
     without_effect = frozenset(
         {"partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "network"}
         | {"extra", "srun_args"}
@@ -220,6 +223,8 @@ class LocalCluster(Cluster):
                 max_nodes=high,
                 time_s=time_s(spec.settings.slurm.time),
                 signal_lead_s=spec.settings.slurm.signal_lead_s,
+                reason="Dependency" if request.after else None,
+                after=list(request.after),
             )
         )
         output = (request.run_dir / "jobs" / f"{request.token}.out").open("ab")
@@ -262,6 +267,10 @@ class LocalCluster(Cluster):
         if not is_job_id(job_id):
             raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
         request(job_id, "cancel")
+
+    def follow(self, job_id: str, after: Sequence[str]) -> None:
+        """Tell the controller whom to wait for."""
+        request(job_id, "follow", after=list(after))
 
     def rehearse(self, job_id: str, *, time_limit: bool) -> None:
         """Preempt the job with a grace time; all its nodes are left for its next start."""

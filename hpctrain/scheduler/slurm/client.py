@@ -59,6 +59,7 @@ class SlurmCluster(Cluster):
     """
 
     name = "slurm"
+    has_dependencies = True
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class SlurmCluster(Cluster):
         from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
 
         path = request.script_path
-        executor = HpctrainExecutor(path.with_suffix(""), path, self.submit_timeout_s)
+        folder = path.with_suffix("")
+        executor = HpctrainExecutor(folder, path, self.submit_timeout_s, request.after)
         try:
             return str(executor.submit(AgentTask(request.run_dir)).job_id)
         except ClusterUnreachable:
@@ -143,6 +145,13 @@ class SlurmCluster(Cluster):
         """Cancel the job; one that has ended already is left as it is."""
         _refuse_no_id(job_id)
         self._run("scancel", "--", job_id)
+
+    def follow(self, job_id: str, after: Sequence[str]) -> None:
+        """Give the job another --dependency."""
+        from hpctrain.scheduler.slurm.script import dependency
+
+        _refuse_no_id(job_id)
+        self._run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency(after)}")
 
     def rehearse(self, job_id: str, *, time_limit: bool) -> None:
         """Send the signal to the job's steps, as SLURM does."""

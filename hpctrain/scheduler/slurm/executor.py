@@ -18,10 +18,10 @@ from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, submitted_here
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import job_context
-from hpctrain.scheduler.slurm.script import export_arguments
+from hpctrain.scheduler.slurm.script import dependency_arguments, export_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 R = TypeVar("R")
 
@@ -58,10 +58,14 @@ class HpctrainExecutor(submitit.SlurmExecutor):
         script_path: The script; its name is how a job is found again after a submission that gave
             no answer.
         timeout_s: After this long sbatch is killed, and the job may or may not be in the queue.
+        after: Jobs that must have ended well before.
     """
 
-    def __init__(self, folder: Path, script_path: Path, timeout_s: float) -> None:
+    def __init__(
+        self, folder: Path, script_path: Path, timeout_s: float, after: Sequence[str] = ()
+    ) -> None:
         super().__init__(folder=folder)
+        self.after = after
         self.script_path = script_path
         self.timeout_s = timeout_s
 
@@ -79,6 +83,7 @@ class HpctrainExecutor(submitit.SlurmExecutor):
         """
         del fn, args, kwargs
         export = export_arguments(self.script_path.read_text())
-        command = ["sbatch", "--parsable", *export, str(self.script_path)]
+        waits = dependency_arguments(self.after)
+        command = ["sbatch", "--parsable", *export, *waits, str(self.script_path)]
         job_id = submitted_here(run(command, timeout_s=self.timeout_s, query=False))
         return self.job_class(folder=self.folder, job_id=job_id, tasks=[0])

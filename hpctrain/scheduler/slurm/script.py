@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
 from hpctrain.base.files import data_dir
-from hpctrain.errors import UsageError
+from hpctrain.errors import ClusterError, UsageError
+from hpctrain.run.event_fields import is_job_id
 from hpctrain.settings.check import node_range
 from hpctrain.settings.sbatch_options import name_of, names_of
 
@@ -189,6 +190,29 @@ def export_arguments(script: str) -> list[str]:
     """
     header = script.partition("\n\n")[0].splitlines()
     return [] if EXPORT_NONE in header or EXPORT_UNSET in header else ["--export=ALL"]
+
+
+def dependency(after: Sequence[str]) -> str:
+    """The jobs that must have ended well, as --dependency takes them; "" for none.
+
+    Raises:
+        ClusterError: the ledger of a run names no job's id.
+    """
+    for job_id in after:
+        if not is_job_id(job_id):
+            raise ClusterError(f"the job is to wait for the job {job_id!r}, which is no job's id")
+    return ":".join(["afterok", *after]) if after else ""
+
+
+def dependency_arguments(after: Sequence[str]) -> list[str]:
+    """What sbatch's command line has to say of the jobs to wait for.
+
+    It belongs to one submission, so it is no header of the script. A site may cancel what can never
+    start; here it waits, since who is waited for may be resumed.
+    """
+    if not after:
+        return []
+    return [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"]
 
 
 def _requeue(site: Site | None) -> list[str]:

@@ -165,6 +165,18 @@ def test_only_node_0_writes(run, tmp_path):
     assert list(run.root.iterdir()) == []
 
 
+def test_a_follower_is_told_whom_it_runs_after(run, tmp_path, job):
+    job.setenv("HPCTRAIN_AFTER", "/runs/of-the-shell-that-submitted")
+    made = make(run, tmp_path)
+    made.before_imports()
+    assert "HPCTRAIN_AFTER" not in os.environ
+
+    made._spec.after = ["/runs/a", "/runs/b"]
+    made.before_imports()
+
+    assert os.environ["HPCTRAIN_AFTER"] == "/runs/a:/runs/b"
+
+
 @pytest.mark.parametrize(("unlocked", "expected"), [((), "IB"), (("env.NCCL_NET",), "Socket")])
 def test_a_locked_variable_holds_against_the_jobs_environment(
     run, tmp_path, job, unlocked, expected

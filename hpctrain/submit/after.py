@@ -1,0 +1,221 @@
+"""The runs after which a run is to run: who they are, whether they can be waited for, who follows.
+
+The scheduler does the waiting (`JobRequest.after`), and the job looks at the ledgers once more
+before it begins (`agent/predecessors.py`). Who follows a run stands in its ledger, so that a resume
+can point the jobs that wait for it to its new one. tests/unit/submit/test_after.py and
+tests/slurm/test_after.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import TERMINAL_JOB, JobState
+from hpctrain.errors import ClusterError, HpctrainError, UsageError
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER, RunState
+from hpctrain.run import events as ledger
+from hpctrain.run.event_types import Followed
+from hpctrain.run.find_run import find_run
+from hpctrain.run.layout import RunDir, runs_flag
+from hpctrain.run.ownership import own_spec
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.settings.sbatch_options import names_of
+from hpctrain.settings.spec import load_spec
+from hpctrain.submit.live_job import live_job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.settings.spec import Spec
+
+_WORDS = {
+    RunState.CREATED: "was never submitted",
+    RunState.FAILED: "has failed",
+    RunState.STOPPED: "was stopped before it was done",
+    RunState.CANCELLED: "was cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A predecessor that is not done.
+
+    Attributes:
+        run: Its name.
+        run_dir: Its directory.
+        job_id: Of its job, which is pending or running.
+    """
+
+    run: str
+    run_dir: str
+    job_id: str
+
+
+def find_predecessors(texts: Sequence[str], name: str | None, runs: Path) -> list[str]:
+    """The directories of the runs that are meant, each once.
+
+    Args:
+        texts: What the user gave for each.
+        name: The new run's name, where the user has chosen one.
+        runs: The folder of all runs.
+
+    Raises:
+        NotFound: there is no such run.
+        ChecksFailed: it is another user's, or others can write it.
+        UsageError: the run itself is meant.
+    """
+    if name is not None and name in texts:
+        raise UsageError(f"--after {name} is the run itself: name another run")
+    found_runs = [find_run(text, runs=runs) for text in texts]
+    for text, run in zip(texts, found_runs, strict=True):
+        own_spec(run, named=text)
+    return list(dict.fromkeys(str(run.root) for run in found_runs))
+
+
+def check_after(root: Path, spec: Spec) -> list[Awaited]:
+    """The predecessors that a job of the run would have to wait for now.
+
+    Args:
+        root: The run's directory, which need not be there yet.
+        spec: Its own.
+
+    Raises:
+        UsageError: a predecessor will not be done by itself, or cannot be waited for; or the run
+            would come after itself.
+        ClusterUnreachable: nobody can say whether one is alive.
+    """
+    if not spec.after:
+        return []
+    refuse_circle(root, spec.after)
+    if RunHistory.read(RunDir(root), marks="few").has_begun:
+        return []
+    waits = [waits for path in spec.after if (waits := _awaited(RunDir(Path(path)), spec.cluster))]
+    for option in spec.settings.slurm.extra if waits else ():
+        if "--dependency" in names_of(option):
+            raise UsageError(
+                f"slurm.extra: {option!r} does not go with --after, which says what the job waits "
+                "for: leave one of them out"
+            )
+    return waits
+
+
+def note_follower(run: RunDir, after: Sequence[str]) -> None:
+    """Write into the predecessors' ledgers who follows them."""
+    for path in after:
+        predecessor = RunDir(Path(path))
+        if str(run.root) not in RunHistory.read(predecessor, marks="few").followers:
+            ledger.record(predecessor, Followed(run=str(run.root)))
+
+
+def redirect_followers(run: RunDir) -> list[str]:
+    """Point the jobs that wait for this run to the job that it has now.
+
+    Returns:
+        A line for each run that was to follow and has not begun, also where it cannot.
+    """
+    lines = (_redirect(RunDir(Path(path)), run) for path in RunHistory.read(run).followers)
+    return [line for line in lines if line]
+
+
+def resume_command(run: RunDir) -> str:
+    """What resumes the run, as one would type it."""
+    return f"`hpctrain resume {shlex.quote(run.name)}{runs_flag(run.root.parent)}`"
+
+
+def _awaited(run: RunDir, cluster: str) -> Awaited | None:
+    """The predecessor with its job; None where it is done."""
+    history = RunHistory.read(run, marks="few")
+    now = history.state
+    if now.phase is RunState.DONE:
+        return None
+    after, first = f"--after {run.name}: it", f"{resume_command(run)} first"
+    if (now.job_id or "").startswith(TERMINAL_JOB) and now.phase not in OVER:
+        raise UsageError(f"{after} runs in a terminal, not in a job: try again when it is done")
+    spec = load_spec(run.spec)
+    scheduler = get_cluster(spec.cluster)
+    job = live_job(run, scheduler)
+    if job is None:
+        words = _WORDS.get(now.phase, "has no job any more, and is not done")
+        raise UsageError(f"{after} {words}; {first}")
+    if now.cancel and now.job_id in {None, job.job_id}:
+        raise UsageError(
+            f"{after} was asked to end (job {job.job_id}), so it will not be done; when it has "
+            f"ended, {first}"
+        )
+    if spec.cluster != cluster or not scheduler.has_dependencies:
+        raise UsageError(
+            f"{after} has job {job.job_id} on {spec.cluster}, for which a job on {cluster} cannot "
+            "wait: try again when it is done"
+        )
+    return Awaited(run.name, str(run.root), job.job_id)
+
+
+def _redirect(follower: RunDir, run: RunDir) -> str:
+    """Have the follower's job wait for its predecessors' jobs of now; what became of it."""
+    try:
+        spec = own_spec(follower, named=str(follower.root))
+        history = RunHistory.read(follower, marks="few")
+        if str(run.root) not in spec.after or history.has_begun:
+            return ""  # a copy's ledger names the original's followers
+        cluster = get_cluster(spec.cluster)
+        job = live_job(follower, cluster)
+        if job is None:
+            again = f"{follower.name} is to follow and has no job"
+            return f"{again}: {resume_command(follower)} submits it"
+        if job.state != JobState.PENDING:
+            return ""
+        jobs = [_job_of(RunDir(Path(path))) for path in spec.after]
+        cluster.follow(job.job_id, list(filter(None, jobs)))
+        return f"{follower.name} (job {job.job_id}) now waits for job {_job_of(run)}"
+    except ClusterError as error:
+        name = shlex.quote(follower.name)
+        return (
+            f"{follower.name} is to follow, and its job could not be told: {error}; "
+            f"`hpctrain cancel {name}`, then {resume_command(follower)}"
+        )
+    except (HpctrainError, OSError):
+        return ""  # removed, or not ours any more
+
+
+def _job_of(run: RunDir) -> str:
+    """The newest job of a predecessor; "" where it is done."""
+    now = RunHistory.read(run, marks="few").state
+    return "" if now.phase is RunState.DONE else now.job_id or ""
+
+
+def refuse_circle(root: Path, after: Sequence[str]) -> None:
+    """Refuse runs of which each waits for another, so that none could begin.
+
+    Raises:
+        UsageError: with their names in order.
+    """
+    way = _circle(root, after, [], set())
+    if way:
+        raise UsageError(
+            f"--after makes a circle, in which no run could begin: {' after '.join(way)}; choose "
+            "another --name or another --after (of a run that is there: `after` in its spec.json)"
+        )
+
+
+def _circle(root: Path, after: Sequence[str], above: list[Path], seen: set[Path]) -> list[str]:
+    """The names of the runs on a way that leads back to itself; none where no way does."""
+    seen.add(root)
+    way = [*above, root]
+    for path in map(Path, after):
+        if path in way:
+            return [one.name for one in [*way[way.index(path) :], path]]
+        if path not in seen and (circle := _circle(path, _after_of(path), way, seen)):
+            return circle
+    return []
+
+
+def _after_of(root: Path) -> list[str]:
+    """The predecessors of a run that is there."""
+    try:
+        return load_spec(RunDir(root).spec).after
+    except (HpctrainError, OSError):
+        return []

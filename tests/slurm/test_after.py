@@ -1,0 +1,94 @@
+"""A run after another: it begins once, when that one is done, however often that one came back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.run.layout import RunDir
+from tests.support.scenario import cli, submit
+
+pytestmark = pytest.mark.slurm
+
+UNTIL = 'while [ ! -e "$1" ]; do sleep 0.1; done; '
+ONE = ("--nodes=1", "--time=10")
+
+
+def bash(slurm, tmp_path, name, program, *words):
+    """A run of a shell's lines; $1 is a file of the run's name that tells it to go on."""
+    path = tmp_path / f"{name}.sh"
+    path.write_text(program)
+    script = ["bash", str(path), str(tmp_path / f"{name}.go")]
+    return submit(slurm, tmp_path, *ONE, *words, name=name, script=script)
+
+
+def reason(run):
+    return run.slurm.job(run.job_id).get("Reason")
+
+
+def wait_reason(run, wanted):
+    run.wait(f"reason {wanted} of {run.dir.name}", lambda: reason(run) == wanted)
+
+
+def test_a_follower_waits_through_a_preemption_and_a_chain_is_shown_as_one(slurm, tmp_path):
+    twice = 'if [ "$HPCTRAIN_STARTS" = 1 ]; then sleep 600; fi'
+    first = bash(slurm, tmp_path, "first", twice)
+    second = bash(slurm, tmp_path, "second", 'echo "$HPCTRAIN_AFTER" > "$1"', "--after", "first")
+    first.wait_event("attempt_started")
+    urgent = slurm.submit_urgent(4)
+    slurm.wait_job(first.job_id, "PENDING", timeout=30)
+    slurm.wait_job(urgent, "RUNNING")
+
+    assert reason(second) == "Dependency"
+
+    slurm.cancel(urgent)
+    slurm.start_now(first.job_id)
+    second.wait_done()
+    assert slurm.job(first.job_id)["Restarts"] == "1"
+    assert [end for end, _ in first.ends()] == ["preempted", "completed"]
+    assert second.ends() == [("completed", "stop")]
+    assert second.events("attempt_started")[0].t > first.events("done")[0].t
+    assert (tmp_path / "second.go").read_text() == f"{first.dir.root}\n"
+
+
+def test_a_follower_never_begins_behind_what_is_not_done_until_that_is_resumed(slurm, tmp_path):
+    """One fails, one is cancelled, one saves and leaves with exit code 0."""
+    until_told = "trap 'exit 0' TERM; " + UNTIL
+    fails = bash(slurm, tmp_path, "fails", UNTIL + '[ -s "$1" ]')
+    saves = bash(slurm, tmp_path, "saves", until_told)
+    cancelled = bash(slurm, tmp_path, "cancelled", until_told)
+    behind = {
+        run.dir.name: bash(slurm, tmp_path, f"b-{run.dir.name}", "", "--after", run.dir.name)
+        for run in (fails, saves, cancelled)
+    }
+    for run in (fails, saves, cancelled):
+        run.wait_event("attempt_started")
+    (tmp_path / "fails.go").touch()
+    cancelled.cli("cancel", "cancelled")
+    saves.cli("cancel", "saves", "--save")
+    wait_reason(behind["fails"], "DependencyNeverSatisfied")
+    wait_reason(behind["cancelled"], "DependencyNeverSatisfied")
+    held = behind["saves"]
+    held.wait_event("held_back")
+    slurm.wait_job(held.job_id, "FAILED")
+
+    assert slurm.job(saves.job_id)["JobState"] == "COMPLETED"
+    assert not held.events("attempt_started")
+    assert held.status()["state"] == "failed"
+    assert "`hpctrain resume saves`, then `hpctrain resume b-saves`" in held.status()["why"]
+    assert behind["fails"].status()["state"] == "pending"
+    behind["cancelled"].cli("cancel", "b-cancelled")
+    refused = cli(slurm, tmp_path, "resume", "b-cancelled")
+    assert refused.returncode == 2
+    assert (
+        "--after cancelled: it was cancelled; `hpctrain resume cancelled` first" in refused.stderr
+    )
+
+    (tmp_path / "fails.go").write_text("go\n")
+    told = json.loads(fails.cli("resume", "fails", "--json"))
+    assert told["notes"][-1] == (
+        f"b-fails (job {behind['fails'].job_id}) now waits for job {told['job_id']}"
+    )
+    behind["fails"].wait_done()
+    assert not RunDir(tmp_path / "runs" / "b-cancelled").attempt(1).exists()
