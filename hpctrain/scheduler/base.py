@@ -120,11 +120,15 @@ class Accounting:
         qos: The user's.
         cpus_per_gpu: CPUs for each GPU of a job that asks for none, by the partition's name, or ""
             for the default one.
+        machines: What the nodes of a partition are, as `uname -m` says it, by the same names.
+        srun_help: What starts a job's tasks says of its own options.
     """
 
     accounts: Callable[[], Collection[str] | None]
     qos: Callable[[], Collection[str] | None]
     cpus_per_gpu: Callable[[str], int | None] = lambda _: None
+    machines: Callable[[str], Collection[str] | None] = lambda _: None
+    srun_help: Callable[[], str | None] = lambda: None
 
 
 class Cluster(Protocol):
@@ -305,6 +309,35 @@ class Cluster(Protocol):
         """What the user should know of the job, with a site and without."""
         del settings, site, accounting
         return []
+
+    def check_container(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        *,
+        folder: Path,
+        environ: Mapping[str, str],
+        accounting: Accounting | None,
+    ) -> tuple[Settings, list[str]]:
+        """Look at the image and at what is to start it.
+
+        Args:
+            settings: The run's.
+            origins: Setting to its place.
+            site: The preset.
+            folder: What paths are relative to.
+            environ: Of the shell on the login node.
+            accounting: Whom to ask; None asks nobody.
+
+        Returns:
+            The settings with the image's whole path, and what the user should know.
+
+        Raises:
+            HpctrainError: it can start on no node.
+        """
+        del origins, site, folder, environ, accounting
+        return settings, []
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """What to warn of before a job, in a preflight."""

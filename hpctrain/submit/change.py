@@ -6,6 +6,7 @@ test_side_job.py hold the promises.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,22 +120,25 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     given, origins = resolve(layers, base=below, origins=below_origins)
     chosen = check(given, origins)
     python = ranks_python(given, get_cluster(spec.cluster), spec.python)
-    notes = chosen.notes + check_hooks_here(
-        given, origins, Path(spec.entry.cwd or Path.cwd()), python=python
-    )
+    folder = Path(spec.entry.cwd or Path.cwd())
+    notes = chosen.notes + check_hooks_here(given, origins, folder, python=python)
     unlocked, is_recipe = list(spec.unlocked), spec.entry.kind == "recipe"
     site, cluster = site_of(spec), get_cluster(spec.cluster)
+    ask = request.accounting or (cluster.accounting() if request.ask_accounting else None)
     if site is not None:
         site_notes, more = _take_locks(spec, site, given, origins, request)
         notes += site_notes
         unlocked += [path for path in more if path not in unlocked]
-        ask = request.accounting or (cluster.accounting() if request.ask_accounting else None)
         now = chosen.upon(given, origins)
         here = cluster.check(*now, site, is_script=not is_recipe, accounting=ask)
         notes += here.notes
         chosen += here
     settings, origins = chosen.upon(given, origins)
     notes += check_versions(settings, cluster.setup_lines(site), python=python)
+    settings, container_notes = cluster.check_container(
+        settings, origins, site, folder=folder, environ=os.environ, accounting=ask
+    )
+    notes += container_notes
     _refuse_another_run(spec, settings, origins)
     settings, planned, plan_notes = plan_meshes(
         settings, origins, None, is_recipe=is_recipe, alone=request.alone

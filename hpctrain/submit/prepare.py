@@ -154,7 +154,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         NotFound: there is no such script, site or settings file.
         ClusterError: a scheduler was asked for that is not here.
         RunExists: there is a run of that name.
-        ChecksFailed: the run directory could not be written.
+        ChecksFailed: the run directory could not be written, or the container could not start.
     """
     config = read_config(request)
     cluster = _choose_cluster(request, config)
@@ -202,20 +202,23 @@ def prepare(request: SubmitRequest) -> Prepared:
         from hpctrain.submit.launchers import disagreements
 
         notes += disagreements(program.asked, settings.slurm)
-    notes += [*_resume_note(settings.run, entry), *_without_effect(origins, cluster, entry)]
+    notes += _resume_note(settings.run, entry) + _without_effect(request, origins, cluster, entry)
     notes += [
         *cluster.notes(settings, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
     ]
-    if request.alone and request.engine:
-        notes.append(f"--engine {request.engine} has no effect in one process")
+    settings, more = cluster.check_container(
+        settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
+    )
     settings, planned, plan_notes = plan_meshes(
         settings, origins, request.cwd, is_recipe=is_recipe, alone=request.alone
     )
     ranks = [mesh.data_ranks for mesh in planned.values()]
-    settings, more = take_ds_config(settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks)
-    notes += plan_notes + more
+    settings, ds_notes = take_ds_config(
+        settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks
+    )
+    notes += more + plan_notes + ds_notes
     name, new_parent = _find_place(request, runs, entry, settings)
     spec = Spec(
         name=name,
@@ -430,9 +433,13 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
     }
 
 
-def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:
+def _without_effect(
+    request: SubmitRequest, origins: Mapping[str, str], cluster: Cluster, entry: Entry
+) -> list[str]:
     """Flags that will change nothing, so that none is ignored in silence."""
     notes: list[str] = []
+    if request.alone and request.engine:
+        notes.append(f"--engine {request.engine} has no effect in one process")
     for path, origin in origins.items():
         section, _, key = path.partition(".")
         if not origin.startswith("flag "):

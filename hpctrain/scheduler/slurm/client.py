@@ -191,7 +191,9 @@ class SlurmCluster(Cluster):
         """By sacctmgr and scontrol, each question when it is needed."""
         from hpctrain.scheduler.slurm import facts
 
-        return Accounting(facts.accounts, facts.qos, facts.cpus_per_gpu)
+        return Accounting(
+            facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help
+        )
 
     def check(
         self,
@@ -214,6 +216,28 @@ class SlurmCluster(Cluster):
         from hpctrain.scheduler.slurm.limits import cpu_notes
 
         return cpu_notes(settings, site, accounting)
+
+    def check_container(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        *,
+        folder: Path,
+        environ: Mapping[str, str],
+        accounting: Accounting | None,
+    ) -> tuple[Settings, list[str]]:
+        """Refused are images for other machines, and runtimes that are not here.
+
+        Elsewhere than on a login node nothing is known of the cluster's images and runtimes.
+        """
+        if not settings.container.image or self.missing(environ):
+            return settings, []
+        from hpctrain.scheduler.slurm.container_checks import check_container
+
+        return check_container(
+            settings, origins, site, folder=folder, environ=environ, accounting=accounting
+        )
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """Options of the user's own that go badly with a run that is started again."""

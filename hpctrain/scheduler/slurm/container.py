@@ -153,6 +153,8 @@ def container_lines(spec: Spec, run: RunDir, token: str, site: Site | None) -> l
     if start is None:
         return []
     lines = ["hpctrain_container() {", *_OUTSIDE, *_inside(spec, site)]
+    if start.runtime == "charliecloud":  # starts nothing without it, and SLURM need not set it
+        lines += ["export USER=${USER:-$(id -un)}"]
     srun = list(start.srun)
     if start.edf:
         path = shlex.quote(str(run.jobs / f"{token}.toml"))

@@ -80,16 +80,40 @@ def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | Non
 
     Of several partitions the one that gives least, since SLURM chooses. 0 where there is none.
     """
-    names = frozenset(partition.split(",")) if partition else None
-    chosen = [
-        record
-        for record in _records(partitions, "PartitionName")
-        if (record["PartitionName"] in names if names else record.get("Default") == "YES")
-    ]
+    chosen = _chosen(partitions, partition)
     everywhere = re.search(r"^JobDefaults\s*=\s*(.*?)\s*$", config, re.MULTILINE)
     general = _def_cpus(everywhere[1] if everywhere else "")
     numbers = [_def_cpus(record.get("JobDefaults", "")) or general for record in chosen]
     return min(numbers, default=None)
+
+
+def machines(partition: str) -> frozenset[str] | None:
+    """What the nodes of a partition are, as `uname -m` says it; None where nobody can say.
+
+    Args:
+        partition: Its name, or several with commas between them; "" for the default one.
+    """
+    try:
+        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
+        nodes = run(["scontrol", "show", "node"], timeout_s=PARTITION_TIMEOUT_S)
+    except ClusterError:
+        return None
+    return read_machines(partitions, nodes, partition) or None
+
+
+def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]:
+    """The same from what was printed; a node that never registered says nothing."""
+    own = {name for record in _chosen(partitions, partition) for name in _nodes(record)}
+    records = [r for r in _records(nodes, "NodeName") if r["NodeName"] in own]
+    return frozenset(record["Arch"] for record in records if record.get("Arch"))
+
+
+def srun_help() -> str | None:
+    """What `srun --help` prints, plugins' options with it; None where there is no srun."""
+    try:
+        return run(["srun", "--help"], timeout_s=PARTITION_TIMEOUT_S)
+    except ClusterError:
+        return None
 
 
 def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
@@ -149,6 +173,16 @@ def _column(name: str) -> set[str]:
         timeout_s=ACCOUNTING_TIMEOUT_S,
     )
     return {word for line in text.splitlines() for word in line.strip().split(",") if word}
+
+
+def _chosen(partitions: str, partition: str) -> list[Record]:
+    """The partitions that a job names, or the default one."""
+    names = frozenset(partition.split(",")) if partition else None
+    return [
+        record
+        for record in _records(partitions, "PartitionName")
+        if (record["PartitionName"] in names if names else record.get("Default") == "YES")
+    ]
 
 
 def _def_cpus(defaults: str) -> int:

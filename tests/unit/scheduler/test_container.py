@@ -354,6 +354,7 @@ def test_the_task_starts_inside_with_its_variables(tmp_path):
     assert inside["FOO"] == "of the run's [env] }\"`$"  # not the image's
     assert inside["BAR"] == "job"  # which wins over [env], as outside
     assert inside["BASE"] == "image"
+    assert inside["USER"]  # ch-run starts nothing without it
     assert "TMPDIR" not in inside
     assert inside["HPCTRAIN_RUN_DIR"] == str(run.root)
 

@@ -218,7 +218,12 @@ def test_an_image_is_a_flag_and_a_local_run_is_a_rehearsal_without_it(
 ):
     monkeypatch.setattr(checks, "missing_tracker", "".join)
     sets = ["container.runtime=apptainer", "track.loggers=wandb"]
-    there = ask(work, environ=with_sbatch, container="docker://torch", sets=sets)
+    there = ask(
+        work,
+        environ=with_sbatch,
+        container="docker://torch",
+        sets=[*sets, "slurm.setup=['module load apptainer']"],
+    )
     here = ask(work, container="docker://torch")
 
     assert there.spec.settings.container.image == "docker://torch"
