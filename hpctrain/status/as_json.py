@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
     from hpctrain.history.progress import RankSample, Saving
-    from hpctrain.status.status import RunStatus
+    from hpctrain.status.status import Link, RunStatus
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "interval": asdict(status.saving.interval) if status.saving.interval else None,
         "saves": _saves(status.saving),
         "disk_free_bytes": status.disk_free_bytes,
+        "after": list(status.after),
+        "chain": [_link(link) for link in status.chain],
         "mesh": _mesh(status),
         "attempts": [_attempt(one) for one in status.attempts],
         "steps_lost": status.steps_lost.steps,
@@ -98,6 +100,11 @@ def _share(spent: Goodput, kind: TimeClass) -> float | None:
     if kind is TimeClass.QUEUE or spent.allocated_s <= 0:
         return None
     return spent.node_seconds[kind] / spent.allocated_s
+
+
+def _link(link: Link) -> dict[str, Any]:
+    names = ("run", "run_dir", "state", "job_id", "after", "words")
+    return {name: getattr(link, name) for name in names}
 
 
 def _mesh(status: RunStatus) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
-from hpctrain.run.layout import runs_flag
+from hpctrain.run.layout import RunDir, runs_flag
 from hpctrain.status.status import Answer
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobStart, Skipped
     from hpctrain.history.progress import RankSample
     from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import Checkpoint, RunStatus
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     _Starts = tuple[list[JobStart], str]
 
 ASKED_AT_ONCE = 8
+LONGEST_CHAIN = 200
 RANKS_TAIL_BYTES = 4 * 2**20
 """More than a line of ranks.jsonl takes with 16,384 ranks."""
 
@@ -65,7 +65,19 @@ class StatusReader:
             thorough: Also look at its checkpoints, each of which costs a few file operations, and
                 ask accounting.
         """
-        return self._status(_read(run), thorough=thorough, account=thorough)
+        from hpctrain.status.chain import chained
+
+        files = _read(run)
+        status = self._status(files, thorough=thorough, account=thorough)
+        others = _chain(files)
+        if not others:
+            return status
+        schedulers = _surveys(others)
+        statuses = [
+            self._status(other, thorough=False, account=False, schedulers=schedulers)
+            for other in others
+        ]
+        return chained([status, *statuses])[0]
 
     def _status(
         self, files: _RunFiles, *, thorough: bool, account: bool, schedulers: _Schedulers = None
@@ -91,6 +103,7 @@ class StatusReader:
             attempt_log=run.rank_log,
             starts=starts,
             disk_free_bytes=_disk_free(run),
+            after=spec.after if spec else (),
             label=run.name if inside else str(run.root),
             flags=runs_flag(self.runs) if inside else "",
         )
@@ -110,7 +123,7 @@ class StatusReader:
         """
         from hpctrain.run.find_run import look_into
         from hpctrain.run.ownership import is_mine
-        from hpctrain.scheduler.base import get_cluster
+        from hpctrain.status.chain import chained
 
         folder = look_into(self.runs)
         self.unreadable = folder.unreadable
@@ -126,14 +139,9 @@ class StatusReader:
 
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             runs = list(pool.map(_read, folder.runs))
-            ids: dict[str, list[str]] = {}
-            for files in runs:
-                if files.spec is not None and not files.is_over:
-                    name = files.spec.cluster
-                    here = job_ids(files.history, get_cluster(name)) if name else []
-                    ids.setdefault(name, []).extend(here)
-            schedulers = {name: get_cluster(name).survey(ids[name]) for name in ids if name}
-            return list(pool.map(look_with_answers, runs))
+            elsewhere = _before(runs)
+            schedulers = _surveys([*runs, *elsewhere])
+            return chained([*pool.map(look_with_answers, [*runs, *elsewhere])])[: len(runs)]
 
     def _scheduler(
         self, files: _RunFiles, *, account: bool, schedulers: Mapping[str, Cluster]
@@ -265,6 +273,52 @@ def _read(run: RunDir) -> _RunFiles:
     history = RunHistory.read(run, marks="few")
     spec, problem = _spec(run)
     return _RunFiles(run, history, spec, problem, history.state.phase in OVER)
+
+
+def _surveys(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
+    """Schedulers by their names, each of which is asked about all of these runs at once."""
+    from hpctrain.scheduler.base import get_cluster
+
+    ids: dict[str, list[str]] = {}
+    for files in runs:
+        if files.spec is not None and not files.is_over:
+            name = files.spec.cluster
+            here = job_ids(files.history, get_cluster(name)) if name else []
+            ids.setdefault(name, []).extend(here)
+    return {name: get_cluster(name).survey(ids[name]) for name in ids if name}
+
+
+def _chain(first: _RunFiles) -> list[_RunFiles]:
+    """The other runs that wait for this one or are waited for, however far away."""
+    members, todo = {str(first.run.root): first}, [first]
+    while todo and len(members) < LONGEST_CHAIN:
+        files = todo.pop()
+        after = files.spec.after if files.spec else []
+        for path in [*after, *files.history.followers]:
+            if path in members:
+                continue
+            other = _read_other(path)
+            # A copy's ledger names the followers of the original.
+            if other and other.spec and (path in after or str(files.run.root) in other.spec.after):
+                members[path] = other
+                todo.append(other)
+    return list(members.values())[1:]
+
+
+def _before(runs: Sequence[_RunFiles]) -> list[_RunFiles]:
+    """The runs of other folders for which some of these wait."""
+    here = {str(files.run.root) for files in runs}
+    after = {path for files in runs if files.spec for path in files.spec.after}
+    others = [_read_other(path) for path in sorted(after - here)]
+    return [files for files in others if files and files.spec]
+
+
+def _read_other(path: str) -> _RunFiles | None:
+    """The files of a run that another one names; None where it may not be looked into."""
+    try:
+        return _read(RunDir(Path(path)))
+    except OSError:
+        return None
 
 
 def _lately(

@@ -99,6 +99,7 @@ class StatusScreen:
         status, width = self.status, options.max_width
         parts: list[Sequence[RenderableType]] = [
             _header(status, width),
+            chain_table(status, width),
             attempts_table(status, width, every=self.all_attempts),
             _numbers(status, width - LABEL),
             ranks_table(status, self.ranks, width) if self.with_ranks else [],
@@ -131,12 +132,34 @@ class RunsScreen:
             Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
             Column("for", [_age(run) for run in runs], right=True),
         ]
+        waits = [_waits_for(run) for run in runs]
+        columns += [Column("waits for", waits, shrink=True)] if any(waits) else []
         yield fitted(columns, options.max_width)
         answers = [run.answer for run in runs]
         notes = {one.note or f"no answer: {one.problem}" for one in answers if one.problem}
         notes |= {unaccounted(one.unaccounted) for one in answers if one.unaccounted}
         for note in sorted(notes):
             yield from _wrapped(note, options.max_width)
+
+
+def chain_table(status: RunStatus, width: int) -> list[RenderableType]:
+    """The runs that wait for each other, in order; nothing for a run that is alone."""
+    links = status.chain
+    if not links:
+        return []
+    here = [">" if link.run_dir == status.root else "" for link in links]
+    columns = [
+        Column("", here),
+        Column("chain", [link.run for link in links], shrink=True),
+        Column("state", [Text(one.state.value, _STYLES.get(one.state, "bold")) for one in links]),
+        Column("job", [link.job_id or "-" for link in links], drop=2),
+        Column("", [link.words for link in links], shrink=True),
+    ]
+    return [fitted(columns, width)]
+
+
+def _waits_for(run: RunStatus) -> str:
+    return ", ".join(link.run for link in run.awaited)
 
 
 def _state(run: RunStatus) -> Text:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.history.run_history import Failure, RunHistory
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
+UNDER_WAY_STATES = ALIVE | {RunState.SUBMITTING}
 DAY_S = 86_400.0
 UNDER_WAY = 75
 """Exit status of `status --exit-status` while nothing is decided."""
@@ -77,6 +78,31 @@ class AttemptMesh:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A run of a chain, in which runs wait for each other, as the others see it.
+
+    Attributes:
+        run: Its name.
+        run_dir: Its directory.
+        state: Where it stands.
+        job_id: Its newest job.
+        after: Directories of the runs that must be done before it.
+        words: More of its state, without anything that ages.
+        label: How the user can name it in the next command.
+        flags: What that command needs behind it.
+    """
+
+    run: str
+    run_dir: str
+    state: RunState
+    job_id: str | None
+    after: Sequence[str]
+    words: str
+    label: str
+    flags: str
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Everything that `hpctrain status RUN` shows."""
 
@@ -115,6 +141,25 @@ class RunStatus:
     """What its program has told, and so what can be known."""
     listens: bool = False
     """Whether the newest attempt's program is known to see requests."""
+    after: Sequence[str] = ()
+    """Directories of the runs that must be done before this one begins."""
+    has_begun: bool = False
+    """Whether ranks were started, ever; then it waits for no other run any more."""
+    chain: Sequence[Link] = ()
+    """Itself and all runs before and behind it, in order; empty where there are no others."""
+
+    @property
+    def awaited(self) -> list[Link]:
+        """The runs that are not done, for which it waits."""
+        if self.has_begun or self.state not in {RunState.PENDING, RunState.CREATED}:
+            return []
+        before = (link for link in self.chain if link.run_dir in self.after)
+        return [link for link in before if link.state is not RunState.DONE]
+
+    @property
+    def awaits_in_vain(self) -> list[Link]:
+        """Those of them that will not be done by themselves."""
+        return [link for link in self.awaited if link.state not in UNDER_WAY_STATES]
 
     @property
     def steps_lost(self) -> StepsLost:
@@ -135,6 +180,7 @@ def status_of(
     attempt_log: Callable[[int, int], Path] | None = None,
     starts: Sequence[JobStart] = (),
     disk_free_bytes: int | None = None,
+    after: Sequence[str] = (),
     label: str = "",
     flags: str = "",
     now: float | None = None,
@@ -153,6 +199,7 @@ def status_of(
         attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
         starts: What accounting knows of the starts of the run's jobs.
         disk_free_bytes: Room left where the checkpoints go.
+        after: Directories of the runs that must be done before this one begins.
         label: How the user names the run; its name by default.
         flags: What the next command needs behind it.
         now: Seconds since the epoch.
@@ -196,6 +243,8 @@ def status_of(
         verified=dict(history.verified),
         telling=telling(history, now=moment if not gone else None),
         listens=listens(history),
+        after=after,
+        has_begun=history.has_begun,
     )
 
 
@@ -228,15 +277,14 @@ def exit_status(status: RunStatus) -> int:
     """For scripts: 0 done or stopped as asked, 75 still under way, 93 stopped for good, else 1."""
     if status.state in {RunState.DONE, RunState.STOPPED}:
         return status.ledger_state.exit_code or 0
-    under_way = status.state in ALIVE or status.state is RunState.SUBMITTING
-    return UNDER_WAY if under_way else 1
+    return UNDER_WAY if status.state in UNDER_WAY_STATES else 1
 
 
 def _counted_until(
     history: RunHistory, starts: Sequence[JobStart], state: RunState, now: float
 ) -> float:
     """How far time counts: of a run that nobody runs any more, to the last that is known of it."""
-    if history.last_t is None or state in ALIVE or state is RunState.SUBMITTING:
+    if history.last_t is None or state in UNDER_WAY_STATES:
         return now
     moments = [t for one in starts for t in (one.start, one.end) if t is not None]
     return min(now, max([history.last_t, *moments]))

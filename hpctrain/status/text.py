@@ -13,6 +13,7 @@ from hpctrain.base.text import clock, count, duration, fold_nodes, fold_ranks
 from hpctrain.history.causes import EndCause
 from hpctrain.history.run_state import RunState
 from hpctrain.scheduler.base import title_of
+from hpctrain.status.chain import ENDED_BADLY
 from hpctrain.status.status import ALIVE
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def next_commands(status: RunStatus) -> list[str]:
     logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
     if status.state is RunState.COMPLETING:
         return [f"{logs} -f", f"hpctrain status {name}{flags}"]
+    if status.awaits_in_vain:
+        first = [f"hpctrain resume {one.label}{one.flags}" for one in status.awaits_in_vain]
+        return [*first, f"hpctrain cancel {name}{flags}"] if status.state in ALIVE else first
     if status.state in ALIVE:
         saves = status.listens or status.telling.tells or not status.attempts
         return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
@@ -133,9 +137,30 @@ def _submitting(status: RunStatus, job: str) -> str:
 
 def _queued(status: RunStatus, job: str) -> str:
     now = status.ledger_state
+    if status.awaited:
+        return f"{job} {_follows(status)}{_asked_to_end(now)}"
     why = now.reason.value.replace("_", " ") if now.reason else ""
     before = f" after attempt {now.attempt} ({why})" if why else ""
     return f"{job} waits in the queue{before}{_waiting(status)}{_asked_to_end(now)}"
+
+
+def _follows(status: RunStatus) -> str:
+    """For which runs it waits, and what to do where that is in vain."""
+    job, waits = status.answer.job, "waits for {}".format
+    if status.awaits_in_vain:
+        bad = status.awaits_in_vain[0]
+        return (
+            f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}"
+            f"{bad.flags}` goes on and {status.name} follows, or `hpctrain cancel {status.label}"
+            f"{status.flags}`"
+        )
+    text = waits(", ".join(f"{one.run} ({one.state.value})" for one in status.awaited))
+    if job is None or not (job.reason or "").startswith("DependencyNeverSatisfied"):
+        return text
+    again = f" {status.label}{status.flags}`"
+    return (
+        f"{text}, and not for its newest job: `hpctrain cancel{again}, then `hpctrain resume{again}"
+    )
 
 
 def _running(status: RunStatus, job: str) -> str:

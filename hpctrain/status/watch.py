@@ -150,10 +150,9 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
 def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
     """Whether nothing is under way, and whether that is certain."""
     from hpctrain.history.run_state import RunState
-    from hpctrain.status.status import ALIVE
+    from hpctrain.status.status import UNDER_WAY_STATES
 
-    under_way = ALIVE | {RunState.SUBMITTING}
-    over = all(run.state not in under_way for run in runs)
+    over = all(run.state not in UNDER_WAY_STATES for run in runs)
     return over, all(run.state is not RunState.LOST for run in runs)
 
 

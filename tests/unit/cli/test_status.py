@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,13 +22,14 @@ from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import read
 from hpctrain.scheduler import base
+from hpctrain.scheduler.base import Cluster
 from hpctrain.status import reader as reader_module
 from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
 from hpctrain.status.screen import RunsScreen, StatusScreen, apportioned
 from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
 from hpctrain.status.text import explained
-from hpctrain.submit import launch, resume
+from hpctrain.submit import change, launch, live_job
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
@@ -183,20 +183,37 @@ def test_an_asked_for_stop_is_shown_while_it_is_under_way(runs, story):
     assert "; asked to save and stop" in shown(story, JobInfo("17", "RUNNING", alive=True))
 
 
+class StillEnding(Cluster):
+    """Ends the processes of job 17."""
+
+    name = "slurm"
+    on_this_machine = True
+
+    def here(self, environ=None):
+        del environ
+        return ""
+
+    def job(self, job_id):
+        return JobInfo(job_id, "COMPLETING", alive=True)
+
+    def survey(self, job_ids):
+        del job_ids
+        return self
+
+    def starts(self, job_ids):
+        del job_ids
+        return []
+
+
 def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
     runs, monkeypatch, capsys
 ):
     story = Story(runs / "lm", t=time.time() - 60, cluster="slurm")
     story.submitted("17").started(1, "17").restored(1).steps(1, 1, 10)
     story.add("cancel_requested", save=False, job_id="17")
-    scheduler = SimpleNamespace(
-        job=lambda _: JobInfo("17", "COMPLETING", alive=True),
-        survey=lambda _: scheduler,
-        starts=lambda _: [],
-        setup_lines=lambda _: [],
-    )
+    scheduler = StillEnding()
     # Whatever is imported meanwhile would keep the patched name for ever.
-    for module in (launch, resume, base):
+    for module in (launch, live_job, change, base):
         monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)
