@@ -24,7 +24,7 @@ from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import HANG, EndReason, Next, StopCause
-from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
+from hpctrain.errors import ClusterError, FileSystemFault, NotWritten, UsageError
 from hpctrain.history.causes import NOT_THE_USERS, UNFIT, EndCause, told_in
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.decide import (
@@ -71,6 +71,8 @@ SPARE_END_S = 60.0
 """A job that pauses must be requeued before its time is over."""
 UNREAD_S, READ_AGAIN_S = 60.0, 2.0
 """How long a file system is waited for that does not give the ledger, and how often it is asked."""
+NO_PACKAGE = "No module named 'hpctrain'"
+"""Python's words in an image without us."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 """Ends that come at the scheduler's pace."""
 T = TypeVar("T", bound=kinds.LedgerFact)
@@ -528,6 +530,8 @@ class JobStartFacts:
     """When the scheduler began it, seconds since the epoch; None where unknown."""
     end_time: float | None = None
     """When the scheduler will end it; None where unknown."""
+    last_words: Callable[[], str] | None = None
+    """Where its tasks begin in a container: what they have said last."""
 
     def pause_s(self) -> float:
         """Seconds to wait before a requeue that cannot be counted.
@@ -711,6 +715,8 @@ class BatchScriptSide:
         facts = self._facts(
             attempt, outcome=outcome, cause=cause, scheduler=scheduler, has_successor=is_back
         )
+        if attempt is None and cause is None and self._start.last_words is not None:
+            facts = self._of_container(facts, self._start.last_words())
         # Read on only now: the job may have been cancelled while the scheduler was asked.
         budget = job_spec(self._run).settings.budget
         self._end.look()
@@ -724,6 +730,18 @@ class BatchScriptSide:
         if decision.next is Next.REQUEUE:
             return 0 if requeued else EXIT_TRY_LATER
         return decision.exit_code or self._exit_code(facts.attempt, decision.reason, decision.next)
+
+    def _of_container(self, facts: EndFacts, said: str) -> EndFacts:
+        """What is known of a start in a container in which no agent came, though nothing ended it.
+
+        Its nodes may be at fault, and the next start gets others; where that fails as well, or what
+        is missing is the image's, none would help.
+        """
+        earlier = since_resume(self._end.history)
+        again = bool(earlier) and earlier[-1].by == "batch"
+        is_images = self._start.rc == UsageError.exit_code or NO_PACKAGE in said
+        outcome: Outcome = "user_error" if again or is_images else "crashed"
+        return replace(facts, outcome=outcome, why=f"no agent came up in the container: {said}")
 
     def _cause_and_outcome(self, attempt: int | None) -> tuple[StopCause | None, Outcome]:
         """What asked for the stop and how the ranks ended, from what they left behind."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import os
+import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import JobStartFacts, finish
-from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
+from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
@@ -19,10 +24,12 @@ from hpctrain.scheduler.slurm.environment import (
 from hpctrain.scheduler.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
+LAST_BYTES = 4096
+_KILLED = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|.*task)")
 
 
 def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
@@ -36,6 +43,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         term=term,
         start_time=own_start(env),
         end_time=own_end(env),
+        last_words=_last_words(env),
     )
     kill_wait_s = float(env.get(HPCTRAIN_KILL_WAIT_S) or KILL_WAIT_S)
     control = SlurmControl(
@@ -45,3 +53,30 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
     return finish(RunDir(Path(root)), start, control)
+
+
+def _last_words(env: Mapping[str, str]) -> Callable[[], str] | None:
+    """Where tasks begin in a container, what asks for their last words."""
+    port = env.get(HPCTRAIN_RELAY)
+    if not port:
+        return None
+    return partial(last_words, Path(port.removesuffix(".port")), since=own_start(env))
+
+
+def last_words(logs: Path, *, since: float | None) -> str:
+    """The last line that the tasks of a start have left, but for what SLURM says of their end.
+
+    Args:
+        logs: What the names of their logs begin with.
+        since: When the start began; older logs are of others.
+    """
+    for path in sorted(logs.parent.glob(f"{glob.escape(logs.name)}-*.out")):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= (since or 0.0):
+                with path.open("rb") as file:
+                    file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
+                    lines = file.read().decode(errors="replace").splitlines()
+                lines = [line for line in lines if line.strip() and not _KILLED.match(line)]
+                if lines:
+                    return lines[-1].strip()
+    return f"its tasks left no word in {logs}-*.out"

@@ -2,6 +2,7 @@
 
     python -m hpctrain.entry.slurm_batch before RUN TOKEN      prints exports for the shell
     python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1
+    python -m hpctrain.entry.slurm_batch relay RUN             asks SLURM for agents in containers
     python -m hpctrain.entry.slurm_batch body                  prints where body.sh lies
 
 `before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
@@ -22,20 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base import VERSION
 from hpctrain.base.env import (
+    HPCTRAIN_BATCH_VERSION,
     HPCTRAIN_JOB_END,
     HPCTRAIN_JOB_START,
     HPCTRAIN_KILL_WAIT_S,
     HPCTRAIN_MASTER_ADDR,
     HPCTRAIN_NODES,
     HPCTRAIN_PORT,
+    HPCTRAIN_RELAY,
     HPCTRAIN_RESTARTS,
 )
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
-from hpctrain.scheduler.slurm.environment import own_job_id, own_restarts, resolves
+from hpctrain.scheduler.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, resolves
 from hpctrain.scheduler.slurm.parse import (
     parse_config_seconds,
     parse_jobs,
@@ -52,7 +56,7 @@ ASK_TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of the three; the exit code is the batch script's."""
+    """Run one of them; the exit code is the batch script's."""
     configure("batch")
     try:
         match list(argv):
@@ -72,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
                 if one_of_many(os.environ):  # `before` has said so
                     return UsageError.exit_code
                 return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
+            case ["relay", root]:
+                return _relay(Path(root), os.environ)
             case ["body"]:
                 from hpctrain.scheduler.slurm.script import body_path
 
@@ -126,10 +132,28 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
         HPCTRAIN_PORT: str(free_port(job_id, restarts)),
         HPCTRAIN_RESTARTS: str(restarts),
         HPCTRAIN_NODES: ",".join(nodes),
+        HPCTRAIN_BATCH_VERSION: VERSION,
     }
     variables |= _asked(job_id, nodes)
     address = _met_at(nodes[0], meeting) if nodes and meeting else ""
     return variables | ({HPCTRAIN_MASTER_ADDR: address} if address else {})
+
+
+def _relay(root: Path, env: Mapping[str, str]) -> int:
+    """Serve until the batch script has gone."""
+    from hpctrain.run.layout import RunDir
+    from hpctrain.run.ownership import start_secret
+    from hpctrain.scheduler.slurm.control import of_agent
+    from hpctrain.scheduler.slurm.relay import parent_is_gone, serve
+
+    is_over = parent_is_gone(os.getppid())
+    job_id, restarts = own_job_id(env), own_restarts(env)
+    kill_wait_s = float(env.get(HPCTRAIN_KILL_WAIT_S) or KILL_WAIT_S)
+    nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    control = of_agent(job_id, restarts=restarts, nodes=nodes, kill_wait_s=kill_wait_s)
+    secret = start_secret(RunDir(root), job_id, restarts)
+    serve(Path(env[HPCTRAIN_RELAY]), secret, control, is_over=is_over)
+    return 0
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:

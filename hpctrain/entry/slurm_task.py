@@ -7,10 +7,12 @@ handlers stand before anything that takes time is imported: tests/slurm/test_ear
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 from hpctrain.agent import signals
-from hpctrain.base.env import HPCTRAIN_RUN_DIR
+from hpctrain.base import VERSION
+from hpctrain.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RUN_DIR
 
 OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full or failing file system says: no bug of ours, whose traceback would tell something."""
@@ -29,6 +31,12 @@ def main(argv: list[str]) -> int:
     log = logging.getLogger("hpctrain.entry")
     folder = Path(argv[0])
     try:
+        outside = os.environ.get(HPCTRAIN_BATCH_VERSION, VERSION)
+        if outside != VERSION:
+            raise UsageError(
+                f"{sys.executable} here has hpctrain {VERSION}, and the batch script's python has "
+                f"{outside}: a container's image needs the version that submits"
+            )
         from hpctrain.run.layout import RunDir
         from hpctrain.scheduler.slurm.executor import AgentTask
 

@@ -171,6 +171,17 @@ class SlurmControl:
         return any(state.startswith("down") for state in states.split())
 
 
+def of_agent(
+    job_id: str, *, restarts: int, nodes: Sequence[str], kill_wait_s: float
+) -> SlurmControl:
+    """What an agent asks, or who asks for it.
+
+    For half of KillWait at most: where slurmctld is silent, the batch side needs the other half.
+    """
+    timeout_s = min(QUERY_TIMEOUT_S, kill_wait_s / 2)
+    return SlurmControl(job_id, restarts=restarts, nodes=nodes, timeout_s=timeout_s)
+
+
 def comes_back(job: Mapping[str, str], ask: Callable[[list[str]], str] | None = None) -> bool:
     """Whether SLURM runs the job again once it has left; False where that is not certain.
 

@@ -7,6 +7,7 @@ tests/unit/scheduler/test_slurm_executor.py holds the promises.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import submitit
 from submitit.helpers import Checkpointable
 
+from hpctrain.base.env import HPCTRAIN_RELAY
 from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, submitted_here
-from hpctrain.scheduler.slurm.control import SlurmControl
+from hpctrain.scheduler.slurm.command import run, submitted_here
+from hpctrain.scheduler.slurm.control import of_agent
 from hpctrain.scheduler.slurm.environment import job_context
 from hpctrain.scheduler.slurm.script import dependency_arguments, export_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from hpctrain.base.records import JobContext
+    from hpctrain.scheduler.base import JobControl
 
 R = TypeVar("R")
 
@@ -41,14 +46,26 @@ class AgentTask(Checkpointable):
         from hpctrain.agent.main import run_agent
 
         context = job_context()
-        # Half of KillWait at most: where slurmctld is silent, the batch side needs the other half.
-        control = SlurmControl(
-            context.job_id,
-            restarts=context.restarts,
-            nodes=context.nodes,
-            timeout_s=min(QUERY_TIMEOUT_S, context.kill_wait_s / 2),
-        )
-        return run_agent(RunDir(Path(self.run_dir)), context, control)
+        run = RunDir(Path(self.run_dir))
+        return run_agent(run, context, _control(run, context))
+
+
+def _control(run: RunDir, context: JobContext) -> JobControl:
+    """Who asks SLURM: this process, or one outside of its container."""
+    control = of_agent(
+        context.job_id,
+        restarts=context.restarts,
+        nodes=context.nodes,
+        kill_wait_s=context.kill_wait_s,
+    )
+    port = os.environ.get(HPCTRAIN_RELAY)
+    if not port:
+        return control
+    from hpctrain.run.ownership import start_secret
+    from hpctrain.scheduler.slurm.relay import RelayedControl
+
+    secret = start_secret(run, context.job_id, context.restarts)
+    return RelayedControl(Path(port), secret, timeout_s=control.timeout_s)
 
 
 class HpctrainExecutor(submitit.SlurmExecutor):

@@ -77,6 +77,17 @@ elif [ "$hpctrain_rc" = 0 ]; then
   # its own affair.
   (umask 077 && mkdir -p "$HPCTRAIN_RUN_DIR/jobs") # srun starts no task whose output it cannot open
   hpctrain_output=$HPCTRAIN_RUN_DIR/jobs/${HPCTRAIN_TOKEN:-job-$SLURM_JOB_ID}
+  if declare -F hpctrain_container >/dev/null; then
+    # Inside nobody can ask SLURM, so a process out here does, and outlives the SIGTERM of a stop.
+    export HPCTRAIN_RELAY=$hpctrain_output.port
+    rm -f "$HPCTRAIN_RELAY" # of an earlier start
+    (
+      trap '' TERM
+      exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch relay "$HPCTRAIN_RUN_DIR"
+    ) &
+    hpctrain_relay=$!
+    disown
+  fi
   hpctrain_files=("--output=$hpctrain_output-%t.out" --open-mode=append)
   hpctrain_own=
   case $hpctrain_output in
@@ -101,6 +112,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
   wait "$hpctrain_srun"
   hpctrain_rc=$?
 fi
+if [ -n "${hpctrain_relay:-}" ]; then kill -KILL "$hpctrain_relay" 2>/dev/null; fi
 
 # Requeues where no agent could any more. From here on nothing but SIGKILL ends this script.
 hpctrain_noted=$hpctrain_term

@@ -66,8 +66,8 @@ def ended(run, attempt, reason, following):
     write_event(run, "attempt_ended", attempt=attempt, reason=reason, next=following, by="agent")
 
 
-def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION):
-    start = JobStartFacts("7", 0, token, ["n1", "n2"], rc, term)
+def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION, said=None, restarts=0):
+    start = JobStartFacts("7", restarts, token, ["n1", "n2"], rc, term, last_words=said)
     return BatchScriptSide(run, start, scheduler).finish()
 
 
@@ -348,3 +348,60 @@ def test_of_a_requeue_that_was_done_already_nothing_more_is_told(run):
 
     assert last(run, "attempt_ended")["next"] == "leave"
     assert last(run, "requeued") is None
+
+
+# ---- starts in a container in which no agent came
+
+
+def no_agent(run, scheduler, *, rc=255, words="FATAL: could not open image /x.sif", **more):
+    return finish(run, scheduler, rc=rc, said=lambda: words, **more)
+
+
+def test_a_container_that_did_not_start_twice_in_a_row_ends_the_run_with_its_words(run):
+    scheduler = Scheduler(RUNNING)
+
+    assert no_agent(run, scheduler) == 0  # its node may be at fault
+    assert (scheduler.requeues, last(run, "attempt_ended")["reason"]) == (1, "crashed")
+    assert no_agent(run, scheduler, restarts=1) == 1
+
+    end = last(run, "attempt_ended")
+    assert (scheduler.requeues, end["reason"], end["next"]) == (1, "user_error", "stop")
+    assert end["detail"] == "no agent came up in the container: FATAL: could not open image /x.sif"
+    assert scheduler.forbidden == 1
+
+
+@pytest.mark.parametrize(
+    ("rc", "words"),
+    [
+        (2, "hpctrain: error: python3 here has hpctrain 0.1"),
+        (137, "python3: Error (ModuleNotFoundError: No module named 'hpctrain')"),
+    ],
+)
+def test_an_image_without_our_hpctrain_ends_the_run_at_once(run, rc, words):
+    scheduler = Scheduler(RUNNING)
+
+    assert no_agent(run, scheduler, rc=rc, words=words) == 1
+
+    assert (scheduler.requeues, scheduler.forbidden) == (0, 1)
+    assert words in last(run, "run_stopped")["detail"]
+
+
+@pytest.mark.parametrize("facts", [REQUEUED, GRACE, TIME_LIMIT])
+def test_what_ends_a_start_from_outside_is_not_the_images_fault(run, facts):
+    no_agent(run, Scheduler(RUNNING))
+
+    facts = replace(facts, restarts=facts.restarts + 1)
+    no_agent(run, Scheduler(facts), rc=2, restarts=1)
+
+    assert last(run, "run_stopped") is None
+    assert last(run, "attempt_ended")["reason"] in {"preempted", "timed_out", "crashed"}
+
+
+def test_a_start_that_came_up_in_between_begins_the_count_anew(run):
+    no_agent(run, Scheduler(RUNNING))
+    ended(run, started(run, job_id="6"), "crashed", "requeue")
+    scheduler = Scheduler(RUNNING)
+
+    assert no_agent(run, scheduler, restarts=1) == 0
+
+    assert scheduler.requeues == 1

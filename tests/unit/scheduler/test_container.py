@@ -307,6 +307,10 @@ shift
 export BASE=image FOO=image
 exec "$@"
 """
+ASKS = """
+case "$*" in *" relay "*) echo "$* $HPCTRAIN_RELAY" >"$OUT/relay"; exec sleep 60 ;; esac
+while [ ! -e "$OUT/relay" ] && [ "$4" = after ]; do sleep 0.01; done
+"""
 PYTHON = """
 printf '%s\\n' "$@" >"$OUT/args"
 env -0 >"$OUT/env"
@@ -315,7 +319,7 @@ env -0 >"$OUT/env"
 
 def play(folder, spec, **env):
     """The script with a stand-in for srun, for ch-run and for the image's python."""
-    programs = {"srun": TASK, "ch-run": RUNTIME, "python3": PYTHON, "python": "exit 0"}
+    programs = {"srun": TASK, "ch-run": RUNTIME, "python3": PYTHON, "python": ASKS}
     for name, text in programs.items():
         path = folder / name
         path.write_text(f"#!/bin/bash\n{text}")
@@ -357,6 +361,8 @@ def test_the_task_starts_inside_with_its_variables(tmp_path):
     assert inside["USER"]  # ch-run starts nothing without it
     assert "TMPDIR" not in inside
     assert inside["HPCTRAIN_RUN_DIR"] == str(run.root)
+    assert inside["HPCTRAIN_RELAY"] == f"{run.jobs}/tok.port"
+    assert "slurm_batch relay" in (tmp_path / "relay").read_text()
 
 
 def test_setup_lines_may_make_what_is_passed(tmp_path):

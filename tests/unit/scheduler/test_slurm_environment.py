@@ -18,6 +18,7 @@ from hpctrain.errors import ClusterError
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import job_context, master_addr
 
+KNOWN = ["HPCTRAIN_BATCH_VERSION", "HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
 JOB = {
     "SLURM_JOB_ID": "4711",
     "SLURM_NODEID": "1",
@@ -144,7 +145,7 @@ def test_batch_side_does_without_scontrol(monkeypatch, capsys):
 
     found = exports(JOB)
 
-    assert sorted(found) == ["HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
+    assert sorted(found) == KNOWN
     assert found["HPCTRAIN_NODES"] == "localhost,n2,n3"
     assert "scontrol is not on PATH" in capsys.readouterr().err
 
@@ -193,7 +194,7 @@ def test_a_silent_slurmctld_is_asked_once_before_the_start(tmp_path, monkeypatch
     silent = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     scontrol(tmp_path, monkeypatch, {"show job 4711": silent})
 
-    assert sorted(exports(JOB)) == ["HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
+    assert sorted(exports(JOB)) == KNOWN
 
     assert (tmp_path / "asked").read_text() == "show job 4711\n"
 

@@ -98,6 +98,18 @@ def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsy
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
 
 
+def test_another_version_than_the_batch_scripts_is_refused_in_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
+    monkeypatch.setenv("HPCTRAIN_BATCH_VERSION", "0.0.1")
+    (tmp_path / "spec.json").write_text("{}")
+
+    code = slurm_task.main([str(tmp_path)])
+
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"has hpctrain {slurm_task.VERSION}, and the batch script's python has 0.0.1" in line
+
+
 def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
 

@@ -1,0 +1,36 @@
+"""What the batch script's last act reads of a start in a container."""
+
+from __future__ import annotations
+
+import os
+
+from hpctrain.entry.slurm_after import last_words
+
+STEP = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-23T06:00:00 ***"
+
+
+def test_the_last_words_are_the_tasks_own(tmp_path):
+    logs = tmp_path / "to[k]"
+    (tmp_path / "to[k]-0.out").write_text(f"starting\n{STEP}\n")
+    (tmp_path / "to[k]-1.out").write_text(f"\x00\nFATAL: no image\n\n{STEP}\n")
+    (tmp_path / "tok-0.out").write_text("another's\n")
+
+    assert last_words(logs, since=None) == "starting"
+    (tmp_path / "to[k]-0.out").write_text(f"{STEP}\n")
+    assert last_words(logs, since=None) == "FATAL: no image"
+
+
+def test_an_earlier_starts_words_and_none_are_told_apart(tmp_path):
+    log = tmp_path / "tok-0.out"
+    log.write_text("of the start before\n")
+    os.utime(log, (100, 100))
+
+    assert last_words(tmp_path / "tok", since=99.0) == "of the start before"
+    assert "left no word in" in last_words(tmp_path / "tok", since=200.0)
+    assert "left no word in" in last_words(tmp_path / "gone", since=None)
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path):
+    (tmp_path / "tok-0.out").write_bytes(b"x" * 100_000 + b"\nthe end\xff\n")
+
+    assert last_words(tmp_path / "tok", since=None) == "the end\ufffd"

@@ -1,0 +1,147 @@
+"""An agent without SLURM's commands asks the process beside the batch script."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from hpctrain.base.env import HPCTRAIN_RELAY
+from hpctrain.base.records import EndReason, JobFacts, JobState
+from hpctrain.base.secret import sign
+from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm import executor, relay
+from hpctrain.scheduler.slurm.relay import RelayedControl, serve
+
+FACTS = JobFacts(JobState.RUNNING, restarts=2, preempt_time=5.0, end_time=9.5, comes_back=True)
+
+
+class Slurm:
+    """What the process outside asks."""
+
+    def __init__(self):
+        self.done = []
+
+    def facts(self):
+        return FACTS
+
+    def previous_end(self):
+        return EndReason.NODE_FAILED
+
+    def previous_stop(self):
+        return 4.5
+
+    def requeue(self):
+        self.done.append("requeue")
+
+    def exclude(self, nodes):
+        self.done.append(tuple(nodes))
+        raise ClusterError("no longer pending execution")
+
+    def forbid_requeue(self):
+        raise ClusterUnreachable("slurmctld is silent")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """One that answers at `tmp_path / "port"`, until the test is over."""
+    monkeypatch.setattr(relay, "LOOK_S", 0.02)
+    over = threading.Event()
+    control = Slurm()
+    path = tmp_path / "port"
+    answering = threading.Thread(
+        target=serve, args=(path, "secret", control), kwargs={"is_over": over.is_set}
+    )
+    answering.start()
+    yield control
+    over.set()
+    answering.join()
+
+
+def ask(tmp_path, secret="secret"):
+    return RelayedControl(tmp_path / "port", secret, timeout_s=5.0)
+
+
+def test_what_slurm_says_comes_in_and_what_is_asked_of_it_goes_out(tmp_path, slurm):
+    control = ask(tmp_path)
+
+    assert control.facts() == FACTS
+    assert control.previous_end() is EndReason.NODE_FAILED
+    assert control.previous_stop() == 4.5
+    control.requeue()
+    with pytest.raises(ClusterError, match="no longer pending execution"):
+        control.exclude(["n1", "n2"])
+    with pytest.raises(ClusterUnreachable, match="slurmctld is silent"):
+        control.forbid_requeue()
+    assert slurm.done == ["requeue", ("n1", "n2")]
+
+
+def test_who_does_not_know_the_secret_is_not_heard(tmp_path, slurm, monkeypatch):
+    ask(tmp_path).facts()  # it is there
+    monkeypatch.setattr(relay, "COMES_S", 0.0)
+
+    with pytest.raises(ClusterUnreachable, match="nobody beside the batch script"):
+        ask(tmp_path, "another").requeue()
+
+    assert slurm.done == []
+    assert ask(tmp_path).facts() == FACTS
+
+
+def test_nothing_but_our_own_questions_is_asked(tmp_path, slurm):
+    ask(tmp_path).facts()
+    for what in ("__init__", "_record", "done"):
+        with pytest.raises(ClusterError, match="nobody asks SLURM for"):
+            ask(tmp_path)._ask(what)
+
+
+def test_where_the_process_is_gone_the_batch_script_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay, "COMES_S", 0.0)
+    control = ask(tmp_path)
+
+    for port in ("", "no port\n", "1\n"):
+        (tmp_path / "port").write_text(port)
+        with pytest.raises(ClusterUnreachable):
+            control.facts()
+    assert control.previous_end() is EndReason.UNKNOWN
+    assert control.previous_stop() is None
+
+
+def test_a_strangers_answer_is_none(tmp_path, monkeypatch):
+    """Whoever takes the port of one that is gone does not decide what becomes of a run."""
+    monkeypatch.setattr(relay, "COMES_S", 0.0)
+    with socket.create_server((relay.HOST, 0)) as server:
+        (tmp_path / "port").write_text(f"{server.getsockname()[1]}\n")
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(relay.MOST_BYTES)
+                text = json.dumps({"value": None, "error": ""})
+                connection.sendall(sign("guess", "relay answers", text).encode() + b"\n")
+
+        stranger = threading.Thread(target=answer)
+        stranger.start()
+        with pytest.raises(ClusterUnreachable):
+            ask(tmp_path).requeue()
+        stranger.join()
+
+
+def test_an_agent_asks_it_where_the_batch_script_says_so(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    context = type("Context", (), {"job_id": "7", "restarts": 1, "nodes": ["n1"]})
+    context.kill_wait_s = 30.0
+
+    monkeypatch.delenv(HPCTRAIN_RELAY, raising=False)
+    assert not isinstance(executor._control(run, context), RelayedControl)
+    monkeypatch.setenv(HPCTRAIN_RELAY, str(tmp_path / "port"))
+    assert isinstance(executor._control(run, context), RelayedControl)
+
+
+def test_it_ends_with_the_batch_script():
+    assert not relay.parent_is_gone(os.getppid())()
+    assert relay.parent_is_gone(1 if os.getppid() != 1 else 2)()
