@@ -69,7 +69,6 @@ def main(argv: Sequence[str]) -> int:
                     return EXIT_STOPPED
                 for name, value in exports(os.environ, _meeting_point(root)).items():
                     print(f"export {name}={shlex.quote(value)}")
-                return 0
             case ["after", root, token, "--rc", rc, "--term", term]:
                 from hpctrain.entry.slurm_after import after
 
@@ -77,12 +76,11 @@ def main(argv: Sequence[str]) -> int:
                     return UsageError.exit_code
                 return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
             case ["relay", root]:
-                return _relay(Path(root), os.environ)
+                _relay(Path(root), os.environ)
             case ["body"]:
                 from hpctrain.scheduler.slurm.script import body_path
 
                 print(body_path())
-                return 0
             case _:
                 raise UsageError(
                     f"hpctrain.entry.slurm_batch: {' '.join(argv)!r}: see its docstring"
@@ -90,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     except HpctrainError as error:
         log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
+    return 0
 
 
 def one_of_many(env: Mapping[str, str]) -> str:
@@ -139,7 +138,7 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
     return variables | ({HPCTRAIN_MASTER_ADDR: address} if address else {})
 
 
-def _relay(root: Path, env: Mapping[str, str]) -> int:
+def _relay(root: Path, env: Mapping[str, str]) -> None:
     """Serve until the batch script has gone."""
     from hpctrain.run.layout import RunDir
     from hpctrain.run.ownership import start_secret
@@ -153,7 +152,6 @@ def _relay(root: Path, env: Mapping[str, str]) -> int:
     control = of_agent(job_id, restarts=restarts, nodes=nodes, kill_wait_s=kill_wait_s)
     secret = start_secret(RunDir(root), job_id, restarts)
     serve(Path(env[HPCTRAIN_RELAY]), secret, control, is_over=is_over)
-    return 0
 
 
 def _asked(job_id: str, nodes: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.script import render_script
+from hpctrain.settings.fields import keys_of
+from hpctrain.settings.schema import ContainerSettings
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.prepare import SubmitRequest, prepare
 from tests.support.fuzzing import Faults, cases, chances, odd_text
@@ -20,6 +23,7 @@ SETTINGS = (
     "extra", "srun_args",
 )  # fmt: skip
 SRUN = '#!/bin/bash\nprintf "%s\\0" "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" "$@" > "$SEEN"\n'
+KEYS = keys_of(ContainerSettings)
 MOST_NAME_BYTES = 200
 
 
@@ -60,10 +64,24 @@ def _prepared(bench, chance):
         prepared = prepare(request)
         spec = prepared.spec
         spec.python = str(bench / "bin" / "python")
+        if chance.random() < 0.5:
+            spec.settings = replace(spec.settings, container=_container(chance))
         root = prepared.runs / spec.name
         return spec, root, args, render_script(spec, RunDir(root), f"{spec.name}-1a")
     except HpctrainError:  # refused, which most are
         return None
+
+
+def _container(chance):
+    """Settings of which submit has looked at none but what a script can hold."""
+    odd = [odd_text(chance).replace("\0", "") for _ in range(4)]
+    return ContainerSettings(
+        image=f"a{odd[0]}",
+        runtime=chance.choice([name for name in KEYS["runtime"].choices if name]),
+        env=[f"B={odd[1]}", "NOT_THERE"],
+        python=f"p{odd[2]}",
+        options=[f"--x={odd[3]}"],
+    )
 
 
 def _ran(bench, root, text):
@@ -95,9 +113,13 @@ def test_nothing_in_a_script_is_run(bench, begin, end):
         ran += 1
         assert seen[0] == os.fsencode(root)
         assert seen[1] == f"{spec.name}-1a".encode()
-        assert seen[-2] == os.fsencode(root)
+        box = spec.settings.container
+        assert seen[-1] == os.fsencode(box.python if box.image else spec.python)
+        first = len(seen) - 1 - seen[::-1].index(os.fsencode(root))
+        inside = [*box.options, box.env[0], f"A={spec.env['A']}"] if box.image else []
+        assert [text for text in inside if text.encode() not in seen] == []
         own_output = f"{root}/jobs/{spec.name}-1a" if "%" in f"{root}{spec.name}" else ""
-        assert seen[-1] == os.fsencode(own_output)
+        assert seen[first + 1] == os.fsencode(own_output)
         assert [arg for arg in spec.settings.slurm.srun_args if arg.encode() not in seen] == []
         spec.dump(root / "spec.json")
         assert load_spec(root / "spec.json").entry.args == args
