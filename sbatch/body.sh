@@ -55,7 +55,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
       exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch relay "$HPCTRAIN_RUN_DIR"
     ) &
     hpctrain_relay=$!
-    disown
+    disown 2>/dev/null # so that bash says nothing of its end; it may be over already
   fi
   hpctrain_files=("--output=$hpctrain_output-%t.out" --open-mode=append)
   hpctrain_own=
