@@ -80,7 +80,9 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
 def _echo_rows(rows: list[dict[str, Any]]) -> None:
     from hpctrain.drawing import echo_table
+    from hpctrain.status.evaluation_lines import metrics_in_words
 
+    judged = any(row["evaluation"] for row in rows)
     cells = [
         (
             row["step"],
@@ -88,11 +90,12 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
             None if row["size_bytes"] is None else _human(row["size_bytes"]),
             row["world_size"],
             row["engine"],
+            *([metrics_in_words(row["evaluation"])] if judged else []),
             _state(row),
         )
         for row in rows
     ]
-    header = ("STEP", "WHEN", "SIZE", "RANKS", "ENGINE", "STATE")
+    header = ("STEP", "WHEN", "SIZE", "RANKS", "ENGINE", *["EVALUATION"] * judged, "STATE")
     echo_table(cells, header=header, right=(0, 2, 3))
 
 
@@ -250,8 +253,15 @@ def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:
     from hpctrain.checkpoint.store import find
+    from hpctrain.history.evaluations import evaluated
+    from hpctrain.history.run_history import RunHistory
 
-    rows = [_row(found) | {"pinned": _pin(found)} for found in find.candidates(run)]
+    facts = evaluated(RunHistory.read(run, marks="few"))
+    metrics = {step: dict(fact.metrics) for step, fact in facts.items()}
+    rows = [
+        _row(found) | {"pinned": _pin(found), "evaluation": metrics.get(found.step, {})}
+        for found in find.candidates(run)
+    ]
     rows += [
         _bare(one.step, one.path, "staged", f"by attempt {one.attempt}, not committed")
         for one in find.staged(run)
@@ -280,6 +290,7 @@ def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
         "state": state,
         "why": why,
         "pinned": None,
+        "evaluation": {},
     }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.event_types import Evaluated
-    from hpctrain.settings.schema import EvaluateSettings
+    from hpctrain.settings.schema import CheckpointSettings, EvaluateSettings, Settings
 
 
 def due(history: RunHistory, every: int, *, last: bool) -> list[int]:
@@ -70,3 +70,53 @@ def evaluations_of(history: RunHistory, settings: EvaluateSettings) -> Evaluatio
             for step, fact in evaluated(history).items()
         },
     )
+
+
+@dataclass(frozen=True)
+class EvaluationView:
+    """One checkpoint that was evaluated, or is to be.
+
+    Attributes:
+        step: The checkpoint's.
+        state: "evaluated", "failed", "waiting" for its turn, or where its own run stands, such as
+            "running".
+        run: That run's name; "" before there is one.
+        metrics: What it has found, by name.
+        why: What went wrong.
+        is_best: Whether none is better by `checkpoint.best_metric`.
+    """
+
+    step: int
+    state: str
+    run: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+    is_best: bool = False
+
+
+def views(
+    history: RunHistory, settings: Settings, states: Mapping[int, str]
+) -> list[EvaluationView]:
+    """All of a run's evaluations, the newest step first.
+
+    Args:
+        history: The run's.
+        settings: The run's.
+        states: Where the evaluations stand that have a run of their own, by step.
+    """
+    seen = evaluations_of(history, settings.evaluate)
+    best = _best(seen, settings.checkpoint)
+    rows = [EvaluationView(step, states.get(step, "waiting")) for step in seen.awaited]
+    for step, fact in evaluated(history).items():
+        state = "evaluated" if fact.metrics else "failed"
+        row = EvaluationView(step, state, fact.run, dict(fact.metrics), fact.why, step == best)
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.step)
+
+
+def _best(seen: Evaluations, settings: CheckpointSettings) -> int | None:
+    """As retention ranks them: of equal ones the newer."""
+    sign = 1 if settings.best_is == "lowest" else -1
+    metric = settings.best_metric
+    ranked = [(sign * of[metric], -step) for step, of in seen.metrics.items() if metric in of]
+    return -min(ranked)[1] if ranked else None

@@ -48,6 +48,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "not_taken": [asdict(one) for one in status.skipped],
         "interval": asdict(status.saving.interval) if status.saving.interval else None,
         "saves": _saves(status.saving),
+        "evaluations": [asdict(one) for one in status.evaluations],
         "disk_free_bytes": status.disk_free_bytes,
         "after": list(status.after),
         "chain": [_link(link) for link in status.chain],

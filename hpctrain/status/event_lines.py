@@ -227,6 +227,13 @@ _CAUSES = {
 }
 
 
+def _evaluated(fact: kinds.Evaluated) -> str:
+    found = [f"{name} {value:.4g}" for name, value in fact.metrics.items()]
+    if not found:
+        return f"step {_step(fact.step)} was not evaluated{_because(fact.why)}"
+    return f"step {_step(fact.step)} evaluated: {_listed(found)}{_if(fact.why, f' ({fact.why})')}"
+
+
 def _stop_requested(fact: kinds.StopRequested) -> str:
     return f"asked to stop by {_CAUSES.get(fact.cause or '', 'something')}"
 
@@ -313,6 +320,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "save_failed": _missed("save failed"),
     "save_skipped": _missed("save left out"),
     "verified": lambda fact: f"every byte of {fact.name} was read, and is right",
+    "evaluation_asked": lambda fact: f"asked to evaluate step {_step(fact.step)}",
+    "evaluated": _evaluated,
     "prune_failed": _missed("old checkpoints not deleted"),
     "checkpoint_set_aside": lambda fact: f"checkpoint {fact.name} set aside{_because(fact.reason)}",
     "stop_requested": _stop_requested,

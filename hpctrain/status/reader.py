@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.base.records import JobStart, Skipped
+    from hpctrain.history.evaluations import EvaluationView
     from hpctrain.history.progress import RankSample
     from hpctrain.history.run_history import RunHistory
     from hpctrain.scheduler.base import Cluster
@@ -102,6 +103,7 @@ class StatusReader:
             skipped=skipped,
             attempt_log=run.rank_log,
             starts=starts,
+            evaluations=_evaluations(files),
             disk_free_bytes=_disk_free(run),
             after=spec.after if spec else (),
             label=run.name if inside else str(run.root),
@@ -319,6 +321,24 @@ def _read_other(path: str) -> _RunFiles | None:
         return _read(RunDir(Path(path)))
     except OSError:
         return None
+
+
+def _evaluations(files: _RunFiles) -> list[EvaluationView]:
+    """Of the run's checkpoints; of those that are not decided the ledger of their own run is read.
+
+    Few are alive at a time (`evaluate.at_once`), and the others have none yet.
+    """
+    from hpctrain.history.evaluations import evaluations_of, views
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.settings.schema import Settings
+
+    history, settings = files.history, files.spec.settings if files.spec else Settings()
+    states = {}
+    for step in evaluations_of(history, settings.evaluate).awaited:
+        child = files.run.evaluation(step)
+        if child.events.exists():
+            states[step] = RunHistory.read(child, marks="few").state.phase.value
+    return views(history, settings, states)
 
 
 def _lately(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.base.records import JobInfo, JobStart, Skipped
+    from hpctrain.history.evaluations import EvaluationView
     from hpctrain.history.run_history import Failure, RunHistory
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
@@ -147,6 +148,8 @@ class RunStatus:
     """Whether ranks were started, ever; then it waits for no other run any more."""
     chain: Sequence[Link] = ()
     """Itself and all runs before and behind it, in order; empty where there are no others."""
+    evaluations: Sequence[EvaluationView] = ()
+    """Of its checkpoints, the newest first."""
 
     @property
     def awaited(self) -> list[Link]:
@@ -179,6 +182,7 @@ def status_of(
     skipped: Sequence[Skipped] = (),
     attempt_log: Callable[[int, int], Path] | None = None,
     starts: Sequence[JobStart] = (),
+    evaluations: Sequence[EvaluationView] = (),
     disk_free_bytes: int | None = None,
     after: Sequence[str] = (),
     label: str = "",
@@ -198,6 +202,7 @@ def status_of(
         skipped: Newer ones that could not; those that an attempt passed over are added.
         attempt_log: Attempt and rank to that rank's log, usually `RunDir.rank_log`.
         starts: What accounting knows of the starts of the run's jobs.
+        evaluations: Of its checkpoints, the newest first.
         disk_free_bytes: Room left where the checkpoints go.
         after: Directories of the runs that must be done before this one begins.
         label: How the user names the run; its name by default.
@@ -245,6 +250,7 @@ def status_of(
         listens=listens(history),
         after=after,
         has_begun=history.has_begun,
+        evaluations=evaluations,
     )
 
 

@@ -77,6 +77,7 @@ def test_list_as_json_has_the_same_facts(run, attempt):
                 "state": "ok",
                 "why": None,
                 "pinned": None,
+                "evaluation": {},
             }
         ],
     }
