@@ -43,6 +43,12 @@ therefore goes by what lines say.
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
 @click.option("--rank", "ranks", metavar="R|R,R|all|batch", help="Whose.  [default: 0]")
 @click.option("--attempt", metavar="N|all", help="Of this attempt only.")
+@click.option(
+    "--evaluation",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Of the run that evaluates this checkpoint.",
+)
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin N lines from the end.")
 @since_option
 @click.option("--grep", metavar="RE", help="Only lines that match this regular expression.")
@@ -61,6 +67,7 @@ def command(
     follow: bool,
     ranks: str | None,
     attempt: str | None,
+    evaluation: int | None,
     tail: int | None,
     since: float | None,
     grep: str | None,
@@ -89,7 +96,26 @@ def command(
         as_json=as_json,
         color=colored(),
     )
-    _print(find_run(run, runs=runs), choice, follow=follow, tail=tail, ranks=ranks or "0")
+    directory = find_run(run, runs=runs)
+    if evaluation is not None:
+        directory = _evaluation(directory, evaluation)
+    _print(directory, choice, follow=follow, tail=tail, ranks=ranks or "0")
+
+
+def _evaluation(run: RunDir, step: int) -> RunDir:
+    """The run that evaluates a checkpoint.
+
+    Raises:
+        NotFound: there is none so far; with the steps that have one.
+    """
+    from hpctrain.errors import NotFound
+    from hpctrain.submit.evaluations import children
+
+    there = children(run)
+    if step not in there:
+        listed = ", ".join(map(str, sorted(there))) or "none"
+        raise NotFound(f"{run.name} has no evaluation of step {step}; there are: {listed}")
+    return there[step]
 
 
 def _print(

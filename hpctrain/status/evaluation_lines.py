@@ -5,13 +5,11 @@ tests/unit/cli/test_evaluations_shown.py holds the promises.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from hpctrain.base.text import count, pack
-from hpctrain.drawing import uncut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,11 +41,9 @@ def evaluation_lines(status: RunStatus, width: int) -> list[tuple[str, Renderabl
         lines.append(("evaluating", pack(under_way, width, gap="; ")))
     failed = [row for row in rows if row.state == "failed"]
     for row in failed[:FAILED_SHOWN]:
-        why = Text(f"step {row.step:,}: {row.why or 'nobody knows why'}", "red")
-        lines.append(("eval failed", why))
-        if row.run:
-            path = shlex.quote(f"{status.root}/evaluations/{row.run}")
-            lines.append(("", uncut(f"hpctrain logs {path}", "cyan")))
+        logs = f" (hpctrain logs {status.label} --evaluation {row.step}{status.flags})"
+        why = f"step {row.step:,}{logs if row.run else ''}: {row.why or 'nobody knows why'}"
+        lines.append(("eval failed", Text(why, "red")))
     if len(failed) > FAILED_SHOWN:
         lines.append(("", f"... {len(failed) - FAILED_SHOWN} more (--json shows all)"))
     return lines

@@ -331,13 +331,15 @@ def _evaluations(files: _RunFiles) -> list[EvaluationView]:
     from hpctrain.history.evaluations import evaluations_of, views
     from hpctrain.history.run_history import RunHistory
     from hpctrain.settings.schema import Settings
+    from hpctrain.submit.evaluations import children
 
     history, settings = files.history, files.spec.settings if files.spec else Settings()
-    states = {}
-    for step in evaluations_of(history, settings.evaluate).awaited:
-        child = files.run.evaluation(step)
-        if child.events.exists():
-            states[step] = RunHistory.read(child, marks="few").state.phase.value
+    awaited = evaluations_of(history, settings.evaluate).awaited
+    states = {
+        step: RunHistory.read(child, marks="few").state.phase.value
+        for step, child in (children(files.run).items() if awaited else ())
+        if step in awaited
+    }
     return views(history, settings, states)
 
 
