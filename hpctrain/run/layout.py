@@ -90,6 +90,11 @@ class RunDir:
         return self.root / "tensorboard"
 
     @property
+    def evaluation_curves(self) -> Path:
+        """The same of its evaluations: another curve in TensorBoard, beside the attempts' own."""
+        return self.tensorboard / "eval"
+
+    @property
     def data(self) -> Path:
         """Token files that the recipe made from a folder of text."""
         return self.root / "data"

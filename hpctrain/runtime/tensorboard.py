@@ -14,13 +14,13 @@ tests/unit/runtime/test_trackers.py holds the promises of the pages.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
+from hpctrain.run.evaluation_curves import record
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 # May hold a password or a key: a command line of the user's, lines of shell.
 _PRIVATE = ("notify.command", "notify.webhook_file", "slurm.setup")
 _HPARAMS = ("engine", "train")
-_POLYNOMIAL = 0x82F63B78  # CRC-32C, as TFRecord has it
-_MASK = 0xA282EAD8
 _OF_ATTEMPTS = (b'"attempt_', b'"restored"')
 
 
@@ -183,9 +181,7 @@ class EventFile:
         os.close(self._descriptor)
 
     def _add(self, event: Any) -> None:
-        content = event.SerializeToString()
-        length = struct.pack("<Q", len(content))
-        self._records.append(length + _masked_crc(length) + content + _masked_crc(content))
+        self._records.append(record(event.SerializeToString()))
 
 
 def file_name(attempt: int) -> str:
@@ -263,27 +259,6 @@ def _cell(value: object) -> str:
 
 def _when(t: float | None) -> str | None:
     return None if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_TABLE = _crc_table()
-
-
-def _masked_crc(content: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
 
 
 def _attempts(run: RunDir) -> RunHistory:

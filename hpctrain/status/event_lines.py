@@ -228,10 +228,10 @@ _CAUSES = {
 
 
 def _evaluated(fact: kinds.Evaluated) -> str:
-    found = [f"{name} {value:.4g}" for name, value in fact.metrics.items()]
-    if not found:
+    metrics = [f"{name} {value:.4g}" for name, value in fact.metrics.items()]
+    if not metrics:
         return f"step {_step(fact.step)} was not evaluated{_because(fact.why)}"
-    return f"step {_step(fact.step)} evaluated: {_listed(found)}{_if(fact.why, f' ({fact.why})')}"
+    return f"step {_step(fact.step)} evaluated: {_listed(metrics)}{_if(fact.why, f' ({fact.why})')}"
 
 
 def _stop_requested(fact: kinds.StopRequested) -> str:

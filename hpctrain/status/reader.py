@@ -328,12 +328,15 @@ def _evaluations(files: _RunFiles) -> list[EvaluationView]:
 
     Few are alive at a time (`evaluate.at_once`), and the others have none yet.
     """
-    from hpctrain.history.evaluations import evaluations_of, views
-    from hpctrain.history.run_history import RunHistory
     from hpctrain.settings.schema import Settings
-    from hpctrain.submit.evaluations import children
 
     history, settings = files.history, files.spec.settings if files.spec else Settings()
+    if not (settings.evaluate.script or history.evaluations or history.asked_evaluations):
+        return []
+    from hpctrain.history.evaluations import evaluations_of, views
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.submit.evaluations import children
+
     awaited = evaluations_of(history, settings.evaluate).awaited
     states = {
         step: RunHistory.read(child, marks="few").state.phase.value

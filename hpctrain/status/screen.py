@@ -31,7 +31,6 @@ from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
 from hpctrain.history.telling import HOW_TO_TELL, NO_STEP
-from hpctrain.status.evaluation_lines import evaluation_lines
 from hpctrain.status.status import ALIVE
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -211,10 +210,18 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
         *speed_lines(status, width),
         *model_lines(status, width),
         *save_lines(status, width),
-        *evaluation_lines(status, width),
+        *_evaluations(status, width),
         *goodput_lines(status, width),
     ]
     return [facts(rows)] if rows else []
+
+
+def _evaluations(status: RunStatus, width: int) -> list[Fact]:
+    if not status.evaluations:
+        return []
+    from hpctrain.status.evaluation_lines import evaluation_lines
+
+    return evaluation_lines(status, width)
 
 
 def _not_told(status: RunStatus) -> list[Fact]:

@@ -15,7 +15,9 @@ from tensorboard.context import RequestContext
 from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
 from tensorboard.data.server_ingester import get_server_binary
 
-from hpctrain.runtime.tensorboard import EventFile, _masked_crc, file_name
+from hpctrain.run.evaluation_curves import masked_crc, write_curves
+from hpctrain.runtime.tensorboard import EventFile, file_name
+from tests.support.ledger_runs import Story
 
 PATIENCE_S = 60.0
 SAMPLES = {"scalars": 10_000, "tensors": 100}
@@ -89,7 +91,21 @@ def folder(tmp_path_factory):
     top = tmp_path_factory.mktemp("logdir")
     for story in STORIES:
         story(top / story.__name__)
+    evaluated(top / "evaluated")
     return top
+
+
+def evaluated(folder):
+    """Attempts that go back behind what was evaluated, the newest of which came first."""
+    story = Story(folder.parent.parent / "runs" / "evaluated")
+    story.run.tensorboard.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    story.run.tensorboard.symlink_to(folder)
+    write(folder, 1, 1, 20)
+    for step, loss in ((20, 2.0), (10, 2.5), (30, 1.5)):
+        story.add("evaluated", step=step, run="x", metrics={"loss": loss, "top": 0.5})
+        write_curves(story.run)
+    write(folder, 2, 11, 30)
 
 
 @pytest.fixture(scope="module", params=["python", "data server"])
@@ -110,7 +126,7 @@ def provider(request, folder):
             port = _await(lambda: port_file.exists() and port_file.read_text().strip())
             with grpc.insecure_channel(f"localhost:{port}") as channel:
                 provider = GrpcDataProvider(f"localhost:{port}", make_stub(channel))
-                _await(lambda: len(_scalars(provider, "loss")) == len(STORIES))
+                _await(lambda: len(_scalars(provider, "loss")) == len(STORIES) + 1)
                 yield provider
         finally:
             server.kill()
@@ -128,7 +144,9 @@ def _scalars(provider, tag):
     runs = provider.read_scalars(
         RequestContext(), experiment_id="", plugin_name="scalars", downsample=10_000
     )
-    return {run: [(p.step, p.value) for p in tags[tag]] for run, tags in runs.items() if tags}
+    return {
+        run: [(p.step, p.value) for p in tags[tag]] for run, tags in runs.items() if tag in tags
+    }
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
@@ -141,6 +159,14 @@ def test_each_step_is_shown_once(story, provider, tmp_path):
     ]
 
 
+def test_evaluations_are_a_curve_beside_the_attempts_whatever_these_begin_again(provider):
+    _await(lambda: _scalars(provider, "eval/loss"))
+
+    assert _scalars(provider, "eval/loss") == {"evaluated/eval": [(10, 2.5), (20, 2.0), (30, 1.5)]}
+    assert [step for step, _ in _scalars(provider, "eval/top")["evaluated/eval"]] == [10, 20, 30]
+    assert _scalars(provider, "loss")["evaluated"][-1] == (30, 2.0)
+
+
 def test_names_sort_by_attempt_and_after_those_that_begin_with_a_time():
     names = ["events.out.tfevents.9999999999.n1.1.0", *map(file_name, (1, 2, 9, 10, 100))]
 
@@ -149,7 +175,7 @@ def test_names_sort_by_attempt_and_after_those_that_begin_with_a_time():
 
 def test_checksums_are_tensorboards():
     for content in (b"", b"a", bytes(range(256)) * 3):
-        assert _masked_crc(content) == masked_crc32c(content).to_bytes(4, "little")
+        assert masked_crc(content) == masked_crc32c(content).to_bytes(4, "little")
 
 
 def test_nothing_waits_in_a_buffer_that_a_forked_child_would_write_again(tmp_path):
