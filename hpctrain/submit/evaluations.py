@@ -12,6 +12,7 @@ tests/unit/submit/test_evaluations.py and tests/slurm/test_evaluate.py hold the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -33,6 +34,7 @@ from hpctrain.history.evaluations import waiting
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run import events as ledger
+from hpctrain.run.evaluation_curves import write_curves
 from hpctrain.run.event_types import Evaluated
 from hpctrain.run.fence import look_anew
 from hpctrain.run.layout import RunDir
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.settings.spec import Spec
+
+log = logging.getLogger("hpctrain.submit")
 
 LOCK_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
@@ -96,6 +100,7 @@ def advance(
         work = _EvaluationLook(run, spec, insist=insist, dry=dry)
         work.look(of)
         work.start()
+        work.draw()
         return work.done
 
 
@@ -179,6 +184,15 @@ class _EvaluationLook:
                 return
             if not self._is_gone(step) and not self._start(step):
                 return
+
+    def draw(self) -> None:
+        """Curves for TensorBoard; where the disk refuses, the next look makes them good."""
+        if self._dry or not self._history.evaluations:
+            return
+        try:
+            write_curves(self._run)
+        except OSError as error:
+            log.warning("curves of evaluations were not written: %s", error)
 
     def _is_gone(self, step: int) -> bool:
         """Whether there is nothing to evaluate, or nobody can tell just now."""

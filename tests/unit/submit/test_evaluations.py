@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.base.records import JobInfo, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable, RunLocked
@@ -177,6 +178,25 @@ def test_what_an_ended_one_has_found_is_written_down_once_and_the_next_follows(r
     assert jobs() == ["gpt-eval-60", "gpt-eval-30"]
     look(run)
     assert len(told(run)) == 1
+
+
+def test_what_they_have_found_is_a_curve_that_the_next_look_makes_good(run, monkeypatch, caplog):
+    look(run)
+    finish(run, 60, {"loss": 2.5})
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "write_curves", full_disk)
+        look(run)
+    assert not run.evaluation_curves.exists()
+    assert "No space left on device" in caplog.text
+
+    look(run)
+
+    board = EventAccumulator(str(run.evaluation_curves)).Reload()
+    assert [(point.step, point.value) for point in board.Scalars("eval/loss")] == [(60, 2.5)]
+
+
+def full_disk(run):
+    raise OSError(28, "No space left on device", str(run.evaluation_curves))
 
 
 def test_a_newer_one_goes_before_an_older_one_that_waits(run, jobs):
