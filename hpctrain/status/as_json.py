@@ -36,6 +36,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "last_seen": progress.seen,
         "since": now.t or None,
         "cluster": status.cluster,
+        "image": status.image or None,
         "job_id": now.job_id,
         "job": asdict(status.answer.job) if status.answer.job else None,
         "cluster_problem": status.answer.problem or None,

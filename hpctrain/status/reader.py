@@ -98,6 +98,7 @@ class StatusReader:
             name=run.name,
             root=str(run.root),
             cluster=spec.cluster if spec else "",
+            image=image_of(spec),
             total=spec.settings.train.steps if spec and recipe else None,
             checkpoint=newest,
             skipped=skipped,
@@ -177,6 +178,19 @@ class StatusReader:
             )
             of_jobs, silent = beside.result()
             return replace(answer, unaccounted=answer.unaccounted or silent), of_jobs
+
+
+def image_of(spec: Spec | None) -> str:
+    """The image in which its ranks run; "" where they run in none."""
+    from hpctrain.scheduler.base import get_cluster
+
+    if (
+        spec is None
+        or not spec.settings.container.image
+        or get_cluster(spec.cluster).on_this_machine
+    ):
+        return ""
+    return spec.settings.container.image
 
 
 def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | None = None) -> Answer:

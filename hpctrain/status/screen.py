@@ -206,6 +206,7 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
     """Where its ranks stand, speed, model, checkpoints, goodput: a labelled line or more each."""
     rows = [
         *_not_told(status),
+        *([("image", status.image)] if status.image else []),
         *_mesh(status, width),
         *speed_lines(status, width),
         *model_lines(status, width),

@@ -140,6 +140,8 @@ class RunStatus:
     """Checkpoints of which a person has had every byte read, and when."""
     telling: Telling = field(default_factory=Telling)
     """What its program has told, and so what can be known."""
+    image: str = ""
+    """In which its ranks run."""
     listens: bool = False
     """Whether the newest attempt's program is known to see requests."""
     after: Sequence[str] = ()
@@ -177,6 +179,7 @@ def status_of(
     name: str,
     root: str = "",
     cluster: str = "",
+    image: str = "",
     total: int | None = None,
     checkpoint: Checkpoint | None = None,
     skipped: Sequence[Skipped] = (),
@@ -197,6 +200,7 @@ def status_of(
         name: The run's name.
         root: Its directory.
         cluster: The name of its scheduler.
+        image: The image in which its ranks run, where they do.
         total: How many steps it is meant to do, where the ledger does not know.
         checkpoint: The newest one that could be loaded.
         skipped: Newer ones that could not; those that an attempt passed over are added.
@@ -230,6 +234,7 @@ def status_of(
         progress=run_progress,
         answer=answer,
         cluster=cluster,
+        image=image,
         attempts=done,
         checkpoint=checkpoint,
         skipped=passed_over(history, done, skipped),

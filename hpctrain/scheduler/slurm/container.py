@@ -55,6 +55,7 @@ _OUTSIDE = (
     '  hpctrain_outside+=(-u "$hpctrain_name")',
     "done",
 )
+_OF_THE_HOST = frozenset({"HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "TMPDIR"})
 _NO_READ_ONLY = frozenset({"charliecloud"})
 
 
@@ -272,7 +273,8 @@ def _inside(spec: Spec, site: Site | None) -> list[str]:
     """Shell lines that make `hpctrain_inside`: `env` with what is set inside.
 
     TMPDIR names a folder of the host. Packages below ~/.local would be mixed into the image's.
-    What the user sets for the ranks stands above the image's own, and below what the job has.
+    What the user sets for the ranks stands above the image's own, and below what the job has,
+    unless that speaks of the host's folders.
     """
     container = spec.settings.container
     values: list[str] = []
@@ -288,7 +290,8 @@ def _inside(spec: Spec, site: Site | None) -> list[str]:
     lines = ["hpctrain_inside=(env -u TMPDIR PYTHONNOUSERSITE=1)"]
     for name, value in spec.env.items():
         lines += [f"hpctrain_value={shlex.quote(value)}"]
-        lines += [f'hpctrain_inside+=("{name}=${{{name}-$hpctrain_value}}")']
+        ours = "$hpctrain_value" if name in _OF_THE_HOST else f"${{{name}-$hpctrain_value}}"
+        lines += [f'hpctrain_inside+=("{name}={ours}")']
     lines += [f'hpctrain_inside+=(${{{name}+"{name}=${name}"}})' for name in dict.fromkeys(names)]
     return [*lines, *([f"hpctrain_inside+=({_join(values)})"] if values else [])]
 

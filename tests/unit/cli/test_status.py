@@ -23,6 +23,8 @@ from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import read
 from hpctrain.scheduler import base
 from hpctrain.scheduler.base import Cluster
+from hpctrain.settings.schema import Settings, replaced
+from hpctrain.settings.spec import Entry, Spec
 from hpctrain.status import reader as reader_module
 from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
@@ -71,6 +73,17 @@ def shown(
     events, now = read(story.run), story.t + later
     status = status_of(RunHistory.of(events), Answer(info), name=story.run.name, now=now, **more)
     return drawn(StatusScreen(status, all_attempts), width)
+
+
+def test_the_image_in_which_ranks_run_is_shown(story):
+    settings = replaced(Settings(), {"container.image": "/images/torch.sif"})
+    spec = Spec("lm-3", "id", 0.0, "slurm", "", Entry("recipe"), settings)
+    rehearsal = replace(spec, cluster="local")  # which starts no container
+
+    assert reader_module.image_of(spec) == "/images/torch.sif"
+    assert reader_module.image_of(rehearsal) == ""
+    assert "image       /images/torch.sif" in shown(story, image="/images/torch.sif").splitlines()
+    assert "image  " not in shown(story)
 
 
 def test_a_running_run_shows_its_step_its_attempts_and_the_next_commands(

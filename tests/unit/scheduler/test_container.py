@@ -344,10 +344,10 @@ def play(folder, spec, **env):
 
 def test_the_task_starts_inside_with_its_variables(tmp_path):
     spec = make_spec("charliecloud", "/i", env=["A=x 'y' \"z\" $HOME,\\", "PASSED", "NOT_THERE"])
-    spec.env = {"FOO": "of the run's [env] }\"`$", "BAR": "run"}
+    spec.env = {"FOO": "of the run's [env] }\"`$", "BAR": "run", "LD_LIBRARY_PATH": "/opt/lib"}
 
-    inside, run = play(tmp_path, spec, PASSED="a b", BAR="job", PYTHONPATH="/host",
-                       CONDA_PREFIX="/host/conda", TMPDIR="/local/7")  # fmt: skip
+    host = {"PYTHONPATH": "/host", "CONDA_PREFIX": "/host/conda", "LD_LIBRARY_PATH": "/host/lib"}
+    inside, run = play(tmp_path, spec, PASSED="a b", BAR="job", TMPDIR="/local/7", **host)
 
     args = (tmp_path / "args").read_text().splitlines()
     assert args == ["-P", "-u", "-m", "hpctrain.entry.slurm_task", str(run.root)]
@@ -357,6 +357,7 @@ def test_the_task_starts_inside_with_its_variables(tmp_path):
     assert "NOT_THERE" not in inside
     assert inside["FOO"] == "of the run's [env] }\"`$"  # not the image's
     assert inside["BAR"] == "job"  # which wins over [env], as outside
+    assert inside["LD_LIBRARY_PATH"] == "/opt/lib"  # the job's is the host's
     assert inside["BASE"] == "image"
     assert inside["USER"]  # ch-run starts nothing without it
     assert "TMPDIR" not in inside
