@@ -38,15 +38,20 @@ if TYPE_CHECKING:
 _INFO = (".dist-info", ".egg-info")
 
 
+def runs_inside(settings: Settings, cluster: Cluster) -> bool:
+    """Whether the ranks run in an image, of which nothing is known here."""
+    return bool(settings.container.image) and not cluster.on_this_machine
+
+
 def ranks_python(settings: Settings, cluster: Cluster, python: str) -> str:
-    """What imports the ranks' packages: the image, of which nothing is known here, or a python.
+    """What imports the ranks' packages: the image, or a python.
 
     Args:
         settings: The run's.
         cluster: Where it runs.
         python: The run's interpreter outside of containers.
     """
-    return python if cluster.on_this_machine else settings.container.image or python
+    return settings.container.image if runs_inside(settings, cluster) else python
 
 
 def check_hooks_here(

@@ -40,6 +40,7 @@ from hpctrain.submit.checks import (
     nsys_notes,
     plan_meshes,
     ranks_python,
+    runs_inside,
     take_ds_config,
 )
 from hpctrain.submit.disk import check_disk
@@ -165,7 +166,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     lower = [site.layer if site else None, shell, config.layer if config else None]
     flags = flag_layer(flags_of(request), request.sets)
     given, origins = resolve([*filter(None, lower), flags])
-    program = _program(request)
+    program = _program(request, inside=runs_inside(given, cluster))
     entry = program.entry
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
@@ -464,13 +465,13 @@ def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
     return [f"added to the program's arguments {when}{sealed}: {run.resume_args}"]
 
 
-def _program(request: SubmitRequest) -> NamedProgram:
+def _program(request: SubmitRequest, *, inside: bool) -> NamedProgram:
     """What the ranks run; see `read_program`."""
     from hpctrain.submit.program import NamedProgram, read_program
 
     if not request.command:
         return NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
-    return read_program(request.command, request.cwd, request.environ)
+    return read_program(request.command, request.cwd, request.environ, inside=inside)
 
 
 def _environment(

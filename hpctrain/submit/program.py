@@ -57,13 +57,16 @@ class NamedProgram:
     notes: list[str] = field(default_factory=list)
 
 
-def read_program(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> NamedProgram:
+def read_program(
+    command: Sequence[str], cwd: Path, environ: Mapping[str, str], *, inside: bool = False
+) -> NamedProgram:
     """Find out what is to run.
 
     Args:
         command: What stands behind `--`; not empty.
         cwd: Where `submit` was called; the ranks start there.
         environ: The submitting shell's, for its PATH.
+        inside: The ranks run in an image, whose commands and installed modules are not known here.
 
     Raises:
         NotFound: there is no such file, module or command.
@@ -78,7 +81,7 @@ def read_program(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) 
             named.env.update(launched.env)
             named.asked.extend(launched.asked)
             named.notes.extend(launched.notes)
-        elif (rest := _without_python(words, cwd, environ)) is not None:
+        elif (rest := _without_python(words, cwd, environ, inside=inside)) is not None:
             is_final = unwrap(rest) is None
             if is_final:
                 what = " ".join(rest[:2]) if rest[0] == "-m" else rest[0]
@@ -88,7 +91,12 @@ def read_program(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) 
             words = rest
         else:
             is_final = True
-    entry = _module(words[1:], cwd) if words[0] == "-m" else _file(words, cwd, environ)
+    if words[0] == "-m":
+        entry = _module(words[1:], cwd, inside=inside)
+    elif inside and "/" not in words[0] and not (cwd / words[0]).exists():
+        entry = Entry(kind="program", path=words[0], args=words[1:])
+    else:
+        entry = _file(words, cwd, environ)
     entry = replace(entry, cwd=str(cwd), local_rank=local_rank)
     named.notes.extend(_inner_launcher(entry))
     return replace(named, entry=entry)
@@ -99,13 +107,17 @@ def is_python(word: str) -> bool:
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
-def _without_python(words: list[str], cwd: Path, environ: Mapping[str, str]) -> list[str] | None:
+def _without_python(
+    words: list[str], cwd: Path, environ: Mapping[str, str], *, inside: bool
+) -> list[str] | None:
     """The script or `-m MODULE` that this run's own interpreter is asked to run, with arguments.
 
     None where it is another interpreter, or is asked for something that a rank that runs already
     cannot be (`-O`, `-X dev`): then it is started like any other program.
     """
-    if not is_python(words[0]) or not _is_ours(words[0], cwd, environ):
+    if not is_python(words[0]):
+        return None
+    if not (inside and "/" not in words[0]) and not _is_ours(words[0], cwd, environ):
         return None
     rest = words[1:]
     while rest and rest[0] in _WITHOUT_EFFECT:
@@ -130,14 +142,19 @@ def _is_ours(word: str, cwd: Path, environ: Mapping[str, str]) -> bool:
 # ---- modules
 
 
-def _module(words: Sequence[str], cwd: Path) -> Entry:
+def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
     if not words:
         raise UsageError("-- -m: name the module, e.g. -- -m package.train")
     from hpctrain.submit.snapshot import import_path
 
     name, args = words[0], list(words[1:])
-    path = find_module(name, [str(cwd), *import_path()])
-    return Entry(kind="module", module=name, path=str(path), args=args, python_path=[str(cwd)])
+    try:
+        path = str(find_module(name, [str(cwd), *import_path()]))
+    except NotFound:
+        if not inside:
+            raise
+        path = ""  # the image's
+    return Entry(kind="module", module=name, path=path, args=args, python_path=[str(cwd)])
 
 
 def find_module(name: str, folders: Sequence[str]) -> Path:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import BOUNDED
 from hpctrain.settings.layers import DEFAULT, Layer
 from hpctrain.settings.schema import Settings, replaced, value_at
 from hpctrain.submit.change import ResumeRequest, resettle
+from hpctrain.submit.checks import runs_inside
 from hpctrain.submit.program import read_program
 
 if TYPE_CHECKING:
@@ -97,8 +99,9 @@ def read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
         raise UsageError(f"{where} cannot be taken apart into words: {error}") from None
     if not words:
         raise UsageError(f"{where} has nothing but blanks; name a program, or leave it empty")
+    inside = runs_inside(spec.settings, get_cluster(spec.cluster))
     try:
-        program = read_program(words, Path(spec.entry.cwd), environ)
+        program = read_program(words, Path(spec.entry.cwd), environ, inside=inside)
     except HpctrainError as error:
         raise type(error)(f"{where}: {error}") from None
     if program.env or program.asked:

@@ -76,8 +76,9 @@ def plan_snapshot(entry: Entry, mode: str) -> SnapshotPlan:
                 "leave it out, or name a script behind --"
             )
         return SnapshotPlan(None, [])
-    is_installed = "site-packages" in Path(entry.path).parts
-    checkout = None if is_installed else find_checkout(Path(entry.path).parent)
+    path = Path(entry.path)
+    is_installed = "site-packages" in path.parts or not path.is_absolute()  # of an image
+    checkout = None if is_installed else find_checkout(path.parent)
     if entry.kind == "program" and checkout is None and find_checkout(Path(entry.cwd)) is not None:
         return _refuse_or_note(mode, f"{Path(entry.path).name} is in no git checkout, and")
     why = _why_not(checkout, entry, mode)

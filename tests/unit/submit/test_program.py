@@ -127,6 +127,23 @@ def test_our_own_interpreter_is_taken_off_and_that_is_said(work, command, kind, 
     assert named.entry.args == [word for word in command[-1:] if word in {"-u", "x"}]
 
 
+@pytest.mark.parametrize(
+    ("command", "kind", "path"),
+    [
+        (("bash", "-c", "true"), "program", "bash"),  # not /usr/bin/bash, where the image has none
+        (("megatron-train", "--x"), "program", "megatron-train"),
+        (("-m", "not_here.train"), "module", ""),
+        (("python3", "-m", "pkg.train"), "module", "{work}/pkg/train.py"),
+        (("run.sh",), "program", "{work}/run.sh"),
+        (("python3.12", "train.py"), "script", "{work}/train.py"),
+    ],
+)
+def test_in_an_image_commands_and_modules_are_the_images(work, command, kind, path):
+    entry = read_program(command, work, {"PATH": "/usr/bin:/bin"}, inside=True).entry
+
+    assert (entry.kind, entry.path) == (kind, path.format(work=work))
+
+
 def test_python_that_is_not_on_path_is_ours(work):
     assert read(work, "python", "train.py", path="/nowhere").entry.kind == "script"
 
