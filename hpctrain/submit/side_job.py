@@ -36,6 +36,7 @@ SECTIONS = (EVALUATE,)
 """Sections of settings that name the program of a job beside the run as their `script`."""
 _ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
 _OF_THE_RUN_ALONE = (
+    "checkpoint.keep_best",
     "checkpoint.sealed",
     "evaluate.script",
     "profile.memory",

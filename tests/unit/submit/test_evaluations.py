@@ -512,3 +512,12 @@ def test_whoever_dies_at_whatever_write_each_is_evaluated_once(tmp_path, jobs):
             job.unlink()
 
     assert seen > 30
+
+
+def test_a_run_may_keep_the_best_by_its_evaluations(tmp_path, jobs):
+    run = made(tmp_path, "checkpoint.keep_best=1", "checkpoint.best_metric=eval.loss")
+
+    look(run)
+
+    assert jobs() == ["gpt-eval-70"]
+    assert load_spec(run.evaluation(70).spec).settings.checkpoint.keep_best == 0
