@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 
 import pytest
 import torch
 
+from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find
+from hpctrain.run import events as ledger
+from hpctrain.run.layout import RunDir
+from hpctrain.run.results import read_results
+from hpctrain.settings.spec import Evaluates, load_spec
 from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
@@ -176,3 +182,33 @@ def _whole(model):
 
     held = state.collect(model, None)
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in held.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_recipe_finds_the_loss_that_its_training_had(
+    runs, checkpoint, tmp_path, engine, world_size
+):
+    path = checkpoint(engine)
+    child = RunDir(tmp_path / "child")
+    child.root.mkdir()
+    spec = load_spec(runs[engine].spec)
+    spec.evaluates = Evaluates(str(runs[engine].root), STEP, str(path))
+    spec.dump(child.spec)
+
+    launch(recipe_rank, world_size, child=child)
+
+    results = read_results(child.results)
+    assert results.why == ""
+    trained = manifest.load(path / manifest.MANIFEST_NAME).metrics["val_loss"]
+    assert results.metrics == {"loss": pytest.approx(trained, rel=1e-5)}
+    ends = [event.kind for event in ledger.read(child)]
+    assert ends[-1] == "done"
+
+
+def recipe_rank(child):
+    os.environ["HPCTRAIN_RUN_DIR"] = str(child.root)
+    os.environ["HPCTRAIN_RESULTS"] = str(child.results)
+    from hpctrain.recipes.lm import evaluate
+
+    evaluate.main()

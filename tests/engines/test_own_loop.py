@@ -9,13 +9,16 @@ import runpy
 import signal
 from pathlib import Path
 
+from hpctrain.checkpoint.store import find
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
-from tests.support.gloo import preload
+from hpctrain.run.results import read_results
+from tests.support.gloo import launch, preload
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+EVALUATION = EXAMPLE.with_name("evaluate.py")
 STEPS = 200
 STOP_AT = 50
 
@@ -58,3 +61,15 @@ def test_the_example_stopped_on_its_way_ends_bit_equal_to_one_left_in_peace(tmp_
     steps = [all_fields(e)["step"] for e in ledger.read(stopped) if e.kind in {"stopped", "done"}]
     assert STOP_AT <= steps[0] < STEPS == steps[1]
     assert_same_bits(full_state(peace, STEPS), full_state(stopped, STEPS))
+    assert 0 < evaluated(stopped, stopped.root / "results.json")["mean"] < 0.1
+
+
+def evaluated(run, results):
+    """What the example of an evaluation reports of the last checkpoint, on two ranks."""
+    launch(_evaluation, 2, checkpoint=find.step_path(run, STEPS), results=results)
+    return read_results(results).metrics
+
+
+def _evaluation(checkpoint, results):
+    os.environ |= {"HPCTRAIN_CHECKPOINT": str(checkpoint), "HPCTRAIN_RESULTS": str(results)}
+    runpy.run_path(str(EVALUATION), run_name="__main__")

@@ -95,7 +95,7 @@ def main() -> None:
             step_s=time.monotonic() - began,
         )
         if _is_validation(step + 1, train.val_every, train.steps):
-            validation = _validate(run, engine, tokens, held_out)
+            validation = validate(run, engine, tokens, held_out)
             if validation is not None:
                 run.log(val_loss=validation)
                 _say(run, f"step {step + 1}: loss {loss:.4f}, validation loss {validation:.4f}")
@@ -172,7 +172,7 @@ def share_of_loss(positions: int) -> Loss:
     return loss
 
 
-def _validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> float | None:
+def validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> float | None:
     """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
     train = run.settings.train
     count = min(len(held_out), train.val_batches * train.global_batch)
