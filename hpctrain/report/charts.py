@@ -207,6 +207,8 @@ def loss(data: ReportData) -> Chart:
     traces = [line(curves.by_step(kept, lambda mark: mark.loss), "loss", SERIES[0])]
     resumes = _resume_marks(data)
     traces += [resumes] if resumes["x"] else []
+    judged = _evaluated_loss(data)
+    traces += [judged] if judged["x"] else []
     has_norm = any(mark.grad_norm is not None for mark in kept)
     shape = layout(
         460 if has_norm else 340,
@@ -249,6 +251,29 @@ def _resume_marks(data: ReportData) -> dict[str, Any]:
         "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]},
         "x": [resume.step for resume in resumes],
         "y": [at[resume.step] for resume in resumes],
+        "hovertext": texts,
+        "hoverinfo": "text",
+    }
+
+
+def _evaluated_loss(data: ReportData) -> dict[str, Any]:
+    """A diamond where an evaluation has found a loss; all its metrics beside it."""
+    rows = [row for row in data.status.evaluations if "loss" in row.metrics]
+    rows = rows[:: max(1, len(rows) // MOST_RESUMES)][::-1]
+    texts = [
+        escape(
+            f"step {row.step:,} evaluated{', best' if row.is_best else ''}: "
+            + ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
+        )
+        for row in rows
+    ]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "evaluated loss",
+        "marker": {"symbol": "diamond", "size": 9, "color": SERIES[2]},
+        "x": [row.step for row in rows],
+        "y": [row.metrics["loss"] for row in rows],
         "hovertext": texts,
         "hoverinfo": "text",
     }

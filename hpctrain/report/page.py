@@ -21,8 +21,10 @@ from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_charts, comparison_rows, unique_names
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
+    EVALUATION_TITLES,
     NUMBERS,
     attempt_rows,
+    evaluation_rows,
     facts,
     failure_groups,
     failure_line,
@@ -52,7 +54,9 @@ def page(data: ReportData) -> str:
     """The report of one run."""
     drawn = charts(data)
     shown = [chart for chart in drawn if chart.figure is not None]
+    judged = evaluation_rows(data)
     links = [("advice", "Advice"), *((one.key, one.title) for one in shown), *_LINKS]
+    links += [("evaluations", "Evaluations")] if judged else []
     body = [
         _head(data.status.name, _state(data)),
         _nav(links),
@@ -62,6 +66,9 @@ def page(data: ReportData) -> str:
         *(_chart(chart) for chart in drawn),
         _section("attempts", "Attempts", _attempts(data)),
         _section("failures", "Failures", _failures(data)),
+        _section("evaluations", "Evaluations", _table(EVALUATION_TITLES, judged, _STEPS))
+        if judged
+        else "",
         "</main>",
         _foot([data]),
     ]
@@ -89,6 +96,7 @@ def comparison_page(runs: Sequence[ReportData]) -> str:
     return _document(f"{title} - hpctrain report", body, drawn)
 
 
+_STEPS = frozenset({"step"})
 _LINKS = (("attempts", "Table of attempts"), ("failures", "Failures"))
 
 

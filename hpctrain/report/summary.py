@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")
 NUMBERS = frozenset({"#", "ran", "lost"})
 """Columns that stand to the right."""
+EVALUATION_TITLES = ("step", "state", "metrics", "why")
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,19 @@ def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
+    """A row per checkpoint that was or is to be evaluated, the newest first."""
+    return [
+        (
+            f"{row.step:,}",
+            f"{row.state}, best" if row.is_best else row.state,
+            ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()) or NOTHING,
+            row.why or NOTHING,
+        )
+        for row in data.status.evaluations
+    ]
 
 
 def _is_done(data: ReportData, attempt: AttemptView) -> bool:

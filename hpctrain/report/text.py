@@ -15,9 +15,11 @@ from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_rows
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
+    EVALUATION_TITLES,
     NUMBERS,
     attempt_rows,
     classes,
+    evaluation_rows,
     facts,
     failure_groups,
     failure_line,
@@ -42,6 +44,7 @@ def as_text(data: ReportData, *, width: int = 80) -> str:
         _goodput(data),
         _words(data, width),
         _attempts(data, width),
+        _evaluations(data, width),
         _failures(data, width),
         _advice(data, width),
         "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
@@ -117,6 +120,19 @@ def _attempts(data: ReportData, width: int) -> str:
     if len(rows) > len(shown):
         return f"... {len(rows) - len(shown)} earlier attempts (the page shows all)\n{table}"
     return table
+
+
+def _evaluations(data: ReportData, width: int) -> str:
+    rows = evaluation_rows(data)
+    if not rows:
+        return ""
+    columns = [
+        Column(title, [row[at] for row in rows[:ATTEMPTS_SHOWN]], right=not at, shrink=at > 1)
+        for at, title in enumerate(EVALUATION_TITLES)
+    ]
+    left = len(rows) - ATTEMPTS_SHOWN
+    more = f"\n... {left} earlier evaluations (the page shows all)" if left > 0 else ""
+    return f"evaluations\n{drawn(fitted(columns, width), width)}{more}"
 
 
 def _failures(data: ReportData, width: int) -> str:

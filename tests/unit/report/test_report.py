@@ -16,6 +16,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.history.causes import EndCause
+from hpctrain.history.evaluations import EvaluationView
 from hpctrain.history.goodput import Goodput, TimeClass, TimeSlice, window
 from hpctrain.history.run_history import RunHistory
 from hpctrain.report import curves
@@ -25,7 +26,7 @@ from hpctrain.report.charts_ranks import MOST_LINES, timeline
 from hpctrain.report.compare import comparison_charts
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, in_script, page
-from hpctrain.report.summary import attempt_rows, facts, failure_groups
+from hpctrain.report.summary import attempt_rows, evaluation_rows, facts, failure_groups
 from hpctrain.report.text import as_text, comparison
 from hpctrain.run import events as ledger
 from hpctrain.settings.schema import replaced
@@ -95,6 +96,41 @@ def test_resumes_are_marked_on_the_loss_with_why_and_where(data):
     assert resumed["x"] == [one.step for one in data.history.resumes if one.step]
     assert "attempt 2 went on from step" in resumed["hovertext"][0]
     assert "on gpu[01-04] after preempted" in resumed["hovertext"][0]
+
+
+@pytest.fixture(scope="module")
+def judged(data):
+    """The same run with some of its checkpoints evaluated."""
+    rows = [
+        EvaluationView(900, "waiting"),
+        EvaluationView(600, "evaluated", metrics={NASTY: 0.5, "loss": 2.25}, is_best=True),
+        EvaluationView(450, "failed", run="x", why=f"exit code 1 {NASTY}"),
+        EvaluationView(300, "evaluated", metrics={"loss": 2.5, "accuracy": 0.25}),
+        EvaluationView(150, "evaluated", metrics={"accuracy": 0.25}),
+    ]
+    return replace(data, status=replace(data.status, evaluations=rows))
+
+
+def test_what_evaluations_have_found_is_marked_beside_the_loss(judged):
+    marks = next(t for t in drawn(judged)["loss"]["data"] if t["name"] == "evaluated loss")
+
+    assert (marks["x"], marks["y"]) == ([300, 600], [2.5, 2.25])
+    assert marks["hovertext"][0] == "step 300 evaluated: loss 2.5, accuracy 0.25"
+    assert marks["hovertext"][1].startswith("step 600 evaluated, best: &lt;/script&gt;")
+
+
+def test_evaluations_are_a_table_of_the_page_and_of_the_text(judged, data):
+    text, shown = as_text(judged, width=200), page(judged)
+
+    assert NASTY not in shown
+    for row in evaluation_rows(judged):
+        assert all(cell in unescape(shown) for cell in row), row
+        assert all(cell in text for cell in row), row
+    assert [row[1] for row in evaluation_rows(judged)] == [
+        "waiting", "evaluated, best", "failed", "evaluated", "evaluated"
+    ]  # fmt: skip
+    assert 'id="evaluations"' not in page(data)
+    assert "evaluations" not in as_text(data)
 
 
 def test_a_loss_that_is_no_number_breaks_the_curve_and_is_counted(tmp_path):
