@@ -366,8 +366,8 @@ def _edf(image: str, mounts: Sequence[Mount], workdir: str) -> str:
 
 
 def _toml(text: str) -> str:
-    """As a TOML string, in which the engine is not to expand variables."""
-    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
+    """As a TOML string. Variables in an image's path are the engine's to expand."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _gpus(runtime: str, site: Site | None, options: Sequence[str]) -> list[str]:

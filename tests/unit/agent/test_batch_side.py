@@ -405,3 +405,15 @@ def test_a_start_that_came_up_in_between_begins_the_count_anew(run):
     assert no_agent(run, scheduler, restarts=1) == 0
 
     assert scheduler.requeues == 1
+
+
+def test_an_agent_that_came_has_the_word_and_a_signal_too(run):
+    ended(run, started(run), "crashed", "ask_batch")
+    scheduler = Scheduler(RUNNING)
+
+    assert no_agent(run, scheduler, rc=2) == 0  # of a container, but in which an agent came
+    assert no_agent(run, scheduler, rc=2, restarts=1, term=True) == 0
+
+    assert scheduler.requeues == 2
+    assert last(run, "attempt_ended")["reason"] == "crashed"  # no preemption: nobody asked for it
+    assert last(run, "run_stopped") is None

@@ -171,6 +171,13 @@ def test_cscs_ce_has_its_file_beside_the_script():
     assert "--environment=/scratch/me/runs/llm-1/jobs/tok.toml" in lines(spec)
 
 
+def test_cscs_ce_expands_what_stands_in_an_images_path():
+    # run.md has ${SCRATCH} in front of an image that was pulled by hand
+    edf = container_start(make_spec("cscs-ce", "${SCRATCH}/a+b.sqsh"), RUN, None).edf
+
+    assert tomllib.loads(edf)["image"] == "${SCRATCH}/a+b.sqsh"
+
+
 @pytest.mark.parametrize("name", ["ubuntu", "/users/me/.edf/ubuntu.toml"])
 def test_cscs_ce_builds_upon_the_users_own_file(name):
     edf = container_start(make_spec("cscs-ce", name), RUN, None).edf
@@ -217,6 +224,19 @@ def test_a_read_only_mount_does_not_keep_the_run_from_writing():
 
     assert binds[0] == "--bind=/scratch:/scratch:ro"  # parents first, or it would hide what follows
     assert "--bind=/scratch/me/runs:/scratch/me/runs" in binds[1:]
+
+
+def test_of_mounts_in_each_other_the_outer_comes_first():
+    # The inner one would be hidden else.
+    mounts = ["/z/a/b:/d/b/c", "/a:/d", "/y:/d/b"]
+
+    binds = [w for w in words(make_spec(mounts=mounts)) if "--bind" in w]
+
+    assert [bind for bind in binds if ":/d" in bind] == [
+        "--bind=/a:/d",
+        "--bind=/y:/d/b",
+        "--bind=/z/a/b:/d/b/c",
+    ]
 
 
 def test_folders_that_settings_name_are_mounted():

@@ -142,6 +142,8 @@ def test_in_an_image_commands_and_modules_are_the_images(work, command, kind, pa
     entry = read_program(command, work, {"PATH": "/usr/bin:/bin"}, inside=True).entry
 
     assert (entry.kind, entry.path) == (kind, path.format(work=work))
+    with pytest.raises(NotFound, match="gone"):
+        read_program(["./gone.sh"], work, {"PATH": ""}, inside=True)
 
 
 def test_python_that_is_not_on_path_is_ours(work):
