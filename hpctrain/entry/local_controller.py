@@ -24,6 +24,7 @@ from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
 from hpctrain.base.records import JobState
+from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.run.layout import RunDir
@@ -67,7 +68,10 @@ class Controller:
             return self._over(JobState.FAILED, EXIT_STOPPED)
         while True:
             self._start()
+            watcher = self._watch()
             code = self._supervise()
+            if watcher is not None:
+                watcher.send_signal(signal.SIGINT)
             self._let_go()
             if self.record.state == JobState.COMPLETING and self.record.reason == "cancelled":
                 return self._over(JobState.CANCELLED, code)
@@ -75,6 +79,13 @@ class Controller:
             self._take_requests()
             if not self._requeue:
                 return self._over(JobState.COMPLETED if code == 0 else JobState.FAILED, code)
+
+    def _watch(self) -> subprocess.Popen[bytes] | None:
+        """Start what looks after the run's evaluations, where there are any; see body.sh."""
+        if "evaluate" not in job_spec(self.run).beside:
+            return None
+        command = own_program("hpctrain.entry.evaluations", str(self.run.root), "watch")
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def give_up(self, code: int) -> int:
         """The job cannot go on; returns its exit code."""
@@ -112,7 +123,9 @@ class Controller:
             rc=code,
             term=self.record.state == JobState.COMPLETING,
         )
-        return BatchScriptSide(self.run, start, LocalControl(self.record.job_id)).finish()
+        code = BatchScriptSide(self.run, start, LocalControl(self.record.job_id)).finish()
+        at_the_end_of(self.run, os.environ)
+        return code
 
     def _start(self) -> None:
         record = self.record

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import JobStartFacts, finish
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
+from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
@@ -20,6 +21,7 @@ from hpctrain.scheduler.slurm.environment import (
     own_job_id,
     own_restarts,
     own_start,
+    script_environment,
 )
 from hpctrain.scheduler.slurm.parse import read_nodes
 
@@ -52,7 +54,10 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         nodes=start.nodes,
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
-    return finish(RunDir(Path(root)), start, control)
+    run = RunDir(Path(root))
+    code = finish(run, start, control)
+    at_the_end_of(run, script_environment(os.getppid(), env))
+    return code
 
 
 def _last_words(env: Mapping[str, str]) -> Callable[[], str] | None:

@@ -21,7 +21,7 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.base import VERSION
 from hpctrain.base.env import (
@@ -67,8 +67,11 @@ def main(argv: Sequence[str]) -> int:
                     from hpctrain.plan.decide import EXIT_STOPPED
 
                     return EXIT_STOPPED
-                for name, value in exports(os.environ, _meeting_point(root)).items():
+                spec = _raw_spec(root)
+                for name, value in exports(os.environ, _meeting_point(spec)).items():
                     print(f"export {name}={shlex.quote(value)}")
+                print(f"hpctrain_evaluate={_evaluates(spec)}")
+                return 0
             case ["after", root, token, "--rc", rc, "--term", term]:
                 from hpctrain.entry.slurm_after import after
 
@@ -206,13 +209,27 @@ def _is_held_back(root: str) -> bool:
     return False
 
 
-def _meeting_point(root: str) -> MeetingPoint | None:
-    """The one of the run's preset, read from spec.json as it is: this process has no time."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or no preset in it
-        network = json.loads((Path(root) / "spec.json").read_text())["preset"]["network"]
+def _raw_spec(root: str) -> dict[str, Any]:
+    """The run's spec.json as it is: this process has no time."""
+    with contextlib.suppress(OSError, ValueError):  # a hand-written script's run has none
+        raw = json.loads((Path(root) / "spec.json").read_text())
+        return raw if isinstance(raw, dict) else {}
+    return {}
+
+
+def _meeting_point(spec: dict[str, Any]) -> MeetingPoint | None:
+    """The one of the run's preset."""
+    with contextlib.suppress(KeyError, TypeError):  # no preset in it
+        network = spec["preset"]["network"]
         meeting = MeetingPoint(network["rendezvous_host"], network["resolve"])
         return None if meeting == MeetingPoint() else meeting
     return None
+
+
+def _evaluates(spec: dict[str, Any]) -> str:
+    """Whether somebody is to look after the run's evaluations, for the shell: 1 or nothing."""
+    beside = spec.get("beside")
+    return "1" if isinstance(beside, dict) and "evaluate" in beside else ""
 
 
 def _met_at(node: str, meeting: MeetingPoint) -> str:

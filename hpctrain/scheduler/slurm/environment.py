@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.env import (
@@ -136,6 +137,41 @@ def resolves(name: str) -> bool:
     except (OSError, UnicodeError):  # no name that could be asked for at all
         return False
     return True
+
+
+_OF_DEVICES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    }
+)
+"""What SLURM sets for the GPUs of a job, without a name that says so."""
+
+
+def script_environment(pid: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for what a job submits: as its batch script got it, before its setup.
+
+    So another job gets what the user's shell had, as the first one did, and nothing of this job.
+
+    Args:
+        pid: The batch script's.
+        environ: This process's, where that cannot be read.
+    """
+    try:
+        pairs = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+    except OSError:
+        given = dict(environ)
+    else:
+        given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    job_id = given.get("SLURM_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+    temporary = given.get("TMPDIR", "")
+    gone = set(_OF_DEVICES)
+    if job_id and job_id in temporary:  # a prolog's, which goes with the job
+        gone.add("TMPDIR")
+    return {name: value for name, value in clean(given).env.items() if name not in gone}
 
 
 class CleanedEnvironment(NamedTuple):
