@@ -67,7 +67,10 @@ elif [ "$hpctrain_rc" = 0 ]; then
   # Beside the ranks, where SLURM's commands are, somebody looks after the run's evaluations.
   hpctrain_watcher=
   if [ -n "$hpctrain_evaluate" ]; then
-    "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.evaluations "$HPCTRAIN_RUN_DIR" watch &
+    (
+      trap '' TERM
+      exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.evaluations "$HPCTRAIN_RUN_DIR" watch
+    ) &
     hpctrain_watcher=$!
   fi
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional

@@ -95,6 +95,15 @@ elif [ "$hpctrain_rc" = 0 ]; then
     # each task opens its file by itself.
     *%*) hpctrain_files=() hpctrain_own=$hpctrain_output ;;
   esac
+  # Beside the ranks, where SLURM's commands are, somebody looks after the run's evaluations.
+  hpctrain_watcher=
+  if [ -n "$hpctrain_evaluate" ]; then
+    (
+      trap '' TERM
+      exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.evaluations "$HPCTRAIN_RUN_DIR" watch
+    ) &
+    hpctrain_watcher=$!
+  fi
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   "${hpctrain_outside[@]}" \
     srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
@@ -111,6 +120,8 @@ elif [ "$hpctrain_rc" = 0 ]; then
   while kill -0 "$hpctrain_srun" 2>/dev/null; do wait "$hpctrain_srun"; done
   wait "$hpctrain_srun"
   hpctrain_rc=$?
+  # It ends by itself; a job that is to be requeued has no time to wait for it.
+  [ -z "$hpctrain_watcher" ] || kill -INT "$hpctrain_watcher" 2>/dev/null
 fi
 if [ -n "${hpctrain_relay:-}" ]; then kill -KILL "$hpctrain_relay" 2>/dev/null; fi
 

@@ -350,8 +350,30 @@ def test_ranks_meet_where_the_site_says_also_where_slurm_cannot_be_asked(scontro
 def test_the_meeting_point_is_the_one_of_the_runs_preset(site, tmp_path):
     made = site("[network]\nrendezvous_host = '{host}i'\nresolve = 'ipv4'\n")
     (tmp_path / "spec.json").write_text(json.dumps({"preset": made.as_plain()}))
-    assert slurm_batch._meeting_point(str(tmp_path)) == ("{host}i", "ipv4")
+    spec = slurm_batch._raw_spec(str(tmp_path))
+    assert slurm_batch._meeting_point(spec) == ("{host}i", "ipv4")
 
-    (tmp_path / "spec.json").write_text(json.dumps({"preset": None}))
-    assert slurm_batch._meeting_point(str(tmp_path)) is None
-    assert slurm_batch._meeting_point(str(tmp_path / "gone")) is None
+    assert slurm_batch._meeting_point({"preset": None}) is None
+    assert slurm_batch._meeting_point(slurm_batch._raw_spec(str(tmp_path / "gone"))) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"beside": {"evaluate": {}}}', "1"),
+        ('{"beside": {}}', ""),
+        ("{}", ""),
+        ('{"beside": 1}', ""),
+        ("[1]", ""),
+        ("no json", ""),
+    ],
+)
+def test_the_script_is_told_whether_checkpoints_are_evaluated(
+    tmp_path, monkeypatch, capsys, text, said
+):
+    (tmp_path / "spec.json").write_text(text)
+    monkeypatch.setattr(slurm_batch, "exports", lambda *_: {})
+    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root: False)
+
+    assert slurm_batch.main(["before", str(tmp_path), "tok"]) == 0
+    assert capsys.readouterr().out == f"hpctrain_evaluate={said}\n"

@@ -278,6 +278,62 @@ def test_term_does_not_end_the_script_before_srun(tmp_path):
     assert script.calls.read_text().splitlines()[-1].endswith("tok --rc 7 --term 1")
 
 
+WATCH = """
+import os, pathlib, signal, time
+def interrupted(*_):
+    pathlib.Path("interrupted").touch()
+    while pathlib.Path("busy").exists(): time.sleep(0.02)
+    os._exit(0)
+signal.signal(signal.SIGINT, interrupted)
+os.kill(os.getpid(), signal.SIGTERM)
+pathlib.Path("watching").touch()
+while True: time.sleep(0.02)
+"""
+
+
+def watched(folder):
+    """A script of a run that evaluates; ranks are there until somebody watches."""
+    script = Script(folder, "until [ -e watching ]; do sleep 0.02; done; exit 3")
+    (folder / "watch.py").write_text(WATCH)
+    script.command(
+        "python",
+        f"""echo "$*" >> "$CALLS"
+        [ "$4" = before ] && echo hpctrain_evaluate=1
+        [ "${{!#}}" = watch ] && exec {sys.executable} watch.py
+        exit 0""",
+    )
+    return script.start()
+
+
+def test_where_checkpoints_are_evaluated_somebody_watches_beside_srun_until_its_end(tmp_path):
+    script = watched(tmp_path)
+
+    assert script.wait() == 0
+    calls = script.calls.read_text().splitlines()
+    assert calls[1].endswith(f"entry.evaluations {tmp_path / ODD_NAME} watch")
+    assert calls[2].endswith("--rc 3 --term 0")
+    assert (tmp_path / "interrupted").exists()
+
+
+def test_the_script_does_not_wait_for_who_watches(tmp_path):
+    (tmp_path / "busy").touch()
+    script = watched(tmp_path)
+
+    try:
+        assert script.process.wait(30) == 0
+    finally:
+        (tmp_path / "busy").unlink()
+        script.wait_for("interrupted")
+        script.wait()
+
+
+def test_where_nothing_is_evaluated_nobody_watches(tmp_path):
+    script = Script(tmp_path, "exit 0")
+    script.start().wait()
+
+    assert "evaluations" not in script.calls.read_text()
+
+
 def test_the_batch_sides_exit_code_is_the_jobs(tmp_path):
     script = Script(tmp_path, "exit 0")
     script.command("python", '[ "$4" = after ] && exit 93; exit 0')

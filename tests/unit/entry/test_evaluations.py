@@ -1,0 +1,263 @@
+"""Who looks after evaluations beside training never harms it, and passes nothing of its job on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hpctrain.entry import evaluations
+from hpctrain.entry.evaluations import at_the_end_of, watch
+from hpctrain.errors import ClusterError
+from hpctrain.run.event_types import Evaluated
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.environment import script_environment
+from hpctrain.settings.spec import Entry, Evaluates, load_spec
+from hpctrain.submit.evaluations import Advanced
+from tests.support.ledger_runs import Story
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def story(tmp_path):
+    """A run that trains, and of which every checkpoint is evaluated."""
+    story = Story(tmp_path / "gpt").submitted().started(1)
+    beside(story.run)
+    return story
+
+
+def beside(run, **changes):
+    spec = load_spec(run.spec)
+    spec.beside = {"evaluate": Entry("script", "/x.py")}
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    spec.dump(run.spec)
+
+
+class Watcher:
+    """A watch in a thread, and the looks that it takes."""
+
+    def __init__(self, run, monkeypatch, *, fails=()):
+        self.looks, self.changed = 0, threading.Condition()
+        self.fails, self.stop = list(fails), threading.Event()
+        monkeypatch.setattr(evaluations, "LOOK_S", 0.02)
+        monkeypatch.setattr(evaluations, "look", self.look)
+        self.thread = threading.Thread(target=watch, args=(run, self.stop))
+
+    def look(self, run):
+        with self.changed:
+            self.looks += 1
+            self.changed.notify_all()
+        if self.fails:
+            raise self.fails.pop(0)
+
+    def wait(self, looks):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.looks >= looks, PATIENCE_S)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+def test_it_looks_at_its_start_and_whenever_something_else_is_due(story, monkeypatch):
+    with Watcher(story.run, monkeypatch) as watcher:
+        watcher.wait(1)
+        story.saved(1, 10)
+        watcher.wait(2)
+        story.steps(1, 11, 20)
+        story.saved(1, 20)
+        watcher.wait(3)
+
+    assert watcher.looks == 3
+
+
+def test_it_looks_again_after_a_while_though_nothing_new_was_said(story, monkeypatch):
+    monkeypatch.setattr(evaluations, "LOOK_AGAIN_S", 0.05)
+    with Watcher(story.run, monkeypatch) as watcher:
+        watcher.wait(3)
+
+
+def test_its_last_look_sees_what_was_saved_at_the_very_end(story, monkeypatch):
+    with Watcher(story.run, monkeypatch) as watcher:
+        watcher.wait(1)
+        monkeypatch.setattr(evaluations, "LOOK_S", 600.0)
+        watcher.stop.wait(0.1)  # the wait that has begun is a short one
+        story.saved(1, 10)
+
+    assert watcher.looks == 2
+
+
+def test_it_goes_on_after_every_failure_and_says_the_same_once(story, monkeypatch, caplog):
+    monkeypatch.setattr(evaluations, "LOOK_AGAIN_S", 0.0)
+    silent = ClusterError("no answer")
+    fails = [silent, silent, OSError(28, "no space"), ZeroDivisionError("x")]
+    with caplog.at_level(logging.WARNING), Watcher(story.run, monkeypatch, fails=fails) as watcher:
+        watcher.wait(6)
+
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.rpartition("now: ")[2] for text in told] == [
+        "no answer",
+        "[Errno 28] no space",
+        "ZeroDivisionError: x",
+    ]
+
+
+def test_it_ends_when_the_script_that_started_it_has_ended(story, monkeypatch):
+    watcher = Watcher(story.run, monkeypatch)
+    watcher.thread.start()
+    watcher.wait(1)
+    monkeypatch.setattr(evaluations.os, "getppid", lambda: 1)
+    watcher.thread.join(PATIENCE_S)
+
+    assert not watcher.thread.is_alive()
+
+
+def test_a_run_whose_ledger_is_not_there_yet_is_waited_for(story, monkeypatch):
+    story.run.events.unlink()
+    with Watcher(story.run, monkeypatch) as watcher:
+        watcher.wait(1)
+        story.saved(1, 10)
+        watcher.wait(2)
+
+
+# ---- the end of a job
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that were started, with their environments."""
+    commands = []
+
+    def run(command, *, env, **_more):
+        commands.append((command[command.index("-m") + 1 :], env))
+
+    monkeypatch.setattr(evaluations.subprocess, "run", run)
+    return commands
+
+
+def test_at_the_end_of_a_run_its_evaluations_are_looked_after(story, started):
+    story.ended(1, "completed", "stop")
+    at_the_end_of(story.run, {"A": "b"})
+
+    assert started == [(["hpctrain.entry.evaluations", str(story.run.root), "look"], {"A": "b"})]
+
+
+def test_at_the_end_of_an_evaluation_its_run_is_looked_after(story, started):
+    beside(story.run, beside={}, evaluates=Evaluates("/runs/r", 300, "/runs/r/c"))
+    story.ended(1, "crashed", "stop")
+    at_the_end_of(story.run, {})
+
+    assert started[0][0][1:] == ["/runs/r", "look", "300"]
+
+
+def test_where_the_job_comes_back_nobody_has_to_wait_for_it(story, started):
+    story.ended(1, "preempted", "requeue")
+    at_the_end_of(story.run, {})
+
+    assert started == []
+
+
+def test_at_the_end_of_any_other_run_nothing_is_done(story, started):
+    beside(story.run, beside={})
+    story.ended(1, "completed", "stop")
+    at_the_end_of(story.run, {})
+
+    assert started == []
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no process"), subprocess.TimeoutExpired("x", 90)])
+def test_what_goes_wrong_then_is_a_line(story, monkeypatch, caplog, error):
+    def run(*_words, **_more):
+        raise error
+
+    monkeypatch.setattr(evaluations.subprocess, "run", run)
+    story.ended(1, "completed", "stop")
+    at_the_end_of(story.run, {})
+
+    assert "are not looked after" in caplog.text
+
+
+def test_a_run_without_a_spec_is_no_evaluation(tmp_path, started):
+    at_the_end_of(RunDir(tmp_path), {})
+
+    assert started == []
+
+
+def test_what_was_done_is_said(story, caplog):
+    done = Advanced(
+        alive={30: "17"},
+        submitted=[30],
+        said=[Evaluated(step=10, run="x", metrics={"loss": 2.5}), Evaluated(step=20, why="failed")],
+        refused={40: "denied"},
+    )
+    with caplog.at_level(logging.INFO):
+        evaluations.told(story.run, done)
+
+    *said, helpless = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "step 10 is evaluated: loss 2.5",
+        "step 20 is evaluated: failed",
+        "step 30 is evaluated by job 17",
+    ]
+    assert helpless.startswith("the evaluation of step 40 could not be submitted from here")
+    assert helpless.endswith(f"`hpctrain evaluate {story.run.root}` on a login node submits it")
+
+
+def test_the_program_ends_by_sigint_and_by_nothing_else_that_slurm_sends(story):
+    text = (
+        "import os, signal, sys; from hpctrain.entry import evaluations as e\n"
+        "def looks(run): print('looks', flush=True)\n"
+        "e.look = looks; e.LOOK_S = 0.05; sys.exit(e.main([sys.argv[1], 'watch']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", text, str(story.run.root)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "looks\n"
+        for number in evaluations.IGNORED:
+            process.send_signal(number)
+        story.saved(1, 10)
+        assert process.stdout.readline() == "looks\n"
+        process.send_signal(evaluations.signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_what_it_submits_gets_the_environment_of_the_script_and_nothing_of_its_job():
+    given = {
+        "PATH": os.environ["PATH"],
+        "MINE": "a=b",
+        "TMPDIR": "/scratch/job-4711",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "HPCTRAIN_RUN_DIR": "/runs/r",
+        "HPCTRAIN_LOG_LEVEL": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    script = subprocess.Popen(["/bin/sleep", "600"], env=given)
+    try:
+        found = script_environment(script.pid, {"MODULE": "loaded since"})
+    finally:
+        script.kill()
+        script.wait()
+
+    assert found == {
+        "PATH": os.environ["PATH"],
+        "MINE": "a=b",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "HPCTRAIN_LOG_LEVEL": "INFO",
+    }
+
+
+def test_a_users_own_temporary_folder_is_passed_on():
+    environ = {"TMPDIR": "/scratch/me", "SLURM_JOB_ID": "4711"}
+    assert script_environment(-1, environ) == {"TMPDIR": "/scratch/me"}
