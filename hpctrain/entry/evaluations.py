@@ -102,10 +102,10 @@ def look(run: RunDir, of: int | None = None) -> None:
     from hpctrain.run.ownership import job_spec
     from hpctrain.submit.evaluations import advance
 
-    told(run, advance(run, job_spec(run), of=of))
+    say(run, advance(run, job_spec(run), of=of))
 
 
-def told(run: RunDir, done: Advanced) -> None:
+def say(run: RunDir, done: Advanced) -> None:
     """Say what was done; a submission that is refused in a job needs somebody to help."""
     for fact in done.said:
         metrics = ", ".join(f"{name} {value:.6g}" for name, value in fact.metrics.items())

@@ -71,7 +71,6 @@ def main(argv: Sequence[str]) -> int:
                 for name, value in exports(os.environ, _meeting_point(spec)).items():
                     print(f"export {name}={shlex.quote(value)}")
                 print(f"hpctrain_evaluate={_evaluates(spec)}")
-                return 0
             case ["after", root, token, "--rc", rc, "--term", term]:
                 from hpctrain.entry.slurm_after import after
 

@@ -163,9 +163,8 @@ def script_environment(pid: int, environ: Mapping[str, str]) -> dict[str, str]:
     try:
         pairs = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
     except OSError:
-        given = dict(environ)
-    else:
-        given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        pairs = []
+    given = dict(pair.split("=", 1) for pair in pairs if "=" in pair) or dict(environ)
     job_id = given.get("SLURM_JOB_ID") or environ.get("SLURM_JOB_ID", "")
     temporary = given.get("TMPDIR", "")
     gone = set(_OF_DEVICES)

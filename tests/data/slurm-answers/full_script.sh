@@ -103,6 +103,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
       exec "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.evaluations "$HPCTRAIN_RUN_DIR" watch
     ) &
     hpctrain_watcher=$!
+    disown 2>/dev/null
   fi
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   "${hpctrain_outside[@]}" \

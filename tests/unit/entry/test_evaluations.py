@@ -202,7 +202,7 @@ def test_what_was_done_is_said(story, caplog):
         refused={40: "denied"},
     )
     with caplog.at_level(logging.INFO):
-        evaluations.told(story.run, done)
+        evaluations.say(story.run, done)
 
     *said, helpless = [record.getMessage() for record in caplog.records]
     assert said == [
@@ -243,12 +243,13 @@ def test_what_it_submits_gets_the_environment_of_the_script_and_nothing_of_its_j
         "HPCTRAIN_LOG_LEVEL": "INFO",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
-    script = subprocess.Popen(["/bin/sleep", "600"], env=given)
-    try:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["/bin/cat"], env=given, **pipes) as script:
+        script.stdin.write(b"started\n")
+        script.stdin.flush()
+        assert script.stdout.readline() == b"started\n"
         found = script_environment(script.pid, {"MODULE": "loaded since"})
-    finally:
-        script.kill()
-        script.wait()
+        script.stdin.close()
 
     assert found == {
         "PATH": os.environ["PATH"],
