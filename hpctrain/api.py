@@ -35,6 +35,7 @@ class StartedJob:
         step: The step from which it goes on; 0 for the beginning, None where nobody knows.
         checkpoint: The name of the checkpoint that it goes on from; None for the beginning.
         notes: What was adapted, has no effect, or should be known; a line each.
+        following: Names of the runs that were made to follow it.
     """
 
     run: str
@@ -43,6 +44,7 @@ class StartedJob:
     step: int | None = 0
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def submit(
     resume_args: str | None = None,
     resume_if: str | None = None,
     after: str | Sequence[str] = (),
+    then: str | Sequence[str] = (),
     allow_locked: bool = False,
     runs: str | Path | None = None,
     start: bool = True,
@@ -164,6 +167,7 @@ def submit(
             the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
         after: A run, or several, that must be done before this one begins; each as in `status`.
+        then: A command line, or several, to run when it is done, each as a run of its own.
         allow_locked: Change what the site's admins have locked; it is recorded.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
         start: False makes the run's directory and starts no job.
@@ -203,12 +207,19 @@ def submit(
         resume_args=resume_args,
         resume_if=resume_if,
         after=[after] if isinstance(after, str) else list(after),
+        then=[then] if isinstance(then, str) else list(then),
         allow_locked=allow_locked,
         cluster_needed=start,
         ask_accounting=True,
     )
     made = submit_run(request, start=start)
-    return StartedJob(made.run.name, made.run.root, made.job_id, notes=tuple(made.notes))
+    return StartedJob(
+        made.run.name,
+        made.run.root,
+        made.job_id,
+        notes=tuple(made.notes),
+        following=tuple(made.following),
+    )
 
 
 def resume(

@@ -6,6 +6,7 @@ tests/unit/cli/test_submit.py holds the promises.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ Examples:
   hpctrain submit --nodes 4 --wait                      look on until the first step is done
   hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
   hpctrain submit --after prepare --nodes 4 -- train.py begins when the run `prepare` is done
+  hpctrain submit --nodes 4 --then 'export.py --to hub' -- train.py
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
 """
 
@@ -112,6 +114,12 @@ class _Submit(click.Command):
     metavar="RUN",
     help="Begin when this run is done; more than once for several.",
 )
+@click.option(
+    "--then",
+    multiple=True,
+    metavar="COMMAND",
+    help="Run this when the run is done, in a job of its own ([then]); again for what follows it.",
+)
 @locked_option
 @runs_option
 @wait_option
@@ -136,7 +144,7 @@ def command(
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site is the
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
-    from hpctrain.errors import UsageError
+    from hpctrain.errors import ClusterError, UsageError
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
     if wait and (no_submit or dry_run):
@@ -155,7 +163,10 @@ def command(
         return 0
     from hpctrain.submit.launch import submit_run
 
-    return _report(submit_run(request, start=not no_submit), wait=wait, as_json=as_json)
+    submitted = submit_run(request, start=not no_submit)
+    code = _report(submitted, wait=wait, as_json=as_json)
+    lacking = submitted.job_id is not None and None in submitted.following.values()
+    return code or (ClusterError.exit_code if lacking else 0)
 
 
 def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
@@ -182,10 +193,13 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
         environment = asdict(expected_environment(spec))
         value |= {"environment": environment, "spec": asdict(spec)}
         value["awaited"] = [asdict(one) for one in prepared.awaited]
+        value["following"] = [asdict(one) for one in prepared.following]
         echo_json(hide(value, prepared.secrets))
         return
     for note in prepared.notes:
         echo_warning(note)
+    for other in prepared.following:
+        echo_warning(f"{other.name} follows: {hide(shlex.join(other.command()), prepared.secrets)}")
     if prepared.awaited:
         echo_warning(f"the job waits until these are done: {_awaited_text(prepared)}")
     if spec.dropped_env:
@@ -216,6 +230,7 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
     if prepared.awaited:
         rows.append(("after", _awaited_text(prepared)))
+    rows += [("then", _then_text(*one)) for one in submitted.following.items()]
     if spec.settings.engine.kind == "fsdp2":
         rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
@@ -245,6 +260,10 @@ def _awaited_text(prepared: Prepared) -> str:
     return ", ".join(f"{one.run} (job {one.job_id})" for one in prepared.awaited)
 
 
+def _then_text(name: str, job_id: str | None) -> str:
+    return f"{name} (job {job_id})" if job_id else f"{name}, not submitted"
+
+
 def meshes_text(meshes: Mapping[int, Mesh]) -> str:
     """The meshes of a range of nodes in a line."""
     if len(meshes) == 1:
@@ -268,6 +287,7 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,
         "awaited": [asdict(one) for one in prepared.awaited],
+        "following": [{"run": run, "job_id": job} for run, job in submitted.following.items()],
         "notes": submitted.notes,
         "next": following,
     }

@@ -283,6 +283,19 @@ class EvaluateSettings(Table):
     qos: str = setting("", "quality of service; empty: the run's own", pattern=WORD)
 
 
+class ThenSettings(Table):
+    """[then]: the allocation of what `--then` runs after the run; its job is of its own."""
+
+    nodes: str = setting("1", "nodes, N or MIN-MAX; empty: the run's own")
+    ranks_per_node: int = setting(
+        1, "ranks per node; 0 means one per GPU, or one without GPUs; -1: the run's own", least=-1
+    )
+    gpus_per_node: int = setting(-1, "GPUs per node; 0 for none; -1: the run's own", least=-1)
+    time: str = setting("", "time limit; empty: the run's own")
+    partition: str = setting("", "partition(s); empty: the run's own", pattern=WORD)
+    qos: str = setting("", "quality of service; empty: the run's own", pattern=WORD)
+
+
 class NotifySettings(Table):
     """[notify]: who hears of a run's end; never blocks or breaks training."""
 
@@ -445,6 +458,7 @@ class Settings(Table):
     budget: BudgetSettings = table(BudgetSettings)
     checkpoint: CheckpointSettings = table(CheckpointSettings)
     evaluate: EvaluateSettings = table(EvaluateSettings)
+    then: ThenSettings = table(ThenSettings)
     notify: NotifySettings = table(NotifySettings)
     track: TrackSettings = table(TrackSettings)
     profile: ProfileSettings = table(ProfileSettings)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
@@ -54,12 +54,14 @@ class SubmittedRun:
         run: Its directory.
         job_id: Of its job; None where none was to be started.
         notes: What the user should know.
+        following: Name and job of each run that is to follow; None for a job that is not there.
     """
 
     prepared: Prepared
     run: RunDir
     job_id: str | None
     notes: list[str]
+    following: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
@@ -86,21 +88,63 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
 
         notes += live_notes(spec, copy.checkout)
     run = make_run(prepared, copy.checkout)
+    following = _make_following(prepared, run)
     if not start:
         if spec.after:
             from hpctrain.submit.after import note_follower
 
             note_follower(run, spec.after)
-        return SubmittedRun(prepared, run, None, notes)
+        return SubmittedRun(prepared, run, None, notes, {one.name: None for one, _ in following})
     bad = kept_out(run, spec, request.environ)
+    notes += kept_out_notes(bad)
     try:
         job_id = launch(run, spec, by="submit", exclude=list(bad))
     except ClusterUnreachable:
         raise
     except (ClusterError, UsageError):
+        for follower, _ in following:
+            discard_run(follower)
         discard_run(run, prepared.new_parent)
         raise
-    return SubmittedRun(prepared, run, job_id, [*notes, *kept_out_notes(bad)])
+    jobs = {one.name: _launch_follower(one, its, list(bad), notes) for one, its in following}
+    return SubmittedRun(prepared, run, job_id, notes, jobs)
+
+
+def _launch_follower(
+    run: RunDir, spec: Spec, exclude: Sequence[str], notes: list[str]
+) -> str | None:
+    """Start the job of a run that follows another; a note says why there is none."""
+    try:
+        return launch(run, spec, by="submit", exclude=exclude)
+    except (ClusterError, UsageError) as error:
+        from hpctrain.submit.after import resume_command
+
+        notes.append(f"{run.name} was not submitted: {error}; {resume_command(run)} submits it")
+        return None
+
+
+def _make_following(prepared: Prepared, run: RunDir) -> list[tuple[RunDir, Spec]]:
+    """Make the runs that are to follow; they are known to the run before anything is submitted.
+
+    Where one cannot be made, nothing is left, of the run neither.
+    """
+    if not prepared.following:
+        return []
+    from hpctrain.submit.after import note_follower
+    from hpctrain.submit.prepare import create_run, discard_run
+    from hpctrain.submit.then import then_specs
+
+    made: list[tuple[RunDir, Spec]] = []
+    try:
+        for spec in then_specs(prepared.spec, run.root)[0]:
+            made.append((create_run(spec, prepared.runs), spec))
+            note_follower(made[-1][0], spec.after)
+    except BaseException:
+        for follower, _ in made:
+            discard_run(follower)
+        discard_run(run, prepared.new_parent)
+        raise
+    return made
 
 
 def launch(

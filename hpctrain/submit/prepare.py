@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from hpctrain.settings.layers import (
     read_toml,
     resolve,
 )
-from hpctrain.settings.secrets import secret_warnings, secrets_of
+from hpctrain.settings.secrets import secret_warnings, secrets_in, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit.checks import (
     check_hooks_here,
@@ -114,6 +114,8 @@ class SubmitRequest:
     snapshot: bool | None = None
     after: Sequence[str] = ()
     """Runs that must be done before this one begins, as users name runs."""
+    then: Sequence[str] = ()
+    """Command lines to run when it is done, each after the one before it."""
     allow_locked: bool = False
     """The user may change what the site's admins have locked; it is recorded."""
     accounting: Accounting | None = None
@@ -145,6 +147,8 @@ class Prepared:
     """What must not be shown."""
     awaited: list[Awaited] = field(default_factory=list)
     """Runs for whose jobs its own would wait."""
+    following: list[Spec] = field(default_factory=list)
+    """Runs that are to be made with it, one behind the other."""
 
 
 def prepare(request: SubmitRequest) -> Prepared:
@@ -238,25 +242,37 @@ def prepare(request: SubmitRequest) -> Prepared:
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
     )
+    prepared = Prepared(spec, runs, request.name is None, new_parent, planned, notes, secrets)
+    return _with_others(prepared, request, accounting)
+
+
+def _with_others(
+    prepared: Prepared, request: SubmitRequest, accounting: Accounting | None
+) -> Prepared:
+    """Put into the spec what runs beside, before and after the run."""
+    spec, runs, notes = prepared.spec, prepared.runs, list(prepared.notes)
     awaited = _look_after(request, spec, runs, notes) if request.after else []
-    return Prepared(
-        spec,
-        runs,
-        request.name is None,
-        new_parent,
-        planned,
-        notes + _beside(spec, request, accounting),
-        secrets,
-        awaited,
+    if spec.settings.evaluate.script:
+        from hpctrain.submit.side_job import take_beside
+
+        notes += take_beside(spec, request.environ, accounting=accounting)
+    following: list[Spec] = []
+    if request.then:
+        from hpctrain.submit.then import take_then
+
+        following, more = take_then(
+            spec, request.then, runs, request.environ, accounting=accounting
+        )
+        notes += more
+    theirs = dict.fromkeys(secret for other in following for secret in secrets_in(other))
+    more_secrets = [secret for secret in theirs if secret not in prepared.secrets]
+    return replace(
+        prepared,
+        notes=notes + secret_warnings(more_secrets),
+        secrets=prepared.secrets + more_secrets,
+        awaited=awaited,
+        following=following,
     )
-
-
-def _beside(spec: Spec, request: SubmitRequest, accounting: Accounting | None) -> list[str]:
-    if not spec.settings.evaluate.script:
-        return []
-    from hpctrain.submit.side_job import take_beside
-
-    return take_beside(spec, request.environ, accounting=accounting)
 
 
 def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]) -> list[Awaited]:

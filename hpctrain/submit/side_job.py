@@ -35,6 +35,7 @@ EVALUATE = "evaluate"
 SECTIONS = (EVALUATE,)
 """Sections of settings that name the program of a job beside the run as their `script`."""
 _ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
+_RUNS_OWN = ("", -1)
 _OF_THE_RUN_ALONE = (
     "checkpoint.keep_best",
     "checkpoint.sealed",
@@ -94,8 +95,16 @@ def read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
         UsageError: it cannot run.
     """
     where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
+    script = value_at(spec.settings, f"{section}.script")
+    return read_script(spec, section, script, environ, where=where)
+
+
+def read_script(
+    spec: Spec, section: str, script: str, environ: Mapping[str, str], *, where: str
+) -> Entry:
+    """The same for a command line from elsewhere, which a message calls `where`."""
     try:
-        words = shlex.split(value_at(spec.settings, f"{section}.script"))
+        words = shlex.split(script)
     except ValueError as error:
         raise UsageError(f"{where} cannot be taken apart into words: {error}") from None
     if not words:
@@ -172,7 +181,7 @@ def _layer(spec: Spec, section: str) -> Layer:
     values |= {"run.snapshot": "no"}
     for key in _ALLOCATION:
         given = value_at(spec.settings, f"{section}.{key}")
-        if given != value_at(defaults, f"{section}.{key}"):
+        if given not in _RUNS_OWN:
             values[f"slurm.{key}"] = given
     return _as_layer(values, section, spec.origins)
 

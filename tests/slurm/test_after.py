@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run.layout import RunDir
-from tests.support.scenario import cli, submit
+from tests.support.scenario import RunHandle, cli, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -31,25 +32,60 @@ def wait_reason(run, wanted):
     run.wait(f"reason {wanted} of {run.dir.name}", lambda: reason(run) == wanted)
 
 
-def test_a_follower_waits_through_a_preemption_and_a_chain_is_shown_as_one(slurm, tmp_path):
+def names(chain):
+    return [link["run"] for link in chain]
+
+
+def test_what_follows_a_preempted_run_begins_once_and_a_chain_is_shown_as_one(slurm, tmp_path):
+    """Two by `--then`, two by `--after`; the second is preempted too."""
     twice = 'if [ "$HPCTRAIN_STARTS" = 1 ]; then sleep 600; fi'
-    first = bash(slurm, tmp_path, "first", twice)
-    second = bash(slurm, tmp_path, "second", 'echo "$HPCTRAIN_AFTER" > "$1"', "--after", "first")
-    first.wait_event("attempt_started")
-    urgent = slurm.submit_urgent(4)
-    slurm.wait_job(first.job_id, "PENDING", timeout=30)
-    slurm.wait_job(urgent, "RUNNING")
+    (tmp_path / "note.sh").write_text(f'echo "$HPCTRAIN_STARTS $HPCTRAIN_AFTER" >> "$1"\n{twice}')
+    note = f"bash {tmp_path}/note.sh {tmp_path}"
+    then = ("--then", f"{note}/then", "--then", "true")
+    first = bash(slurm, tmp_path, "first", twice, *then)
+    fourth = bash(slurm, tmp_path, "fourth", "", "--after", "first-then-2")
+    fifth = bash(slurm, tmp_path, "fifth", "", "--after", "fourth")
+    order = ["first", "first-then", "first-then-2", "fourth", "fifth"]
+    second, third = (a_run(first, name) for name in order[1:3])
+    disturb(slurm, first)
 
-    assert reason(second) == "Dependency"
+    assert {reason(run) for run in (second, third, fourth, fifth)} == {"Dependency"}
+    for run in (first, third, fifth):
+        chain = run.status()["chain"]
+        assert names(chain) == order
+        assert [link["words"] for link in chain[1:]] == [f"waits for {one}" for one in order[:-1]]
+    table = first.cli("status").splitlines()
+    assert [line.split()[-1] for line in table if line.startswith("fifth")] == ["fourth"]
 
-    slurm.cancel(urgent)
-    slurm.start_now(first.job_id)
-    second.wait_done()
-    assert slurm.job(first.job_id)["Restarts"] == "1"
-    assert [end for end, _ in first.ends()] == ["preempted", "completed"]
-    assert second.ends() == [("completed", "stop")]
+    second.wait_event("attempt_started")
+    assert "first" not in fifth.status()["words"]
+    disturb(slurm, second)
+    third.wait_done()
+    fourth.cli("cancel", "fourth")
+    fifth.cli("cancel", "fifth")
+    for run in (first, second):
+        assert slurm.job(run.job_id)["Restarts"] == "1"
+        assert [end for end, _ in run.ends()] == ["preempted", "completed"]
+    assert third.ends() == [("completed", "stop")]
     assert second.events("attempt_started")[0].t > first.events("done")[0].t
-    assert (tmp_path / "second.go").read_text() == f"{first.dir.root}\n"
+    lines = (tmp_path / "then").read_text().splitlines()
+    assert lines == [f"{start} {first.dir.root}" for start in (1, 2)]  # it once came back itself
+
+
+def a_run(first, name):
+    """A run that was submitted with another."""
+    run = RunDir(first.dir.root.parent / name)
+    return RunHandle(first.slurm, first.cwd, run, RunHistory.read(run).state.job_id)
+
+
+def disturb(slurm, run):
+    """Preempt the run in its first attempt, and let it start again."""
+    run.wait_event("attempt_started")
+    urgent = slurm.submit_urgent(4)
+    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(urgent, "RUNNING")
+    slurm.cancel(urgent)
+    slurm.start_now(run.job_id)
 
 
 def test_a_follower_never_begins_behind_what_is_not_done_until_that_is_resumed(slurm, tmp_path):

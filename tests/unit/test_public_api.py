@@ -160,6 +160,7 @@ StartedJob.job_id: str | None
 StartedJob.step: int | None
 StartedJob.checkpoint: str | None
 StartedJob.notes: tuple[str, ...]
+StartedJob.following: tuple[str, ...]
 Status
 Status.run: str
 Status.dir: Path
@@ -235,7 +236,7 @@ evaluation() -> 'Evaluation'
 init(settings: 'Settings | None' = None) -> 'Run'
 resume(run: 'str' = '-', *, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, settings: 'Mapping[str, Any] | None' = None, from_step: 'int | None' = None, allow_locked: 'bool' = False, foreign: 'bool' = False, runs: 'str | Path | None' = None) -> 'StartedJob'
 status(run: 'str' = '-', *, runs: 'str | Path | None' = None) -> 'Status'
-submit(command: 'Sequence[str | os.PathLike[str]]' = (), *, name: 'str | None' = None, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, site: 'str | None' = None, cluster: 'str | None' = None, config: 'str | os.PathLike[str] | None' = None, settings: 'Mapping[str, Any] | None' = None, env: 'Mapping[str, str] | None' = None, snapshot: 'bool | None' = None, resume_args: 'str | None' = None, resume_if: 'str | None' = None, after: 'str | Sequence[str]' = (), allow_locked: 'bool' = False, runs: 'str | Path | None' = None, start: 'bool' = True) -> 'StartedJob'
+submit(command: 'Sequence[str | os.PathLike[str]]' = (), *, name: 'str | None' = None, nodes: 'int | str | None' = None, gpus_per_node: 'int | None' = None, ranks_per_node: 'int | None' = None, time: 'int | str | None' = None, partition: 'str | None' = None, account: 'str | None' = None, qos: 'str | None' = None, engine: 'str | None' = None, mesh: 'Mapping[str, int | str] | None' = None, site: 'str | None' = None, cluster: 'str | None' = None, config: 'str | os.PathLike[str] | None' = None, settings: 'Mapping[str, Any] | None' = None, env: 'Mapping[str, str] | None' = None, snapshot: 'bool | None' = None, resume_args: 'str | None' = None, resume_if: 'str | None' = None, after: 'str | Sequence[str]' = (), then: 'str | Sequence[str]' = (), allow_locked: 'bool' = False, runs: 'str | Path | None' = None, start: 'bool' = True) -> 'StartedJob'
 write_tokens(path: 'Path', chunks: 'Iterable[bytes]', *, dtype: 'str', vocabulary: 'int', source: 'Mapping[str, Any]') -> 'TokenFile'
 """
 

@@ -65,6 +65,9 @@ def without_new_keys(text: str) -> str:
     """What 0.1 did not have, and scripts that read it do not miss."""
     state = json.loads(text)
     assert state.pop("not_known") is None
+    assert state.pop("image") is None
+    for key in ("after", "chain", "evaluations"):
+        assert state.pop(key) == []
     for attempt in state["attempts"]:
         assert attempt.pop("awaited") is None
         assert attempt.pop("restart_pause_s") is None
