@@ -48,7 +48,7 @@ class Scheduler:
 SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Scheduler(
         "hpctrain.scheduler.slurm.client:SlurmCluster",
-        "hpctrain.scheduler.slurm.control:SlurmControl",
+        "hpctrain.scheduler.slurm.relay:control_here",
         "SLURM",
     ),
     "local": Scheduler(

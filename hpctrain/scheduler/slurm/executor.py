@@ -7,7 +7,6 @@ tests/unit/scheduler/test_slurm_executor.py holds the promises.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import submitit
 from submitit.helpers import Checkpointable
 
-from hpctrain.base.env import HPCTRAIN_RELAY
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.command import run, submitted_here
 from hpctrain.scheduler.slurm.control import of_agent
 from hpctrain.scheduler.slurm.environment import job_context
+from hpctrain.scheduler.slurm.relay import outside
 from hpctrain.scheduler.slurm.script import dependency_arguments, export_arguments
 
 if TYPE_CHECKING:
@@ -58,14 +57,7 @@ def _control(run: RunDir, context: JobContext) -> JobControl:
         nodes=context.nodes,
         kill_wait_s=context.kill_wait_s,
     )
-    port = os.environ.get(HPCTRAIN_RELAY)
-    if not port:
-        return control
-    from hpctrain.run.ownership import start_secret
-    from hpctrain.scheduler.slurm.relay import RelayedControl
-
-    secret = start_secret(run, context.job_id, context.restarts)
-    return RelayedControl(Path(port), secret, timeout_s=control.timeout_s)
+    return outside(run, control)
 
 
 class HpctrainExecutor(submitit.SlurmExecutor):

@@ -1,10 +1,10 @@
 """SLURM for an agent inside a container, which has none of its commands.
 
-A process beside the batch script (`serve`) asks in its place, so that the agent of node 0 knows and
-does inside what it would outside: how a stop is meant, when the job will be killed, the requeue,
-the nodes that are kept out of it. They speak over the loop-back address, which runtimes share with
-their host; each word carries a code of the start's secret. Where nobody answers the agent leaves
-the decision to the batch script, as it does where slurmctld is silent.
+A process beside the batch script (`serve`) asks in its place, so that the agent of node 0, and rank
+0, know and do inside what they would outside: how a stop is meant, when the job will be killed, the
+requeue, the nodes that are kept out of it. They speak over the loop-back address, which runtimes
+share with their host; each word carries a code of the start's secret. Where nobody answers the
+agent leaves the decision to the batch script, as it does where slurmctld is silent.
 tests/unit/scheduler/test_relay.py and tests/slurm/test_container.py hold the promises.
 """
 
@@ -17,16 +17,20 @@ import secrets
 import socket
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.base.files import read_plain, write_private
 from hpctrain.base.records import EndReason, JobFacts, JobState
 from hpctrain.base.secret import Forged, sign, verify
 from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import start_secret
+from hpctrain.scheduler.slurm.control import SlurmControl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from hpctrain.scheduler.base import JobControl
 
@@ -98,6 +102,31 @@ def _receive(connection: socket.socket, patience_s: float) -> bytes:
         if not more or len(got) > MOST_BYTES:
             raise ConnectionError("the connection was closed in the middle of a line")
     return got[:-1]
+
+
+def control_here(job_id: str, *, restarts: int) -> JobControl:
+    """What a rank asks: SLURM, or outside of its container, for whom SLURM is there.
+
+    Args:
+        job_id: Our own job.
+        restarts: The restart count with which this process was started.
+    """
+    run = RunDir(Path(os.environ.get(HPCTRAIN_RUN_DIR, "")))
+    return outside(run, SlurmControl(job_id, restarts=restarts))
+
+
+def outside(run: RunDir, control: SlurmControl) -> JobControl:
+    """The same control, or who asks in its place where this process is in a container.
+
+    Args:
+        run: The run, which holds the start's secret.
+        control: With the restart count of this start.
+    """
+    port = os.environ.get(HPCTRAIN_RELAY)
+    if not port or control.restarts is None:
+        return control
+    secret = start_secret(run, control.job_id, control.restarts)
+    return RelayedControl(Path(port), secret, timeout_s=control.timeout_s)
 
 
 class RelayedControl:

@@ -112,7 +112,8 @@ elif [ "$hpctrain_rc" = 0 ]; then
     bash -c \
     'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
     run=$1; shift 2
-    command -v "$1" >/dev/null || echo "hpctrain: error: $SLURMD_NODENAME has no $1 on its PATH" >&2
+    command -v "$1" >/dev/null ||
+      { echo "hpctrain: error: $SLURMD_NODENAME has no $1 on its PATH" >&2; exit 127; }
     exec "$@" -P -u -m hpctrain.entry.slurm_task "$run"' \
     hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" "${hpctrain_task[@]}" &
   hpctrain_srun=$!

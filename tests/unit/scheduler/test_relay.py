@@ -9,11 +9,12 @@ import threading
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_RELAY
+from hpctrain.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.base.records import EndReason, JobFacts, JobState
 from hpctrain.base.secret import sign
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.base import get_control
 from hpctrain.scheduler.slurm import executor, relay
 from hpctrain.scheduler.slurm.relay import RelayedControl, serve
 
@@ -130,16 +131,19 @@ def test_a_strangers_answer_is_none(tmp_path, monkeypatch):
         stranger.join()
 
 
-def test_an_agent_asks_it_where_the_batch_script_says_so(tmp_path, monkeypatch):
+def test_agents_and_ranks_ask_it_where_the_batch_script_says_so(tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     context = type("Context", (), {"job_id": "7", "restarts": 1, "nodes": ["n1"]})
     context.kill_wait_s = 30.0
 
     monkeypatch.delenv(HPCTRAIN_RELAY, raising=False)
-    assert not isinstance(executor._control(run, context), RelayedControl)
+    monkeypatch.setenv(HPCTRAIN_RUN_DIR, str(run.root))
+    for control in (executor._control(run, context), get_control("slurm", "7", 1)):
+        assert not isinstance(control, RelayedControl)
     monkeypatch.setenv(HPCTRAIN_RELAY, str(tmp_path / "port"))
-    assert isinstance(executor._control(run, context), RelayedControl)
+    for control in (executor._control(run, context), get_control("slurm", "7", 1)):
+        assert isinstance(control, RelayedControl)
 
 
 def test_it_ends_with_the_batch_script():
