@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
 LAST_BYTES = 4096
-_KILLED = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|.*task)")
+_OF_SRUN = ("srun: ", "slurmstepd: ", "pyxis: ")
+_KILLED = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|\S+: tasks? \d)")
 
 
 def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
@@ -71,17 +72,27 @@ def _last_words(env: Mapping[str, str]) -> Callable[[], str] | None:
 def last_words(logs: Path, *, since: float | None) -> str:
     """The last line that the tasks of a start have left, but for what SLURM says of their end.
 
+    Where none came so far, what srun or a plugin of it has said into the batch script's output.
+
     Args:
         logs: What the names of their logs begin with.
         since: When the start began; older logs are of others.
     """
-    for path in sorted(logs.parent.glob(f"{glob.escape(logs.name)}-*.out")):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime >= (since or 0.0):
-                with path.open("rb") as file:
-                    file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
-                    lines = file.read().decode(errors="replace").splitlines()
-                lines = [line for line in lines if line.strip() and not _KILLED.match(line)]
-                if lines:
-                    return lines[-1].strip()
-    return f"its tasks left no word in {logs}-*.out"
+    tasks = sorted(logs.parent.glob(f"{glob.escape(logs.name)}-*.out"))
+    said = [lines[-1] for path in tasks if (lines := _lines(path, since))]
+    if not said:
+        batch = _lines(logs.with_name(f"{logs.name}.out"), since)
+        said = [line for line in reversed(batch) if line.startswith(_OF_SRUN)]
+    return said[0] if said else f"its tasks left no word in {logs}-*.out"
+
+
+def _lines(path: Path, since: float | None) -> list[str]:
+    """The last lines of a log of this start that say more than that a step was ended."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime >= (since or 0.0):
+            with path.open("rb") as file:
+                file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
+                text = file.read().decode(errors="replace")
+            lines = (line.strip() for line in text.splitlines())
+            return [line for line in lines if line and not _KILLED.match(line)]
+    return []

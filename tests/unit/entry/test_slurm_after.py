@@ -30,6 +30,19 @@ def test_an_earlier_starts_words_and_none_are_told_apart(tmp_path):
     assert "left no word in" in last_words(tmp_path / "gone", since=None)
 
 
+def test_where_no_task_came_so_far_srun_has_the_word(tmp_path):
+    (tmp_path / "tok.out").write_text(
+        "hpctrain: warning: of the batch script\n"
+        "srun: unrecognized option '--container-image=x'\n"
+        'Try "srun --help" for more information\n'
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+
+    assert last_words(tmp_path / "tok", since=None) == (
+        "srun: unrecognized option '--container-image=x'"
+    )
+
+
 def test_of_a_long_log_the_end_is_read(tmp_path):
     (tmp_path / "tok-0.out").write_bytes(b"x" * 100_000 + b"\nthe end\xff\n")
 
