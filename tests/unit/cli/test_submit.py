@@ -56,6 +56,19 @@ def test_a_dry_run_prints_the_batch_script_and_leaves_nothing(work, sbatch, caps
     assert entries(work) == ["train.py"]
 
 
+def test_a_dry_run_shows_how_a_task_starts_in_its_container(work, sbatch, capsys):
+    sbatch("exit 99")
+    argv = ["submit", "--dry-run", "--container", "docker://debian", "--", "bash", "run.sh"]
+    there = ["--set", "container.runtime=apptainer", "--set", "slurm.setup=module load apptainer"]
+
+    assert main([*argv[:4], *there, *argv[4:]]) == 0
+
+    out = capsys.readouterr().out
+    binds = f"--bind={work}:{work} --pwd={work}"
+    assert f'hpctrain_task=(apptainer exec {binds} docker://debian "${{hpctrain_inside[@]}}"' in out
+    assert entries(work) == ["train.py"]
+
+
 def test_a_dry_run_here_prints_what_each_rank_runs(work, capsys):
     argv = ["submit", "--dry-run", "--cluster", "local", "--env", "A=b c", "--", "train.py", "x y"]
     assert main(argv) == 0
