@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("hpctrain.cli.profile", "What steps spend their time on; takes a look with --now."),
     "cancel": ("hpctrain.cli.cancel", "Stop a run for good, with --save after saving."),
     "checkpoints": ("hpctrain.cli.checkpoints", "List and verify a run's checkpoints."),
+    "evaluate": ("hpctrain.cli.evaluate", "Submit the evaluations of checkpoints that are due."),
     "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
     "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
     "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),

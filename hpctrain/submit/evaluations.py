@@ -80,7 +80,13 @@ class Advanced:
 
 
 def advance(
-    run: RunDir, spec: Spec, *, of: int | None = None, insist: bool = False, dry: bool = False
+    run: RunDir,
+    spec: Spec,
+    *,
+    of: int | None = None,
+    insist: bool = False,
+    dry: bool = False,
+    asked: int | None = None,
 ) -> Advanced:
     """Make and submit what is due, the newest first, and write down what is over.
 
@@ -91,6 +97,7 @@ def advance(
             been resumed.
         insist: Submit also what was refused a moment ago.
         dry: Write and submit nothing.
+        asked: A step that is taken as due, for a dry look.
 
     Raises:
         RunLocked: another process has kept the lock for too long.
@@ -98,10 +105,30 @@ def advance(
     """
     with _locked(run):
         work = _EvaluationLook(run, spec, insist=insist, dry=dry)
+        work.ask(asked)
         work.look(of)
         work.start()
         work.draw()
         return work.done
+
+
+def look_after(run: RunDir, spec: Spec) -> list[str]:
+    """The same where a user has come for something else; what he should know of it, if anything.
+
+    What could not be submitted from a job can be from here.
+    """
+    try:
+        done = advance(run, spec, insist=True)
+    except (HpctrainError, OSError) as error:
+        return [f"checkpoints are not evaluated just now: {error}"]
+    notes = [
+        f"step {step} is evaluated by job {done.alive[step]}, which waited to be submitted"
+        for step in done.submitted
+    ]
+    return notes + [
+        f"the evaluation of step {step} could not be submitted: {why}"
+        for step, why in done.refused.items()
+    ]
 
 
 @contextlib.contextmanager
@@ -130,6 +157,11 @@ class _EvaluationLook:
         self._unanswered: set[int] = set()
         self._paused: set[int] = set()
         self.done = Advanced()
+
+    def ask(self, step: int | None) -> None:
+        """Take a step as due."""
+        if step is not None:
+            self._history.asked_evaluations.add(step)
 
     def look(self, of: int | None) -> None:
         """Find out what became of the evaluations that there are."""

@@ -169,4 +169,9 @@ def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> 
     """
     spec, exclude = prepared.spec, prepared.exclude
     job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude)
-    return ResumedJob(job_id, redirect_followers(run))
+    notes = redirect_followers(run)
+    if spec.beside:
+        from hpctrain.submit.evaluations import look_after
+
+        notes += look_after(run, spec)
+    return ResumedJob(job_id, notes)
