@@ -1,0 +1,52 @@
+"""A run on the embedded cluster and the evaluations of its checkpoints, as a user starts them."""
+
+from __future__ import annotations
+
+import time
+
+from hpctrain.history.evaluations import due
+from hpctrain.history.run_history import RunHistory
+from hpctrain.run.layout import RunDir
+from tests.support.local_runs import POLL_S, await_end, events, start
+from tests.support.recipe import TINY
+
+PATIENCE_S = 120.0
+EVALUATE = """#!/bin/sh
+env > "$HPCTRAIN_RESULTS.env"
+step=$(basename "$HPCTRAIN_CHECKPOINT" | sed 's/step-0*//')
+echo "{\\"loss\\": $step}" > "$HPCTRAIN_RESULTS"
+"""
+SETTINGS = {
+    **TINY,
+    "train.steps": 12,
+    "checkpoint.interval_steps": 2,
+    "checkpoint.keep_last": 2,
+    "evaluate.script": "./evaluate.sh",
+    "evaluate.every": 3,
+    "evaluate.nodes": 1,
+    "evaluate.ranks_per_node": 1,
+}
+
+
+def test_checkpoints_are_evaluated_once_and_nothing_of_the_job_reaches_their_jobs(tmp_path):
+    script = tmp_path / "evaluate.sh"
+    script.write_text(EVALUATE)
+    script.chmod(0o755)
+    sets = [f"--set={name}={value}" for name, value in SETTINGS.items()]
+    run = start(tmp_path, "run", 2, 1, *sets)
+    await_end(run)
+    deadline = time.monotonic() + PATIENCE_S
+    steps = due(RunHistory.read(RunDir(run)), 3, last=True)
+    while len(events(run, "evaluated")) < len(steps):
+        assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
+        time.sleep(POLL_S)
+
+    assert steps == [6, 12]
+    told = events(run, "evaluated")
+    assert sorted((fact["step"], fact["metrics"]["loss"]) for fact in told) == [(6, 6), (12, 12)]
+    child = RunDir(run).evaluation(6)
+    lines = child.results.with_name("results.json.env").read_text().splitlines()
+    assert f"HPCTRAIN_RUN_DIR={child.root}" in lines
+    assert [line for line in lines if str(run) in line and str(child.root) not in line] == [
+        f"HPCTRAIN_CHECKPOINT={run}/checkpoints/step-{6:010d}"
+    ]
