@@ -7,6 +7,8 @@ tests/unit/scheduler/test_slurm_executor.py holds the promises.
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import submitit
 from submitit.helpers import Checkpointable
 
+from hpctrain.base.env import HPCTRAIN_RELAY
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.command import run, submitted_here
 from hpctrain.scheduler.slurm.control import of_agent
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import JobContext
     from hpctrain.scheduler.base import JobControl
+
+log = logging.getLogger("hpctrain.agent")
 
 R = TypeVar("R")
 
@@ -46,7 +51,22 @@ class AgentTask(Checkpointable):
 
         context = job_context()
         run = RunDir(Path(self.run_dir))
+        if why := _outside_of_image(run):
+            log.warning("%s", why)
         return run_agent(run, context, _control(run, context))
+
+
+def _outside_of_image(run: RunDir) -> str:
+    """What to say of a task that a script of the user's own has not started in the run's image."""
+    from hpctrain.settings.spec import load_spec
+
+    image = load_spec(run.spec).settings.container.image
+    if not image or os.environ.get(HPCTRAIN_RELAY):
+        return ""
+    return (
+        f"container.image is {image}, and this task runs in no container: its batch script has no "
+        "function hpctrain_container, as `hpctrain submit --dry-run` prints it"
+    )
 
 
 def _control(run: RunDir, context: JobContext) -> JobControl:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
+from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm import executor
 from hpctrain.scheduler.slurm.command import submitted_here as read_id
 from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
+from hpctrain.settings.schema import replaced
+from hpctrain.settings.spec import Entry, Spec
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +113,22 @@ def test_another_version_than_the_batch_scripts_is_refused_in_a_line(tmp_path, m
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"has hpctrain {slurm_task.VERSION}, and the batch script's python has 0.0.1" in line
+
+
+def test_a_script_of_ones_own_that_starts_no_container_is_told(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    spec = Spec("r", "id", 0.0, "slurm", "", Entry("recipe"))
+    spec.dump(run.spec)
+    monkeypatch.delenv("HPCTRAIN_RELAY", raising=False)
+    assert executor._outside_of_image(run) == ""
+
+    settings = replaced(spec.settings, {"container.image": "/x.sif"})
+    replace(spec, settings=settings).dump(run.spec)
+    assert "container.image is /x.sif, and this task runs in no container" in (
+        executor._outside_of_image(run)
+    )
+    monkeypatch.setenv("HPCTRAIN_RELAY", "/runs/r/jobs/tok.port")
+    assert executor._outside_of_image(run) == ""
 
 
 def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
