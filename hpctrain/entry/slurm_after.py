@@ -32,7 +32,8 @@ PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
 LAST_BYTES = 4096
 _OF_SRUN = ("srun: ", "slurmstepd: ", "pyxis: ")
-_KILLED = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|\S+: tasks? \d)")
+_BESIDE = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|\S+: tasks? \d)|usage: |Try ")
+"""That a step was ended, and how a program wants to be called: an older Python, for one."""
 
 
 def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
@@ -87,12 +88,12 @@ def last_words(logs: Path, *, since: float | None) -> str:
 
 
 def _lines(path: Path, since: float | None) -> list[str]:
-    """The last lines of a log of this start that say more than that a step was ended."""
+    """The last lines of a log of this start that tell something."""
     with contextlib.suppress(OSError):
         if path.stat().st_mtime >= (since or 0.0):
             with path.open("rb") as file:
                 file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
                 text = file.read().decode(errors="replace")
             lines = (line.strip() for line in text.splitlines())
-            return [line for line in lines if line and not _KILLED.match(line)]
+            return [line for line in lines if line and not _BESIDE.match(line)]
     return []

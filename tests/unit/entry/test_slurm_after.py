@@ -43,6 +43,14 @@ def test_where_no_task_came_so_far_srun_has_the_word(tmp_path):
     )
 
 
+def test_an_image_with_an_older_python_is_told_by_what_it_does_not_know(tmp_path):
+    usage = "usage: python3 [option] ... [-c cmd | -m mod | file | -] [arg] ..."
+    words = f"Unknown option: -P\n{usage}\nTry `python -h' for more information.\n"
+    (tmp_path / "tok-0.out").write_text(words)
+
+    assert last_words(tmp_path / "tok", since=None) == "Unknown option: -P"
+
+
 def test_of_a_long_log_the_end_is_read(tmp_path):
     (tmp_path / "tok-0.out").write_bytes(b"x" * 100_000 + b"\nthe end\xff\n")
 
