@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -78,24 +79,28 @@ def test_a_program_without_a_process_group_loads_on_each_rank_alone(runs, checkp
         assert_same_bits(loaded, {n: v for n, v in weights.items() if n.startswith("model.")})
 
 
-def test_a_damaged_checkpoint_fails_on_every_rank_and_is_not_set_aside(runs, tmp_path, monkeypatch):
-    path = tmp_path / "checkpoints" / find.step_path(runs["ddp"], STEP).name
-    shutil.copytree(find.step_path(runs["ddp"], STEP), path)
+def test_damage_that_one_rank_sees_fails_on_all_and_nothing_is_set_aside(
+    runs, tmp_path, monkeypatch
+):
+    path = tmp_path / "checkpoints" / find.step_path(runs["fsdp2"], STEP).name
+    shutil.copytree(find.step_path(runs["fsdp2"], STEP), path)
     monkeypatch.setenv("HPCTRAIN_CHECKPOINT", str(path))
     shard = path / "shard-00000.safetensors"
-    flip_bit(shard, 8 * shard.stat().st_size // 3)
+    content = shard.read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+    entry = json.loads(content[8:head])
+    weight = next(name for name in entry if name.startswith("model."))
+    flip_bit(shard, 8 * (head + entry[weight]["data_offsets"][0]))
 
-    said = launch(fail_rank, 2)
+    said = launch(fail_rank, 2, sharded=True)
 
     assert said[0] == said[1]
     assert re.fullmatch(
-        rf"TornCheckpoint: {path} is damaged: rank \d: shard-0.*damaged bytes\)", said[0]
+        rf"TornCheckpoint: {path} is damaged: rank 0: shard-0.*damaged bytes\)", said[0]
     )
     shard.unlink()
-    assert (
-        launch(fail_rank, 2)
-        == [f"TornCheckpoint: {path} is no whole checkpoint: shard {shard.name} is missing"] * 2
-    )
+    missing = f"TornCheckpoint: {path} is no whole checkpoint: shard {shard.name} is missing"
+    assert launch(fail_rank, 2) == [missing] * 2
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -145,13 +150,18 @@ def load_rank(ways):
     return loaded
 
 
-def fail_rank(**changes):
+def fail_rank(*, sharded=False, **changes):
+    from torch.distributed.fsdp import fully_shard
+
     from hpctrain.errors import CheckpointError
     from hpctrain.world import join_world
 
     join_world()
+    model = _lm(**changes)
+    if sharded:
+        fully_shard(model)
     try:
-        _evaluation().load(_lm(**changes))
+        _evaluation().load(model)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
