@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base import locks
 from hpctrain.base.files import make_private_folder, make_run_folder
-from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import (
     AccountingSilent,
     CheckpointError,
@@ -30,7 +30,7 @@ from hpctrain.errors import (
     RunAlive,
     RunLocked,
 )
-from hpctrain.history.evaluations import waiting
+from hpctrain.history.evaluations import evaluations_of, waiting
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run import events as ledger
@@ -109,6 +109,7 @@ def advance(
         work.look(of)
         work.start()
         work.draw()
+        work.prune()
         return work.done
 
 
@@ -225,6 +226,28 @@ class _EvaluationLook:
             write_curves(self._run)
         except OSError as error:
             log.warning("curves of evaluations were not written: %s", error)
+
+    def prune(self) -> None:
+        """Delete what was kept for its evaluation alone, once no rank 0 does so any more.
+
+        Other checkpoints stay as the training has left them.
+        """
+        judged, keep = self._history.evaluations, self._spec.settings.checkpoint
+        if self._dry or not judged or self._history.state.phase is not RunState.DONE:
+            return
+        try:
+            retention.prune(
+                self._run,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+                keep_best=keep.keep_best,
+                best_metric=keep.best_metric,
+                best_is=keep.best_is,
+                protect=[step for step in find.steps(self._run) if step not in judged],
+                evaluations=evaluations_of(self._history, self._spec.settings.evaluate),
+            )
+        except CheckpointError as error:
+            log.warning("%s; `hpctrain checkpoints prune` does so", error)
 
     def _is_gone(self, step: int) -> bool:
         """Whether there is nothing to evaluate, or nobody can tell just now."""

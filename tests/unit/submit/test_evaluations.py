@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hpctrain.checkpoint.store import find
 from hpctrain.errors import ClusterUnreachable, RunLocked
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Evaluated
@@ -95,6 +96,27 @@ def test_what_they_have_found_is_a_curve_that_the_next_look_makes_good(run, monk
 
     board = EventAccumulator(str(run.evaluation_curves)).Reload()
     assert [(point.step, point.value) for point in board.Scalars("eval/loss")] == [(60, 2.5)]
+
+
+def test_what_was_kept_for_its_evaluation_goes_once_the_training_is_over(tmp_path, jobs):
+    """Steps 10 to 70 are there as rank 0 left them: 10 and 50 are of no rule, and not evaluated."""
+    rules = ["checkpoint.keep_best=1", "checkpoint.best_metric=eval.loss", "evaluate.at_once=9"]
+    run = made(tmp_path, "evaluate.every=2", *rules)
+    look(run)
+    for step, loss in ((20, 1.0), (40, 2.0)):
+        finish(run, step, {"loss": loss})
+    look(run)
+    assert find.steps(run) == [70, 60, 50, 40, 30, 20, 10], "rank 0 does so while it trains"
+
+    write_event(run, "done", attempt=1, step=70)
+    look(run, dry=True)
+    assert len(find.steps(run)) == 7
+    look(run)
+    assert find.steps(run) == [70, 60, 50, 30, 20, 10]
+    finish(run, 60, {"loss": 0.5})
+    look(run)
+
+    assert find.steps(run) == [70, 60, 50, 30, 10]
 
 
 def full_disk(run):
