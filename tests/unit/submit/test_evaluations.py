@@ -105,6 +105,7 @@ def test_what_was_kept_for_its_evaluation_goes_once_the_training_is_over(tmp_pat
     look(run)
     for step, loss in ((20, 1.0), (40, 2.0)):
         finish(run, step, {"loss": loss})
+    write_event(run, "restored", attempt=1, step=70)  # nothing before it is in use
     look(run)
     assert find.steps(run) == [70, 60, 50, 40, 30, 20, 10], "rank 0 does so while it trains"
 
