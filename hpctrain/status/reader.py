@@ -305,7 +305,10 @@ def _surveys(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
 
 
 def _chain(first: _RunFiles) -> list[_RunFiles]:
-    """The other runs that wait for this one or are waited for, however far away."""
+    """The other runs that wait for this one or are waited for, however far away.
+
+    And who follows the original of a copy: `chained` goes by what the runs themselves follow.
+    """
     members, todo = {str(first.run.root): first}, [first]
     while todo and len(members) < LONGEST_CHAIN:
         files = todo.pop()
@@ -314,8 +317,7 @@ def _chain(first: _RunFiles) -> list[_RunFiles]:
             if path in members:
                 continue
             other = _read_other(path)
-            # A copy's ledger names the followers of the original.
-            if other and other.spec and (path in after or str(files.run.root) in other.spec.after):
+            if other and other.spec:
                 members[path] = other
                 todo.append(other)
     return list(members.values())[1:]

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Followed
 from hpctrain.run.layout import RunDir
@@ -165,7 +166,14 @@ def test_a_job_that_was_not_pointed_to_its_predecessors_new_job_says_so(runs, ca
 
 
 def test_a_run_that_has_begun_waits_for_nobody(five, capsys):
-    write_event(RunDir(five.runs / "export"), "attempt_started", attempt=1, world_size=1)
+    """It was resumed, and the run before it is not done any more."""
+    run = RunDir(five.runs / "export")
+    job_id = RunHistory.read(run).state.job_id
+    write_event(run, "attempt_started", attempt=1, world_size=1, job_id="local-7")
+    write_event(run, "attempt_ended", attempt=1, reason="crashed", next="stop")
+    write_event(run, "submit_intent", token="tok-1")
+    write_event(run, "submitted", token="tok-1", job_id=job_id)
+    assert value(capsys, "export")["state"] == "pending"
 
     assert "waits for train" not in value(capsys, "export")["words"]
     assert value(capsys, "export")["chain"][2]["words"] == ""

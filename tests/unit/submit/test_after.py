@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from hpctrain import api
 from hpctrain.cli.main import main
+from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Followed
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import load_spec
+from hpctrain.submit import after
+from hpctrain.submit.prepare import SubmitRequest, prepare
 from tests.support.ledger_runs import Story, write_event
 
 SBATCH = """#!/bin/sh
@@ -165,6 +169,20 @@ def test_what_runs_on_another_cluster_or_in_a_terminal_is_refused(runs, slurm, c
     assert_refused(code, capsys, "job 17 on slurm, for which a job on local cannot wait")
 
 
+def test_what_others_can_write_is_not_waited_for(runs, slurm, capsys):
+    a_run(runs, slurm, "a").run.root.chmod(0o777)
+
+    assert_refused(submit("--after", "a"), capsys, "can be written by every user")
+
+
+def test_it_is_refused_before_anything_is_made(runs, slurm, tmp_path):
+    a_run(runs, slurm, "a", job_id="")
+    words = {"cwd": tmp_path, "environ": dict(os.environ), "runs": runs, "cluster": "slurm"}
+
+    with pytest.raises(UsageError, match="was never submitted"):
+        prepare(SubmitRequest(**words, command=["train.py"], after=["a"]))
+
+
 def test_an_unknown_run_is_not_found(runs, slurm, capsys):
     a_run(runs, slurm, "alpha")
 
@@ -206,6 +224,8 @@ def test_a_chain_that_leads_back_is_refused_at_submit_and_at_resume(runs, slurm,
     code = submit("--after", "c", name="new")
 
     assert_refused(code, capsys, "a circle", ": new after c after b after new;", "--name")
+    code = submit("--after", "c", "--no-submit", name="new")
+    assert_refused(code, capsys, ": new after c after b after new;")
     assert not (runs / "new").exists()
     put_after(runs, "b", "c")
     assert_refused(main(["resume", "b"]), capsys, ": b after c after b;")
@@ -227,6 +247,19 @@ def test_a_diamond_is_no_circle(runs, slurm):
     put_after(runs, "d", "a")
 
     assert submit("--after", "c", "--after", "d") == 0
+
+
+def test_a_ladder_of_runs_is_looked_at_once(runs, slurm, monkeypatch):
+    for at in range(12):
+        for side in "lr":
+            Story(runs / f"{side}{at}", cluster="slurm")
+            put_after(runs, f"{side}{at}", *([f"l{at - 1}", f"r{at - 1}"] if at else []))
+    looks = []
+    monkeypatch.setattr(after, "load_spec", lambda path: looks.append(path) or load_spec(path))
+
+    after.refuse_circle(runs / "top", [str(runs / "l11"), str(runs / "r11")])
+
+    assert len(looks) == 24
 
 
 def test_a_dry_run_and_json_show_whom_it_waits_for(runs, slurm, capsys):
@@ -331,7 +364,7 @@ def test_followers_that_are_gone_or_have_begun_or_follow_another_are_left_alone(
 ):
     for name in ("gone", "other"):
         ledger.append(follower.run, Followed(run=str(runs / name)))
-    a_run(runs, slurm, "other", job_id="18")
+    a_run(runs, slurm, "other", state="PENDING", job_id="18")
     write_event(RunDir(runs / "b"), "attempt_started", attempt=1, world_size=1, job_id="101")
 
     assert main(["resume", "a"]) == 0
