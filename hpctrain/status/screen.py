@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
@@ -133,7 +133,10 @@ class RunsScreen:
             Column("for", [_age(run) for run in runs], right=True),
         ]
         waits = [_waits_for(run) for run in runs]
-        columns += [Column("waits for", waits, shrink=True)] if any(waits) else []
+        if any(waits):  # whom it waits for is worth more than how fast the others are
+            less = {"speed", "goodput", "nodes"}
+            columns = [replace(c, drop=1) if c.title in less else c for c in columns]
+            columns.append(Column("after", waits, shrink=True))
         yield fitted(columns, options.max_width)
         answers = [run.answer for run in runs]
         notes = {one.note or f"no answer: {one.problem}" for one in answers if one.problem}

@@ -125,7 +125,22 @@ def test_the_table_of_all_runs_says_who_waits_for_whom(five, capsys):
 def test_the_table_has_no_such_column_where_nobody_waits(runs, capsys):
     Chain(runs).add("z")
 
-    assert "waits for" not in screen(capsys)
+    assert "after" not in screen(capsys).splitlines()[0].split()
+
+
+def test_names_are_whole_on_a_narrow_screen(runs, capsys, monkeypatch):
+    chain = Chain(runs)
+    chain.add("train-12")
+    chain.add("train-12-then", "train-12")
+    chain.add("train-12-then-2", "train-12-then")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    title, *rows = screen(capsys).splitlines()
+
+    assert title.split()[-1] == "after"
+    assert rows[0].split()[0] == "train-12-then-2"
+    assert rows[0].split()[-1] == "train-12-then"
+    assert max(map(len, [title, *rows])) <= 80
 
 
 def test_a_run_whose_predecessor_runs_says_so(five, capsys):
