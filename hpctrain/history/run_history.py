@@ -756,6 +756,7 @@ def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: facts.NodesExc
 
 def _asked(run: RunHistory, _: _Attempt, __: float, fact: facts.EvaluationAsked) -> None:
     run.asked_evaluations.add(fact.step)
+    run.evaluations.pop(fact.step, None)  # what was said before is no longer the last word
     _forget_gone(run, fact.step)
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base import locks
@@ -27,6 +28,7 @@ from hpctrain.errors import (
     CheckpointError,
     ClusterError,
     HpctrainError,
+    NotFound,
     RunAlive,
     RunLocked,
 )
@@ -35,7 +37,7 @@ from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run import events as ledger
 from hpctrain.run.evaluation_curves import write_curves
-from hpctrain.run.event_types import Evaluated
+from hpctrain.run.event_types import Evaluated, EvaluationAsked
 from hpctrain.run.fence import look_anew
 from hpctrain.run.layout import RunDir
 from hpctrain.run.results import read_results
@@ -130,6 +132,27 @@ def look_after(run: RunDir, spec: Spec) -> list[str]:
         f"the evaluation of step {step} could not be submitted: {why}"
         for step, why in done.refused.items()
     ]
+
+
+def ask_again(evaluates: Evaluates) -> None:
+    """Write into the evaluated run's ledger that an evaluation is repeated: it is awaited again.
+
+    Raises:
+        NotFound: its checkpoint is gone.
+        HpctrainError: the ledger cannot be written.
+    """
+    run, step = RunDir(Path(evaluates.run)), evaluates.step
+    if not find.step_path(run, step).is_dir():
+        raise NotFound(
+            f"step {step} of {run.name} is no longer there: it was pruned or set aside, and cannot "
+            "be evaluated again"
+        )
+    try:
+        ledger.append(run, EvaluationAsked(step=step))
+    except OSError as error:
+        raise CheckpointError(
+            f"{run.events} cannot be written, so the checkpoint could be pruned: {error.strerror}"
+        ) from error
 
 
 @contextlib.contextmanager

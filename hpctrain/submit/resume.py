@@ -5,6 +5,7 @@ tests/unit/submit/test_site_submit.py and tests/slurm/test_elastic.py hold the p
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from hpctrain.submit.live_job import refuse_alive
 from hpctrain.submit.own_job import as_own_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from hpctrain.checkpoint.sealed.manifest import Seal
     from hpctrain.run.layout import RunDir
@@ -162,13 +163,30 @@ class ResumedJob(NamedTuple):
     """What became of the runs that are to follow."""
 
 
+@contextlib.contextmanager
+def _checkpoint_held(spec: Spec) -> Iterator[None]:
+    """Around the start of an evaluation that is repeated: nobody may prune what it is to read.
+
+    Said twice: until the job is known, somebody may find the evaluation over, as it was before.
+    """
+    if spec.evaluates is None:
+        yield
+        return
+    from hpctrain.submit.evaluations import ask_again
+
+    ask_again(spec.evaluates)
+    yield
+    ask_again(spec.evaluates)
+
+
 def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> ResumedJob:
     """Start the run's next job, and have those who wait for the run wait for it.
 
     See `launch` for what it raises.
     """
     spec, exclude = prepared.spec, prepared.exclude
-    job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude)
+    with _checkpoint_held(spec):
+        job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude)
     notes = redirect_followers(run)
     if spec.beside:
         from hpctrain.submit.evaluations import look_after

@@ -12,12 +12,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.checkpoint.store import find
-from hpctrain.errors import ClusterUnreachable, RunLocked
+from hpctrain.errors import ClusterUnreachable, NotFound, RunLocked
+from hpctrain.history.evaluations import evaluations_of
+from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Evaluated
 from hpctrain.settings.spec import Evaluates, load_spec
-from hpctrain.submit import evaluations
+from hpctrain.submit import evaluations, resume
+from hpctrain.submit.change import ResumeRequest
 from hpctrain.submit.evaluations import advance
+from hpctrain.submit.resume import prepare_resume, resume_run
 from tests.support.evaluated_runs import FakeCluster, commit, finish, made, use_fake_cluster
 from tests.support.ledger_runs import write_event
 
@@ -193,6 +197,54 @@ def test_one_that_was_resumed_by_hand_gets_a_second_word(run, jobs):
 
     assert [fact.metrics for fact in told(run)] == [{}, {"loss": 2}]
     assert jobs() == ["gpt-eval-60", "gpt-eval-30", "resumed"]
+
+
+def test_one_that_is_repeated_holds_its_checkpoint_until_its_second_word(run, jobs, monkeypatch):
+    look(run)
+    finish(run, 60, reason="crashed")
+    look(run)
+    assert 60 not in awaited(run)
+    real = resume.launch
+
+    def launch(*args, **more):
+        assert 60 in awaited(run)
+        look(run)  # somebody finds it over, as it was before
+        return real(*args, **more)
+
+    monkeypatch.setattr(resume, "launch", launch)
+    repeat(run, 60)
+
+    assert 60 in awaited(run)
+    assert look(run).alive == {60: "3", 30: "2"}
+    assert len(told(run)) == 2
+    finish(run, 60, {"loss": 2})
+    look(run, of=60)
+    assert 60 not in awaited(run)
+    assert told(run)[-1].metrics == {"loss": 2}
+
+
+def test_one_whose_checkpoint_is_gone_is_not_repeated(run, jobs):
+    look(run)
+    finish(run, 60, reason="crashed")
+    look(run)
+    shutil.rmtree(find.step_path(run, 60))
+
+    with pytest.raises(NotFound, match=r"step 60 of gpt is no longer there: it was pruned or set"):
+        repeat(run, 60)
+    assert jobs() == ["gpt-eval-60", "gpt-eval-30"]
+
+
+def repeat(run, step):
+    """`hpctrain resume` of an evaluation that is over."""
+    child = run.evaluation(step)
+    job = FakeCluster.folder / f"{RunHistory.read(child).state.job_id}.json"
+    job.write_text(job.read_text().replace("true", "false"))
+    prepared = prepare_resume(child, load_spec(child.spec), ResumeRequest({}), {"PATH": ""})
+    resume_run(child, prepared, None)
+
+
+def awaited(run):
+    return evaluations_of(RunHistory.read(run), load_spec(run.spec).settings.evaluate).awaited
 
 
 def test_one_whose_job_is_gone_is_over(run, jobs):
