@@ -131,6 +131,7 @@ def submit(
     mesh: Mapping[str, int | str] | None = None,
     site: str | None = None,
     cluster: str | None = None,
+    container: str | None = None,
     config: str | os.PathLike[str] | None = None,
     settings: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
@@ -159,6 +160,7 @@ def submit(
         mesh: Ranks along an axis, e.g. {"tp": 4, "pp": "1-2"}.
         site: The cluster's preset: a name, a file, or "none".
         cluster: "slurm" or "local"; slurm if there is an sbatch.
+        container: Image in which the ranks run.
         config: Settings file; hpctrain.toml in the working directory if there is one.
         settings: Any setting by "section.key", e.g. {"train.steps": 500}.
         env: Environment of the ranks; no secrets.
@@ -200,6 +202,7 @@ def submit(
         mesh=_mesh(mesh),
         site=site,
         cluster=cluster,
+        container=container,
         config=None if config is None else Path(config),
         sets=_sets(settings),
         env=[f"{variable}={value}" for variable, value in (env or {}).items()],

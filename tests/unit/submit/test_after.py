@@ -14,6 +14,7 @@ from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Followed
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit import after
 from hpctrain.submit.prepare import SubmitRequest, prepare
@@ -167,6 +168,13 @@ def test_what_runs_on_another_cluster_or_in_a_terminal_is_refused(runs, slurm, c
     a_run(runs, slurm, "c")
     code = main([*local, "--", "train.py"])
     assert_refused(code, capsys, "job 17 on slurm, for which a job on local cannot wait")
+
+
+def test_a_scheduler_whose_jobs_cannot_wait_says_so(runs, slurm, capsys, monkeypatch):
+    monkeypatch.setattr(SlurmCluster, "has_dependencies", False)
+    a_run(runs, slurm, "a")
+
+    assert_refused(submit("--after", "a"), capsys, "cannot wait: try again when it is done")
 
 
 def test_what_others_can_write_is_not_waited_for(runs, slurm, capsys):
