@@ -354,11 +354,14 @@ def _evaluations(files: _RunFiles) -> list[EvaluationView]:
     from hpctrain.submit.evaluations import children
 
     awaited = evaluations_of(history, settings.evaluate).awaited
-    states = {
-        step: RunHistory.read(child, marks="few").state.phase.value
-        for step, child in (children(files.run).items() if awaited else ())
-        if step in awaited
-    }
+    try:
+        states = {
+            step: RunHistory.read(child, marks="few").state.phase.value
+            for step, child in (children(files.run).items() if awaited else ())
+            if step in awaited
+        }
+    except OSError:  # another user's, whose evaluations nobody else may look into
+        states = dict.fromkeys(awaited, "waiting or running")
     return views(history, settings, states)
 
 

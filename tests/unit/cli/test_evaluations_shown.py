@@ -16,6 +16,7 @@ from hpctrain.settings.spec import load_spec
 from hpctrain.status.evaluation_lines import LAST
 from hpctrain.status.reader import StatusReader
 from hpctrain.status.screen import StatusScreen
+from hpctrain.submit import evaluations
 from tests.support import checkpoints
 from tests.support.ledger_runs import Story
 
@@ -95,6 +96,18 @@ def test_json_has_all_of_them(story, capsys):
         "is_best": True,
     }
     assert [row["step"] for row in rows if row["is_best"]] == [200]
+
+
+def test_evaluations_of_another_user_are_shown_as_far_as_the_ledger_goes(story, runs, monkeypatch):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(evaluations, "children", refuse)
+
+    shown = lines_of(story.run, runs)
+
+    assert shown[0] == "evaluated   step 400, loss 2.5, accuracy 0.5"
+    assert shown[4] == "evaluating  waiting or running steps 600, 700, 800"
 
 
 def test_a_run_without_evaluations_has_no_line_of_them(runs):
