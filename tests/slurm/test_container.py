@@ -42,6 +42,7 @@ def inside(image):
         "container.runtime": '"charliecloud"',
         "container.python": f'"{sys.executable}"',
         "container.mounts": container_image.mounts(),
+        "container.options": ["--private-tmp"],  # what is not bound is not there, below /tmp too
     }
 
 
@@ -74,7 +75,7 @@ def test_the_image_has_a_root_of_its_own_with_python_and_no_slurm(container_imag
 def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
     slurm, tmp_path, in_peace, container_image_path
 ):
-    args = ("--nodes=2", "--ranks-per-node=1", "--partition=work")
+    args = ("--nodes=2", "--ranks-per-node=1", "--partition=grace")
     run = submit(slurm, tmp_path, *args, sets=SETTINGS | inside(container_image_path))
     run.wait_step(5)
     roots = roots_of_tasks(slurm, run.job_id)
@@ -99,7 +100,9 @@ def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
         ("stopped", ["n2", "n3"]),
         ("completed", ["n2", "n3"]),
     ], run.story()
-    assert (status["state"], status["step"]) == ("done", STEPS)
+    assert (status["state"], status["step"], status["image"]) == ("done", STEPS, None)
+    requeued = [(e.fact.by, e.fact.next) for e in run.events("attempt_ended", attempt=1)]
+    assert requeued == [("agent", "requeue")]  # so SLURM was asked for it from inside
     lost = run.steps_lost()
     assert (lost[0], lost[2]) == (0, 0)
     assert lost[1] <= 2 * SETTINGS["checkpoint.interval_steps"]
