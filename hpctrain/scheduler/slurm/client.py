@@ -162,6 +162,11 @@ class SlurmCluster(Cluster):
         """The batch script."""
         from hpctrain.scheduler.slurm.script import render_script
 
+        if spec.settings.container.image:
+            from hpctrain.scheduler.slurm.container_checks import check_mount_points
+            from hpctrain.site.preset import site_of
+
+            check_mount_points(spec, run, site_of(spec))
         return render_script(spec, run, token)
 
     def facts(self) -> ClusterFacts:

@@ -13,21 +13,23 @@ import platform
 import re
 import shutil
 import tomllib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from hpctrain.base.files import read_text
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.scheduler.slurm.container import runtime_of
-from hpctrain.scheduler.slurm.image_file import machines
+from hpctrain.scheduler.slurm.container import mounts_of, runtime_of
+from hpctrain.scheduler.slurm.image_file import inside, machines
 from hpctrain.scheduler.slurm.script import module_lines
 from hpctrain.settings.schema import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Accounting
     from hpctrain.settings.schema import Settings
+    from hpctrain.settings.spec import Spec
     from hpctrain.site.preset import Site
 
 COMMANDS = {
@@ -42,6 +44,10 @@ SRUN_OPTIONS = {"enroot-pyxis": "--container-image", "cscs-ce": "--environment"}
 """By these srun starts the container; a plugin of SLURM's adds them."""
 _FILES = (".sif", ".simg", ".sqsh", ".sqfs", ".squashfs", ".img", ".tar", ".toml")
 _ARCHIVE = re.compile(r"(docker-archive|oci-archive|oci|dir):(?!//)([^:]+)(:.*)?")
+_WRITABLE = frozenset({"-w", "--write", "-W", "--write-fake", "--home"})
+"""With these ch-run makes a mount's place by itself, or may have it."""
+_HOSTS = ("/dev", "/proc", "/sys", "/tmp")  # noqa: S108 - ch-run's own
+"""Of the host, or writable, in each of ch-run's containers."""
 _EDF_BYTES = 1 << 20
 
 
@@ -94,6 +100,39 @@ def check_container(
         partition = settings.slurm.partition
         notes += _check_image(path, setting, partition, settings.slurm.setup, accounting)
     return settings, notes
+
+
+def check_mount_points(spec: Spec, run: RunDir, site: Site | None) -> None:
+    """Refuse a folder as image in which a mount has no place, where none can be made.
+
+    Charliecloud's images are read-only, and ch-run makes no folder in them.
+
+    Raises:
+        ChecksFailed: names the place, and what makes it.
+    """
+    container = spec.settings.container
+    runtime = runtime_of(container, site, spec.origins)
+    image = Path(container.image)
+    options = {option.partition("=")[0] for option in container.options}
+    if runtime != "charliecloud" or not image.is_dir() or options & _WRITABLE:
+        return
+    made: list[str] = [*_HOSTS]
+    for target in (mount.target for mount in mounts_of(spec, run, site, runtime)):
+        if not any(PurePosixPath(target).is_relative_to(above) for above in made):
+            if not _has(image, target):
+                raise ChecksFailed(
+                    f"container.image is {image}, and {target} has no place there to be mounted "
+                    f"on: mkdir -p {image}{target}, or set container.options = ['--write-fake'], "
+                    "which newer versions of Charliecloud know"
+                )
+            made.append(target)
+
+
+def _has(image: Path, target: str) -> bool:
+    try:
+        return inside(image, target).exists()
+    except OSError:  # links in a ring
+        return False
 
 
 def image_path(image: str, runtime: str, folder: Path) -> Path | None:

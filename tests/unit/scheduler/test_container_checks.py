@@ -22,6 +22,7 @@ from hpctrain.scheduler.slurm.container_checks import (
     COMMANDS,
     SRUN_OPTIONS,
     check_container,
+    check_mount_points,
     image_path,
 )
 from hpctrain.settings.fields import keys_of
@@ -29,6 +30,7 @@ from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
 from hpctrain.site.preset import Site
 from hpctrain.site.schema import About, Container
 from tests.support import users
+from tests.unit.scheduler.test_container import RUN, make_spec
 from tests.unit.scheduler.test_image_file import sif
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
@@ -181,6 +183,30 @@ def test_garbage_in_an_image_is_not_known_and_refuses_nothing(tmp_path, runtimes
     for content in (b"", b"hsqs" + bytes(99), b"\x7fELF", sif(b"04")[:45], b"\xff" * 4096):
         (tmp_path / "x.sif").write_bytes(content)
         assert look(make("x.sif"), tmp_path, accounting=asked("x86_64"))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("places", "mounts", "options", "missing"),
+    [
+        (["scratch/me/runs", "home/me/llm"], [], [], ""),
+        (["scratch/me/runs"], [], [], "/home/me/llm"),
+        (["scratch", "home/me/llm"], ["/scratch"], [], ""),  # what lies below is in the mount
+        (["scratch/me/runs", "home/me/llm"], ["/opt/x:/data"], [], "/data"),
+        (["scratch/me/runs", "home/me/llm"], ["/opt/x:/tmp/x"], [], ""),
+        ([], [], ["--write-fake=64m"], ""),
+    ],
+)
+def test_a_folder_as_image_has_a_place_for_each_mount(tmp_path, places, mounts, options, missing):
+    for place in places:
+        (tmp_path / "image" / place).mkdir(parents=True)
+    (tmp_path / "image").mkdir(exist_ok=True)
+    spec = make_spec("charliecloud", str(tmp_path / "image"), mounts=mounts, options=options)
+
+    if not missing:
+        check_mount_points(spec, RUN, None)
+        return
+    with pytest.raises(ChecksFailed, match=rf" and {missing} has no place there"):
+        SlurmCluster().render(spec, RUN, "tok")
 
 
 # ---- runtimes
