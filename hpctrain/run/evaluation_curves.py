@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import struct
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ PREFIX = "eval/"
 KEPT = 8
 """Files, of which the newest counts: a TensorBoard that is open fails where the one is gone that it
 was reading."""
+_NAME = re.compile(r"events\.out\.tfevents\.evaluations-\d{10}")
+"""Of our own files; others that lie beside them are none of our business."""
 _STAGED = "staged"
 """TensorBoard reads whatever has `tfevents` in its name."""
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, as TFRecord has it
@@ -55,7 +58,7 @@ def write_curves(run: RunDir) -> None:
         return
     folder = run.evaluation_curves
     folder.mkdir(parents=True, exist_ok=True)
-    files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
+    files = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     there = read_plain(files[-1]) if files else None
     if there is not None and wanted.startswith(there):
         _append(files[-1], wanted[len(there) :])
@@ -101,7 +104,10 @@ def _wanted(events: list[Event]) -> bytes:
 
 def _point(step: int, t: float, fact: Evaluated) -> bytes:
     values = b"".join(
-        _VALUE + _sized(_TAG + _sized((PREFIX + name).encode()) + _SIMPLE_VALUE + _single(value))
+        _VALUE
+        + _sized(
+            _TAG + _sized((PREFIX + name).encode(errors="replace")) + _SIMPLE_VALUE + _single(value)
+        )
         for name, value in fact.metrics.items()
     )
     return _WALL_TIME + struct.pack("<d", t) + _STEP + _varint(step) + _SUMMARY + _sized(values)

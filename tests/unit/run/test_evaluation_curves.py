@@ -96,6 +96,18 @@ def test_numbers_and_names_of_any_size_are_points(story):
     ]
 
 
+def test_what_a_program_writes_beside_them_and_odd_names_disturb_nothing(story):
+    folder = story.run.evaluation_curves
+    folder.mkdir(parents=True)
+    other = folder / "events.out.tfevents.99.n1"
+    other.write_bytes(b"")
+    for step in (20, 10):
+        evaluated(story, step, **{"loss": 1.0, "\ud800\x1b[2J": 2.0})
+
+    assert shown(EventAccumulator(str(folder))) == [(10, 1.0), (20, 1.0)]
+    assert other.read_bytes() == b""
+
+
 def test_a_step_without_metrics_is_no_point_and_the_last_word_counts(story):
     story.add("evaluated", step=10, run="x", metrics={}, why="exit code 1")
     write_curves(story.run)
