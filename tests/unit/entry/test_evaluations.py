@@ -20,7 +20,7 @@ from hpctrain.settings.spec import Entry, Evaluates, load_spec
 from hpctrain.submit.evaluations import Advanced
 from tests.support.ledger_runs import Story
 
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ class Watcher:
         self.fails, self.stop = list(fails), threading.Event()
         monkeypatch.setattr(evaluations, "LOOK_S", 0.02)
         monkeypatch.setattr(evaluations, "look", self.look)
-        self.thread = threading.Thread(target=watch, args=(run, self.stop))
+        self.thread = threading.Thread(target=watch, args=(run, self.stop), daemon=True)
 
     def look(self, run):
         with self.changed:

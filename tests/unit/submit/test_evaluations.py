@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -411,20 +412,25 @@ def test_a_dry_look_changes_nothing(run, jobs, tmp_path):
 # ---- more than one at it, and deaths
 
 
-def test_of_two_looks_at_once_one_submits(run, jobs):
-    barrier = threading.Barrier(4)
+def test_of_two_looks_at_once_one_says_what_has_ended_and_submits(run, jobs, monkeypatch):
+    look(run)
+    finish(run, 60, {"loss": 2.5})
+    append, both = ledger.append, threading.Barrier(2)
 
-    def together():
-        barrier.wait()
-        look(run)
+    def together(*args, **more):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        append(*args, **more)
 
-    threads = [threading.Thread(target=together) for _ in range(4)]
+    monkeypatch.setattr(ledger, "append", together)
+    threads = [threading.Thread(target=look, args=(run,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
-    assert jobs() == ["gpt-eval-60"]
+    assert jobs() == ["gpt-eval-60", "gpt-eval-30"]
+    assert len(told(run)) == 1
 
 
 def test_who_cannot_have_the_lock_says_so(run, monkeypatch):
