@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest
-from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
+from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, NotFound, UsageError
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import SubmitFailed, SubmitIntent, Submitted
@@ -101,7 +101,7 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
         job_id = launch(run, spec, by="submit", exclude=list(bad))
     except ClusterUnreachable:
         raise
-    except (ClusterError, UsageError):
+    except (ChecksFailed, ClusterError, NotFound, UsageError):
         for follower, _ in following:
             discard_run(follower)
         discard_run(run, prepared.new_parent)

@@ -320,3 +320,18 @@ def test_submit_refuses_in_a_line_and_makes_nothing(tmp_path, monkeypatch, capsy
     assert "flag --set container.image: container.image is" in err
     assert "Traceback" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.sif"]
+
+
+def test_what_is_seen_only_as_the_script_is_written_makes_nothing_either(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SlurmCluster, "missing", lambda *_: "")
+    (tmp_path / "image").mkdir()
+    words = ["submit", "--cluster=slurm", "--container=./image", "--set=slurm.setup=['true']"]
+    words += ["--set=container.runtime=charliecloud", "--set=container.mounts=['/opt:/data']"]
+
+    assert main(words) == ChecksFailed.exit_code
+
+    assert "/data has no place there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["image"]
