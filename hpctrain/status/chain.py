@@ -29,7 +29,12 @@ def chained(runs: Sequence[RunStatus]) -> list[RunStatus]:
     """The same runs, each with the chain of which it is a part, if it is of one."""
     by_root = {run.root: run for run in runs}
     linked = {run.root: _link(run, by_root) for run in runs}
-    chains = {root: _around(root, linked) for root in linked}
+    beside: dict[str, set[str]] = {root: set() for root in linked}
+    for root, link in linked.items():
+        for path in set(link.after) & linked.keys():
+            beside[root].add(path)
+            beside[path].add(root)
+    chains = {root: _around(root, linked, beside) for root in linked}
     return [replace(run, chain=chains[run.root]) for run in runs]
 
 
@@ -64,16 +69,20 @@ def _words(run: RunStatus, before: Sequence[RunStatus]) -> str:
     return "" if run.state is RunState.DONE else run.ledger_state.detail
 
 
-def _around(root: str, linked: Mapping[str, Link]) -> list[Link]:
-    """The runs that hang together with this one, predecessors first; none where it is alone."""
+def _around(root: str, linked: Mapping[str, Link], beside: Mapping[str, set[str]]) -> list[Link]:
+    """The runs that hang together with this one, predecessors first; none where it is alone.
+
+    Args:
+        root: This one's directory.
+        linked: All runs.
+        beside: Which of them come right before or behind each.
+    """
+    if not beside[root]:
+        return []
     members, new = {root}, {root}
     while new:
-        beside = {path for one in new for path in linked[one].after}
-        beside |= {path for path, link in linked.items() if new & set(link.after)}
-        new = (beside & linked.keys()) - members
+        new = {path for member in new for path in beside[member]} - members
         members |= new
-    if len(members) == 1:
-        return []
     order: list[Link] = []
     for path in linked:
         if path in members:
