@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hpctrain.checkpoint.store import find
 from hpctrain.history.evaluations import due
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.layout import RunDir
@@ -21,6 +24,8 @@ SETTINGS = {
     "train.steps": 12,
     "checkpoint.interval_steps": 2,
     "checkpoint.keep_last": 2,
+    "checkpoint.keep_best": 1,
+    "checkpoint.best_metric": "eval.loss",
     "evaluate.script": "./evaluate.sh",
     "evaluate.every": 3,
     "evaluate.nodes": 1,
@@ -44,6 +49,11 @@ def test_checkpoints_are_evaluated_once_and_nothing_of_the_job_reaches_their_job
     assert steps == [6, 12]
     told = events(run, "evaluated")
     assert sorted((fact["step"], fact["metrics"]["loss"]) for fact in told) == [(6, 6), (12, 12)]
+    while find.steps(RunDir(run)) != [12, 10, 6]:  # the newest, and the best of the evaluated
+        assert time.monotonic() < deadline, find.steps(RunDir(run))
+        time.sleep(POLL_S)
+    board = EventAccumulator(str(run / "tensorboard" / "eval")).Reload()
+    assert [(point.step, point.value) for point in board.Scalars("eval/loss")] == [(6, 6), (12, 12)]
     child = RunDir(run).evaluation(6)
     lines = child.results.with_name("results.json.env").read_text().splitlines()
     assert f"HPCTRAIN_RUN_DIR={child.root}" in lines
