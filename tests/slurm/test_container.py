@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from tests.support import container_image, processes
 from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
-from tests.support.scenario import submit
+from tests.support.scenario import cli, submit
+from tests.unit.scheduler.test_image_file import sif
 
 pytestmark = pytest.mark.container
 
@@ -111,6 +113,24 @@ def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
     assert "scontrol" not in logs
     assert_same_bits(full_state(in_peace, STEPS), full_state(run.dir, STEPS))
     assert consumed(run.dir) == consumed(in_peace)
+
+
+@pytest.mark.slurm
+def test_what_no_node_can_start_is_refused_by_what_slurm_says_of_them(slurm, tmp_path):
+    other = {"x86_64": (b"04", "aarch64")}.get(platform.machine(), (b"02", "x86_64"))
+    (tmp_path / "x.sif").write_bytes(sif(other[0]))
+    unfit = f"{other[1]}, and the nodes of the default partition are {platform.machine()}"
+    for image, runtime, code, words in (
+        ("x.sif", "charliecloud", 3, f"made for {unfit}"),
+        ("gone.sif", "charliecloud", 4, "nothing is there"),
+        ("docker.io#debian", "enroot-pyxis", 3, "srun has no --container-image here"),
+        ("pytorch", "cscs-ce", 3, "srun has no --environment here"),
+    ):
+        sets = (f"--set=container.runtime={runtime}", f"--container={image}")
+        done = cli(slurm, tmp_path, "submit", "--cluster=slurm", *sets)
+        assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
+        assert words in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x.sif"]
 
 
 @pytest.mark.slurm
