@@ -583,6 +583,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     _check_resume_args(settings, origins)
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
     notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
+    notes += _idle_evaluate(settings, origins)
     return Chosen(notes=notes) + fit_lead(settings, origins)
 
 
@@ -600,6 +601,20 @@ def _check_best(settings: Settings, origins: Mapping[str, str]) -> None:
             "and the run has none; set evaluate.script, or name a value that the program gives to "
             "run.log"
         )
+
+
+def _idle_evaluate(settings: Settings, origins: Mapping[str, str]) -> list[str]:
+    """Of [evaluate], what will have no effect."""
+    evaluate = settings.evaluate
+    if evaluate.script:
+        never = not evaluate.every and not evaluate.last
+        return ["evaluate.every is 0 and evaluate.last is false: nothing is due"] if never else []
+    given = (path for path, origin in origins.items() if origin != "default")
+    return [
+        f"{path} has no effect without evaluate.script"
+        for path in given
+        if path.startswith("evaluate.") and path != "evaluate.script"
+    ]
 
 
 def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:

@@ -370,4 +370,6 @@ def _outcome(step: int, child: RunDir) -> Evaluated:
     failure = newest.failure if newest is not None else None
     detail = failure.summary if failure is not None else history.state.detail
     word = str(phase) if phase in OVER else "its job has ended without a word"
+    if phase not in OVER and history.state.cancel == "cancel":
+        word = str(RunState.CANCELLED)
     return Evaluated(step=step, run=child.name, why=f"{word}: {detail}" if detail else word)

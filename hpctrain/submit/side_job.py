@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import BOUNDED
+from hpctrain.settings.fields import keys_of
 from hpctrain.settings.layers import DEFAULT, Layer
-from hpctrain.settings.schema import Settings, replaced, value_at
+from hpctrain.settings.schema import EvaluateSettings, Settings, replaced, value_at
 from hpctrain.submit.change import ResumeRequest, resettle
 from hpctrain.submit.checks import runs_inside
 from hpctrain.submit.program import read_program
@@ -39,7 +40,7 @@ _RUNS_OWN = ("", -1)
 _OF_THE_RUN_ALONE = (
     "checkpoint.keep_best",
     "checkpoint.sealed",
-    "evaluate.script",
+    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
     "profile.memory",
     "profile.nsys_rank",
     "profile.ranks",

@@ -259,6 +259,15 @@ def test_one_whose_job_is_gone_is_over(run, jobs):
     assert jobs() == ["gpt-eval-60", "gpt-eval-30"]
 
 
+def test_one_that_was_cancelled_is_over(run, jobs):
+    look(run)
+    write_event(run.evaluation(60), "cancel_requested", job_id="1")
+    (jobs.folder / "1.json").write_text('{"token": "x", "run": "gpt-eval-60", "alive": false}')
+    look(run)
+
+    assert told(run)[0].why == "cancelled"
+
+
 def test_one_that_ends_while_the_scheduler_is_asked_is_taken_at_its_last_word(run, monkeypatch):
     look(run)
 

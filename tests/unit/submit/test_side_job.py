@@ -95,6 +95,16 @@ def test_an_allocation_that_cannot_be_is_refused_before_anything_is_made(work, w
     assert entries(work) == ["evaluate.py", "train.py"]
 
 
+def test_what_has_no_effect_is_said(work):
+    assert (
+        "evaluate.every has no effect without evaluate.script"
+        in ask(work, "evaluate.every=3").notes
+    )
+    assert [n for n in evaluating(work, "evaluate.every=3").notes if "evaluate" in n] == []
+    never = evaluating(work, "evaluate.every=0", "evaluate.last=false").notes
+    assert "evaluate.every is 0 and evaluate.last is false: nothing is due" in never
+
+
 def test_its_allocation_is_its_own_where_it_is_given_and_else_the_runs(work):
     prepared = evaluating(
         work,
