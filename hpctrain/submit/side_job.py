@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 EVALUATE = "evaluate"
 SECTIONS = (EVALUATE,)
 """Sections of settings that name the program of a job beside the run as their `script`."""
+PACKAGE = Path(__file__).resolve().parent.parent
+"""Of hpctrain itself."""
 _ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
 _RUNS_OWN = ("", -1)
 _OF_THE_RUN_ALONE = (
@@ -164,14 +166,16 @@ def side_spec(
 
 
 def live_notes(spec: Spec, checkout: Checkout | None) -> list[str]:
-    """Which programs beside a run are not in the copy of its code."""
+    """Which programs beside a run are not in the copy of its code, but for our own."""
     from hpctrain.submit.snapshot import has_copy
 
+    why = "" if checkout is None else ": it is not in the run's copy of the code"
     return [
-        f"{section}: later edits of {Path(entry.path).name} count: it is not in the run's copy of "
-        "the code"
+        f"{section}: later edits of {Path(entry.path).name} count{why}"
         for section, entry in spec.beside.items()
-        if entry.kind != "program" and not has_copy(entry.path, checkout)
+        if entry.kind != "program"
+        and not has_copy(entry.path, checkout)
+        and not Path(entry.path).is_relative_to(PACKAGE)
     ]
 
 

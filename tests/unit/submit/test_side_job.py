@@ -248,6 +248,15 @@ def test_one_that_is_not_in_the_copy_stays_where_it_is_with_a_word(checkout):
     ]
 
 
+def test_of_our_own_program_and_where_there_is_no_copy_nothing_untrue_is_said(checkout):
+    ours = evaluating(checkout, script="-m hpctrain.recipes.lm.evaluate", command=["train.py"])
+    theirs = evaluating(checkout, command=["train.py"])
+    plan = plan_snapshot(ours.spec.entry, "yes")
+
+    assert live_notes(ours.spec, plan.checkout) == []
+    assert live_notes(theirs.spec, None) == ["evaluate: later edits of evaluate.py count"]
+
+
 # ---- at a resume
 
 
