@@ -179,6 +179,38 @@ ENGINES = [
 ]
 
 
+def test_an_evaluation_loads_adapters_onto_the_weights_that_they_were_trained_on(tmp_path):
+    folder = hub.make(tmp_path, "Llama")
+    run = make_run(tmp_path / "run", engine__kind="ddp")
+    state, _ = attempt(run, 1, folder=folder, last=MIDDLE)
+    weights = {name: one for name, one in state.items() if name.startswith("model.")}
+    path = max(run.checkpoints.glob("step-*"))
+
+    for loaded in launch(judged, 2, folder=folder, checkpoint=path):
+        assert_same_bits(loaded, weights)
+
+    other = hub.make(tmp_path / "other", "Llama", seed=4)
+    said = launch(judged, 2, folder=other, checkpoint=path)
+    assert said[0] == said[1]
+    assert said[0].startswith("the adapters were trained on the weights of")
+
+
+def judged(*, folder, checkpoint):
+    """What an evaluation's model holds of the training's, or what was refused."""
+    import hpctrain
+
+    os.environ["HPCTRAIN_CHECKPOINT"] = str(checkpoint)
+    settings = EngineSettings(kind="fsdp2")
+    build = lambda: adapted(hub.build(folder.name))  # noqa: E731
+    engine = parallelize(build, adam, settings, join_world(), pretrained=folder)
+    try:
+        hpctrain.evaluation().load(engine)
+    except HpctrainError as error:
+        return str(error)
+    held = engine.state(with_optimizer=False).shared
+    return {n: one.full_tensor() if hasattr(one, "full_tensor") else one for n, one in held.items()}
+
+
 def refusals(folder):
     world, said = join_world(), []
     for options, _ in ENGINES:
