@@ -45,6 +45,7 @@ from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import Evaluates
 from hpctrain.submit.launch import kept_out, launch
+from hpctrain.submit.own_job import copied_from
 from hpctrain.submit.side_job import EVALUATE, side_spec
 
 if TYPE_CHECKING:
@@ -193,6 +194,8 @@ class _EvaluationLook:
             if step in self._history.evaluations and step != of:
                 continue
             history = RunHistory.read(child, marks="few")
+            if copied_from(child, history) is not None:
+                continue  # its job is the original's
             if _is_refused(history) or history.state.phase is RunState.CREATED:
                 if not self._insist and not _may_try(history, time.time()):
                     self._paused.add(step)

@@ -18,6 +18,7 @@ from hpctrain.history.evaluations import evaluations_of
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import Evaluated
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Evaluates, load_spec
 from hpctrain.submit import evaluations, resume
 from hpctrain.submit.change import ResumeRequest
@@ -343,6 +344,19 @@ def test_what_was_asked_for_is_evaluated(run, jobs):
     look(run)
 
     assert jobs() == ["gpt-eval-70"]
+
+
+def test_a_copy_of_a_run_evaluates_for_itself_what_the_original_is_at(run, jobs):
+    look(run)
+    copy = RunDir(run.root.with_name("copy"))
+    shutil.copytree(run.root, copy.root)
+    look(copy)
+    (child,) = evaluations.children(copy).values()
+
+    assert jobs() == ["gpt-eval-60", "gpt-eval-60"]
+    assert load_spec(child.spec).evaluates.run == str(copy.root)
+    assert look(copy).alive == {60: "2"}
+    assert look(run).alive == {60: "1"}
 
 
 # ---- submissions that fail
