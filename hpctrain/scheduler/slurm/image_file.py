@@ -54,7 +54,6 @@ _DIGEST = re.compile(r"([a-z0-9]{1,16}):([0-9a-f]{32,128})")
 _MOST_LINKS = 40
 _MOST_MEMBERS = 20_000
 _MOST_MANIFESTS = 64
-_MOST_DEPTH = 3
 
 
 def machines(image: Path) -> frozenset[str]:
@@ -148,34 +147,45 @@ def _of_layout(read: Read) -> frozenset[str]:
         configs = [_text(entry, "Config") for entry in docker[:_MOST_MANIFESTS]]
         names = [_text(_json(read(config)), "architecture") for config in configs]
     else:
-        names = _of_index(read, _json(read("index.json")), _MOST_DEPTH)
+        names = _of_index(read, _json(read("index.json")), set())
     made_for = [_OCI_MACHINES.get(name, "") for name in names]
     return frozenset(made_for) if all(made_for) else frozenset()
 
 
-def _of_index(read: Read, index: Any, depth: int) -> list[str]:
+def _of_index(read: Read, index: Any, seen: set[str]) -> list[str]:
+    """The architectures of an index; "" for one that is not understood.
+
+    Args:
+        read: Reads the layout.
+        index: Its JSON.
+        seen: Blobs that were read; none is read twice, or a ring would be followed for ever.
+    """
     entries = index.get("manifests") if isinstance(index, dict) else None
-    if not isinstance(entries, list) or depth == 0:
+    if not isinstance(entries, list):
         return [""]
     names: list[str] = []
     for entry in entries[:_MOST_MANIFESTS]:
         platform = entry.get("platform") if isinstance(entry, dict) else None
         name = _text(platform, "architecture")
-        if name == "unknown":  # no image: what a builder attests of one
+        again = _text(entry, "digest") in seen  # under two names, or a ring
+        if name == "unknown" or again:  # the former is no image: what a builder attests of one
             continue
-        names += [name] if name else _of_manifest(read, _blob(read, entry), depth)
+        names += [name] if name else _of_manifest(read, _blob(read, entry, seen), seen)
     return names
 
 
-def _of_manifest(read: Read, manifest: Any, depth: int) -> list[str]:
+def _of_manifest(read: Read, manifest: Any, seen: set[str]) -> list[str]:
     if isinstance(manifest, dict) and "config" in manifest:
-        return [_text(_blob(read, manifest["config"]), "architecture")]
-    return _of_index(read, manifest, depth - 1)
+        return [_text(_blob(read, manifest["config"], seen), "architecture")]
+    return _of_index(read, manifest, seen)
 
 
-def _blob(read: Read, descriptor: Any) -> Any:
+def _blob(read: Read, descriptor: Any, seen: set[str]) -> Any:
     digest = _DIGEST.fullmatch(_text(descriptor, "digest"))
-    return _json(read(f"blobs/{digest[1]}/{digest[2]}")) if digest else None
+    if digest is None or len(seen) >= 2 * _MOST_MANIFESTS:
+        return None
+    seen.add(digest[0])
+    return _json(read(f"blobs/{digest[1]}/{digest[2]}"))
 
 
 def _text(record: Any, key: str) -> str:
@@ -225,8 +235,6 @@ def _tar_members(file: FileIO) -> dict[str, tuple[int, int]]:
 def _member_bytes(header: bytes) -> int | None:
     """Size of the member with this header; None where it is no header."""
     if len(header) < HEAD_BYTES or not header[0]:
-        return None
-    if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
         return None
     if header[124] & 0x80:  # 8 GiB and more
         return int.from_bytes(header[125:136], "big")

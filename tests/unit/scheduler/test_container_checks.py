@@ -31,7 +31,7 @@ from hpctrain.site.preset import Site
 from hpctrain.site.schema import About, Container
 from tests.support import users
 from tests.unit.scheduler.test_container import RUN, make_spec
-from tests.unit.scheduler.test_image_file import sif
+from tests.unit.scheduler.test_image_file import archive, oci, sif
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 ORIGINS = {"container.image": "flag --set", "container.runtime": "hpctrain.toml:3"}
@@ -169,6 +169,19 @@ def test_of_nodes_of_two_kinds_one_is_enough_and_it_is_said(tmp_path, runtimes):
                      "partition are x86_64")]  # fmt: skip
 
 
+def test_an_image_for_several_machines_fits_each(tmp_path, runtimes):
+    (tmp_path / "x.tar").write_bytes(archive(oci("arm64", "amd64")))
+    settings = make("oci-archive:x.tar")
+    assert look(settings, tmp_path, accounting=asked("x86_64")) == (settings, [])
+
+
+def test_elsewhere_than_on_a_login_node_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(SlurmCluster, "missing", lambda *_: "there is no sbatch on PATH")
+    settings = make("gone.sif")
+    more = {"folder": tmp_path, "environ": os.environ, "accounting": None}
+    assert SlurmCluster().check_container(settings, ORIGINS, None, **more) == (settings, [])
+
+
 def test_where_nobody_knows_the_nodes_another_machine_is_only_a_note(tmp_path, runtimes):
     own, other = (b"02", b"04") if platform.machine() == "x86_64" else (b"04", b"02")
     (tmp_path / "x.sif").write_bytes(sif(other))
@@ -190,7 +203,8 @@ def test_garbage_in_an_image_is_not_known_and_refuses_nothing(tmp_path, runtimes
     [
         (["scratch/me/runs", "home/me/llm"], [], [], ""),
         (["scratch/me/runs"], [], [], "/home/me/llm"),
-        (["scratch", "home/me/llm"], ["/scratch"], [], ""),  # what lies below is in the mount
+        (["scratch", "home/me/llm"], ["/scratch"], [], ""),
+        (["scratch/me/runs", "home/me/llm", "data"], ["/x:/data", "/y:/data/y"], [], ""),
         (["scratch/me/runs", "home/me/llm"], ["/opt/x:/data"], [], "/data"),
         (["scratch/me/runs", "home/me/llm"], ["/opt/x:/tmp/x"], [], ""),
         ([], [], ["--write-fake=64m"], ""),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.scheduler.slurm import image_file
 from hpctrain.scheduler.slurm.image_file import elf_machine, inside, machines
 from tests.support.fuzzing import RAW, VALUES, cases
 
@@ -167,8 +168,23 @@ def test_an_index_of_indexes_with_platforms_and_what_a_builder_attests(tmp_path)
     }
     assert machines(written(tmp_path / "image.tar", archive(files))) == {"aarch64"}
 
-    files["blobs/sha256/" + "a" * 64] = files["index.json"]  # itself
-    assert machines(written(tmp_path / "ring.tar", archive(files))) == frozenset()
+
+def test_an_image_under_two_names_is_one(tmp_path):
+    files = oci("arm64")
+    index = json.loads(files["index.json"])
+    files["index.json"] = dumped({"manifests": index["manifests"] * 2})
+    assert machines(written(tmp_path / "image.tar", archive(files))) == {"aarch64"}
+
+
+def test_an_index_of_itself_many_times_is_read_once(tmp_path, monkeypatch):
+    itself = {"manifests": [{"digest": "sha256:" + "a" * 64}] * 64}
+    files = {"index.json": dumped(itself), "blobs/sha256/" + "a" * 64: dumped(itself)}
+    image = written(tmp_path / "ring.tar", archive(files))
+    read = []
+    monkeypatch.setattr(image_file.json, "loads", lambda text: read.append(text) or itself)
+
+    assert machines(image) == frozenset()
+    assert len(read) == 2
 
 
 def test_a_layout_reads_nothing_outside_of_itself(tmp_path):
