@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 EVALUATE = "evaluate"
 SECTIONS = (EVALUATE,)
 """Sections of settings that name the program of a job beside the run as their `script`."""
+NOT_SEALED = (
+    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
+)
 PACKAGE = Path(__file__).resolve().parent.parent
 """Of hpctrain itself."""
 _ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
@@ -87,6 +90,8 @@ def take_beside(
         entry = kept.get(section) if same else None
         spec.beside[section] = entry or read_command(spec, section, environ)
         notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
+        if section == EVALUATE and spec.settings.checkpoint.sealed:
+            notes.append(NOT_SEALED)
     return notes
 
 

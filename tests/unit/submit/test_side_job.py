@@ -14,7 +14,7 @@ from hpctrain.submit.change import change_spec, resume_request
 from hpctrain.submit.own_job import as_own_run
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import prepare_resume
-from hpctrain.submit.side_job import live_notes, side_spec
+from hpctrain.submit.side_job import NOT_SEALED, live_notes, side_spec
 from hpctrain.submit.snapshot import plan_snapshot
 from tests.support.memory import entries
 
@@ -103,6 +103,13 @@ def test_what_has_no_effect_is_said(work):
     assert [n for n in evaluating(work, "evaluate.every=3").notes if "evaluate" in n] == []
     never = evaluating(work, "evaluate.every=0", "evaluate.last=false").notes
     assert "evaluate.every is 0 and evaluate.last is false: nothing is due" in never
+
+
+def test_that_a_programs_own_checkpoints_are_not_evaluated_is_said(work):
+    notes = evaluating(work, "checkpoint.sealed=out/*.pt").notes
+
+    assert NOT_SEALED in notes
+    assert NOT_SEALED not in evaluating(work).notes
 
 
 def test_its_allocation_is_its_own_where_it_is_given_and_else_the_runs(work):
