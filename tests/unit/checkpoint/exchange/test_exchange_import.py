@@ -39,7 +39,7 @@ from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli.main import main
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
-from hpctrain.submit import launch
+from hpctrain.submit import live_job
 from tests.support.exchange import (
     bits,
     loaded,
@@ -416,7 +416,7 @@ def test_a_live_run_and_a_taken_step_are_refused(run, call, tmp_path, monkeypatc
 
     assert "step 5 of lm-1 is there already" in call.refused(*words)
     monkeypatch.setattr(
-        launch,
+        live_job,
         "live_job",
         lambda *_: JobInfo("77", JobState.RUNNING, alive=True),
     )
