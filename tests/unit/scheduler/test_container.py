@@ -316,6 +316,7 @@ def test_an_image_that_nothing_would_start_is_refused(site):
 # ---- the batch script
 
 TASK = """
+while [ ! -e "$OUT/relay" ]; do sleep 0.01; done
 while [ "$1" != bash ]; do shift; done
 export SLURMD_NODENAME=n1 SLURM_PROCID=0
 exec "$@"
@@ -328,8 +329,11 @@ export BASE=image FOO=image
 exec "$@"
 """
 ASKS = """
-case "$*" in *" relay "*) echo "$* $HPCTRAIN_RELAY" >"$OUT/relay"; exec sleep 60 ;; esac
-while [ ! -e "$OUT/relay" ] && [ "$4" = after ]; do sleep 0.01; done
+case "$*" in *" relay "*)
+  echo "$* $HPCTRAIN_RELAY" >"$OUT/relay.new"
+  mv "$OUT/relay.new" "$OUT/relay" # srun waits for it: after that the script kills this process
+  exec sleep 60 ;;
+esac
 """
 PYTHON = """
 printf '%s\\n' "$@" >"$OUT/args"
@@ -355,6 +359,7 @@ def play(folder, spec, **env):
         | env,
         capture_output=True,
         text=True,
+        timeout=60,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
