@@ -47,12 +47,21 @@ PRELOAD = (
 
 def preload() -> None:
     """Import once in the parent what its ranks need, as a node's agent does."""
-    import torch
-
     gc.disable()
     for name in PRELOAD:
         import_module(name)
     gc.enable()
+    _compute_alone()
+
+
+def _compute_alone() -> None:
+    """One thread for torch's operators; in a forked rank also before any other thread computes.
+
+    Behind a fork torch makes its pool of threads anew at the first use, and of two threads that are
+    the first together one fails with "Invalid thread pool!" (transformers loads by four).
+    """
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -132,6 +141,7 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    _compute_alone()
     try:
         result = fn(**kwargs)
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))
