@@ -45,12 +45,16 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
     slurm.kill_node("n3")
     run.wait_done()
 
-    assert len(attempts(RunHistory.of(run.events()))) == 2, run.story()
-    first, last = attempts(RunHistory.of(run.events()))
+    begun = attempts(RunHistory.of(run.events()))
+    trained = [one for one in begun if one.world_size]
+    assert len(trained) == 2, run.story()
+    # slurmctld 24.11 gave the dead node out once more in two of some ten runs: srun fails then.
+    assert len(begun) <= 3, run.story()
+    first, last = trained
     assert (first.world_size, last.world_size) == (8, 6)
     assert last.nodes == ("n1", "n2", "n4")
     assert (first.reason, last.reason) == ("node_failed", "completed")
-    assert slurm.job(run.job_id)["Restarts"] == "1"
+    assert slurm.job(run.job_id)["Restarts"] == str(len(begun) - 1)
     assert last.first_step % EVERY == 0
     assert last.first_step >= EVERY
     # The heartbeat knows of a step more than the marks; one save may have been under way.
