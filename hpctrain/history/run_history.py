@@ -670,16 +670,11 @@ def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointS
         run, attempt, t, fact, stall_s=fact.stall_s, waited_s=fact.waited_s or 0.0, mode=fact.mode
     )
     run.newest_saved = max(fact.step, run.newest_saved or 0)
-    _forget_gone(run, fact.step)
+    last_word = run.evaluations.get(fact.step)
+    if last_word is not None and not last_word.run:  # it was gone, and is there again
+        del run.evaluations[fact.step]
     if attempt is not None:
         attempt.moved(fact.step)
-
-
-def _forget_gone(run: RunHistory, step: int) -> None:
-    """Where a checkpoint was gone and is there again, its evaluation is due after all."""
-    last_word = run.evaluations.get(step)
-    if last_word is not None and not last_word.run:
-        del run.evaluations[step]
 
 
 def _sealed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSealed) -> None:
@@ -757,7 +752,6 @@ def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: facts.NodesExc
 def _asked(run: RunHistory, _: _Attempt, __: float, fact: facts.EvaluationAsked) -> None:
     run.asked_evaluations.add(fact.step)
     run.evaluations.pop(fact.step, None)  # what was said before is no longer the last word
-    _forget_gone(run, fact.step)
 
 
 def _evaluated(run: RunHistory, _: _Attempt, __: float, fact: facts.Evaluated) -> None:
