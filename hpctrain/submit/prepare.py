@@ -252,10 +252,11 @@ def _with_others(
     """Put into the spec what runs beside, before and after the run."""
     spec, runs, notes = prepared.spec, prepared.runs, list(prepared.notes)
     awaited = _look_after(request, spec, runs, notes) if request.after else []
+    of_others: list[str] = []
     if spec.settings.evaluate.script:
         from hpctrain.submit.side_job import take_beside
 
-        notes += take_beside(spec, request.environ, accounting=accounting)
+        of_others += take_beside(spec, request.environ, accounting=accounting)
     following: list[Spec] = []
     if request.then:
         from hpctrain.submit.then import take_then
@@ -263,7 +264,9 @@ def _with_others(
         following, more = take_then(
             spec, request.then, runs, request.environ, accounting=accounting
         )
-        notes += more
+        of_others += more
+    # What holds for the run itself has been said of it: each is "SECTION: NOTE".
+    notes += [note for note in dict.fromkeys(of_others) if note.partition(": ")[2] not in notes]
     theirs = dict.fromkeys(secret for other in following for secret in secrets_in(other))
     more_secrets = [secret for secret in theirs if secret not in prepared.secrets]
     return replace(

@@ -11,6 +11,7 @@ from hpctrain.cli.main import main
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import load_spec
+from hpctrain.submit import change, prepare
 
 SBATCH = """#!/bin/sh
 cd {folder}; echo "sbatch $*" >> asked; for script; do :; done
@@ -181,6 +182,15 @@ def test_what_is_made_only_is_made_with_what_follows(slurm, capsys):
     assert main(["resume", "lm"]) == 0
     said = capsys.readouterr().out
     assert "lm-then is to follow and has no job: `hpctrain resume lm-then` submits it" in said
+
+
+def test_what_holds_for_the_run_too_is_said_once(slurm, capsys, monkeypatch):
+    for module in (prepare, change):
+        monkeypatch.setattr(module, "check_versions", lambda *_, **__: ["torch 9 is new"])
+
+    assert submit("--then", "export.py", "--then", "export.py", "--dry-run") == 0
+
+    assert capsys.readouterr().err.count("torch 9 is new") == 1
 
 
 def test_from_python(slurm):
