@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -44,15 +45,14 @@ BACKLOG = 4096
 
 def main() -> int:
     """Serve until stdin ends."""
-    store: Any = None
     for line in sys.stdin:
         order = json.loads(line)
-        if "store" in order:
-            store = _store(order)
-            _say({"ready": True})
-        else:
+        if "store" not in order:
             _say(_try(order))
-    del store
+            continue
+        if order["host"]:
+            _serve_store(order)
+        _say({"ready": True})
     return 0
 
 
@@ -60,19 +60,33 @@ def _say(value: Mapping[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _store(order: Mapping[str, Any]) -> Any:
-    """The store in which all tries meet; it lives in the first node's process."""
-    if not order["host"]:
-        return None
-    address, port = str(order["address"]), int(order["store"])
-    # torch would listen on all of the machine's addresses.
-    return TCPStore(
-        address if is_loopback(address) else "localhost",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listen(address, port, BACKLOG).detach(),
-    )
+def _serve_store(order: Mapping[str, Any]) -> None:
+    """Serve the store in which all tries meet, in a process beside; it dies with this one.
+
+    torch's server looks up the name of everyone who connects, in a thread. A rank forked from the
+    serving process during such a lookup inherits glibc's resolver lock as taken, and would wait for
+    ever in its own first connect.
+    """
+    address, port, parent = str(order["address"]), int(order["store"]), os.getpid()
+    listening = listen(address, port, BACKLOG)
+    if os.fork() == 0:
+        try:
+            die_with_parent(parent)
+            os.close(sys.stdin.fileno())
+            os.dup2(2, 1)
+            # torch would listen on all of the machine's addresses.
+            _store = TCPStore(
+                address if is_loopback(address) else "localhost",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+    listening.close()
 
 
 def _try(order: Mapping[str, Any]) -> dict[str, Any]:
