@@ -193,25 +193,21 @@ def alternate(
 
 def turn(world: Any, act: Callable[[], object]) -> Turn:
     """Measure one call that all ranks begin together. Collective."""
-    import torch.distributed as dist
-
-    dist.barrier(group=world.control)
+    world.control.gather(None)
     read, cpu, wall = bytes_read(), time.process_time(), time.perf_counter()
     act()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     read = bytes_read() - read
-    dist.barrier(group=world.control)
+    world.control.gather(None)
     return Turn(wall, cpu, read)
 
 
 def clear(world: Any, *folders: Path) -> None:
     """Rank 0 removes what one turn has written. Collective."""
-    import torch.distributed as dist
-
-    dist.barrier(group=world.control)
+    world.control.gather(None)
     for folder in folders if world.rank == 0 else ():
         shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier(group=world.control)
+    world.control.gather(None)
 
 
 def best_wall(results: list[Turns], name: str, *, skip: int = 0) -> float:

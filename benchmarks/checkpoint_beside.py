@@ -77,11 +77,11 @@ def _beside_rank(
 ) -> dict[str, Any]:
     import numpy as np
     import torch
-    import torch.distributed as dist
     from _model import manifest
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.saver import Saver
+    from hpctrain.world import gather
 
     count = nbytes // 4 // 64
     tensors = {f"rank-{world.rank}.{i}": torch.rand(count) for i in range(64)}
@@ -98,7 +98,7 @@ def _beside_rank(
     for turn in range(repeats + 1):  # the first one starts processes and does not count
         for work, act in works.items():
             seen = rates[work] if turn else dict.fromkeys(("idle", "ours", "dcp"), 0.0)
-            dist.barrier(group=world.control)
+            gather(world, None)
             until = time.perf_counter() + IDLE_S
             _note(seen, "idle", _rate(act, functools.partial(_is_before, until)))
             step += 1

@@ -66,7 +66,7 @@ class Phases:
     @contextmanager
     def phase(self, name: str, world: World | None) -> Iterator[dict[str, float]]:
         """Measure what is done inside; ranks begin and end it together."""
-        import torch.distributed as dist
+        from hpctrain.world import gather
 
         row = self.rows.setdefault(name, {})
         done, seen = threading.Event(), [_own_memory()]
@@ -78,12 +78,12 @@ class Phases:
 
         looking = threading.Thread(target=look)
         if world is not None:
-            dist.barrier(group=world.control)
+            gather(world, None)
         began = time.perf_counter()
         looking.start()
         yield row
         if world is not None:
-            dist.barrier(group=world.control)
+            gather(world, None)
         row["seconds"] = time.perf_counter() - began
         done.set()
         looking.join()

@@ -44,6 +44,14 @@ def group_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def has_host_backend() -> bool:
+    """Whether the program's process group takes tensors in host memory; one of nccl alone does not.
+
+    The group must have been made.
+    """
+    return "cpu:" in str(dist.get_backend_config())
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if is_accelerator(device):

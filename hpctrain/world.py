@@ -1,7 +1,8 @@
-"""This rank's place among the ranks, and the collectives by which they agree.
+"""This rank's place among the ranks, and the exchanges by which they agree.
 
-Flags and plans go through a gloo group of their own, so that they never change the order of the
-program's own collectives. tests/engines/test_world.py holds the promises.
+Flags and plans never go through the program's own process group, whose collectives must keep their
+order, but through gloo groups of their own.
+tests/engines/test_world.py holds the promises.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from hpctrain.device import device_of_rank, group_backend
 from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 
@@ -32,6 +33,41 @@ _ANSWERS = frozenset(
 """What a file system says that works: nothing is there, something is, there is no room."""
 
 
+class Pending(Protocol):
+    """Rows of numbers on their way to rank 0."""
+
+    def is_done(self) -> bool:
+        """Whether `values` would not wait."""
+
+    def values(self) -> list[list[float]]:
+        """Every rank's in rank order, on rank 0; an empty list elsewhere."""
+
+
+class Exchange(Protocol):
+    """How plain values go between the ranks. Every call is collective, in one order on all ranks.
+
+    One thread uses it; another one that works beside takes `apart`.
+    """
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank, in rank order."""
+
+    def gather_on_0(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
+
+    def send_to_0(self, row: Sequence[float]) -> Pending:
+        """Equally many numbers of each rank to rank 0, in the background; one row at a time."""
+
+    def apart(self, timeout_s: float) -> Exchange:
+        """The same ranks' values, independent of this one's."""
+
+    def close(self) -> None:
+        """Nothing more is said; harmless when repeated. Not collective."""
+
+
 @dataclass(frozen=True)
 class World:
     """This rank's place.
@@ -41,9 +77,8 @@ class World:
         local_rank: Its number among the ranks of its node.
         world_size: How many ranks there are.
         device: The GPU of this rank, or the CPU.
-        control: A gloo group for flags and plans, apart from the gradients' group, so that a flag
-            in flight never changes the order of the program's own collectives. None in a single
-            process.
+        control: Carries flags and plans, apart from the gradients' group, so that a flag in flight
+            never changes the order of the program's own collectives. None in a single process.
         ranks_per_node: How many ranks each node has.
     """
 
@@ -51,12 +86,12 @@ class World:
     local_rank: int
     world_size: int
     device: torch.device
-    control: dist.ProcessGroup | None = None
+    control: Exchange | None = None
     ranks_per_node: int = 1
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is a process group."""
+        """Whether there are other processes."""
         return self.control is not None
 
 
@@ -72,46 +107,28 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     device = device_of_rank(local_rank)
     if not dist.is_initialized():
         dist.init_process_group(group_backend(device), timeout=timedelta(seconds=timeout_s))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     ranks, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), dist.get_world_size()
+    control = _exchange(timeout_s)
     return World(dist.get_rank(), local_rank, size, device, control, ranks or size)
+
+
+def _exchange(timeout_s: float) -> Exchange:
+    return GlooExchange(timeout_s)
 
 
 def broadcast(world: World, value: Any) -> Any:
     """Rank 0's value on every rank. Collective; values must be plain data."""
-    if world.control is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=world.control)
-    return box[0]
+    return value if world.control is None else world.control.broadcast(value)
 
 
 def gather(world: World, value: Any) -> list[Any]:
     """Every rank's value on every rank, in rank order. Collective; values must be plain data."""
-    if world.control is None:
-        return [value]
-    values: list[Any] = [None] * world.world_size
-    dist.all_gather_object(values, value, group=world.control)
-    return values
-
-
-def gather_numbers(world: World, numbers: list[int]) -> list[list[int]]:
-    """Equally many numbers of every rank, in rank order, without pickling. Collective."""
-    if world.control is None:
-        return [numbers]
-    own = torch.tensor(numbers)
-    rows = [torch.empty_like(own) for _ in range(world.world_size)]
-    dist.all_gather(rows, own, group=world.control)
-    return [row.tolist() for row in rows]
+    return [value] if world.control is None else world.control.gather(value)
 
 
 def gather_on_0(world: World, value: Any) -> list[Any]:
     """Every rank's value in rank order, on rank 0; an empty list elsewhere. Collective."""
-    if world.control is None:
-        return [value]
-    values: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
-    dist.gather_object(value, values, dst=0, group=world.control)
-    return values or []
+    return [value] if world.control is None else world.control.gather_on_0(value)
 
 
 def on_rank_0(world: World, act: Callable[[], T]) -> T:
@@ -148,12 +165,70 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def with_own_group(world: World, timeout_s: float) -> World:
-    """The same ranks with a control group of their own, for a thread that works beside training.
+def apart(world: World, timeout_s: float) -> World:
+    """The same ranks with an exchange of their own, for a thread that works beside training.
 
-    Collective. Two threads must not share a group: their collectives would meet in any order.
+    Collective. Two threads must not share one: what they say would meet in any order.
     """
     if world.control is None:
         return world
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return replace(world, control=group)
+    return replace(world, control=world.control.apart(timeout_s))
+
+
+class GlooExchange:
+    """Through a gloo group over all ranks, each of which holds a connection to every other."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Make the group. Collective.
+
+        Args:
+            timeout_s: Of each call.
+        """
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def broadcast(self, value: Any) -> Any:
+        """See `Exchange`; so below."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:  # noqa: D102
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_on_0(self, value: Any) -> list[Any]:  # noqa: D102
+        first = dist.get_rank(self.group) == 0
+        values: list[Any] | None = [None] * dist.get_world_size(self.group) if first else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+    def send_to_0(self, row: Sequence[float]) -> Pending:  # noqa: D102
+        return _GlooRows(self.group, row)
+
+    def apart(self, timeout_s: float) -> GlooExchange:  # noqa: D102
+        return GlooExchange(timeout_s)
+
+    def close(self) -> None:
+        """The group ends with the process."""
+
+
+class _GlooRows:
+    """Rows of numbers on their way: the one thing that gloo sends in the background."""
+
+    def __init__(self, group: Any, row: Sequence[float]) -> None:
+        own = torch.tensor(row, dtype=torch.float64)
+        first = dist.get_rank(group) == 0
+        self._rows = [
+            torch.empty_like(own) for _ in range(dist.get_world_size(group) if first else 0)
+        ]
+        self._work: Any = dist.gather(
+            own, self._rows if first else None, dst=0, group=group, async_op=True
+        )
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def values(self) -> list[list[float]]:
+        self._work.wait()
+        return [row.tolist() for row in self._rows]

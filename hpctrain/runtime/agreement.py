@@ -1,21 +1,20 @@
 """The agreement of all ranks on stops and saves: at the same step, whoever heard of it first.
 
-Each rank contributes what it knows and a MAX over all ranks decides. While steps are short the
-exchange runs behind them and its result is used some ticks later: every rank reads the same result
-at the same tick, so the decision is the same everywhere, and a 20 ms step pays next to nothing for
-it. tests/engines/test_agreement.py holds the promises.
+Each rank says what it wishes, and what holds for all comes back at the same tick on every rank.
+tests/engines/test_agreement.py holds the promises.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from hpctrain.base.records import StopCause
+from hpctrain.world import GlooExchange
 
 if TYPE_CHECKING:
     from hpctrain.world import World
@@ -59,11 +58,43 @@ class StopRequest:
         return CODES[self.stop] if self.stop > WARNED else None
 
 
-class Agreement:
-    """Exchanges requests. `tick` is collective: every rank calls it equally often."""
+class Agreement(Protocol):
+    """How requests of one rank become what all ranks do.
+
+    Attributes:
+        steps_ahead: A wish that is first said in a tick holds only so many ticks later.
+    """
+
+    steps_ahead: int
+
+    def tick(self, request: StopRequest) -> StopRequest:
+        """Contribute this rank's request, and learn what all ranks agreed on by now.
+
+        Every rank calls it equally often.
+        """
+
+    def wish(self, stop: int) -> None:
+        """Say at once what `tick` would say at the next step. From any thread; not collective."""
+
+
+def agreement_of(world: World) -> Agreement:
+    """By what these ranks agree."""
+    return GlooAgreement(world)
+
+
+class GlooAgreement:
+    """By a MAX over all ranks. While steps are short it runs behind them and is used ticks later.
+
+    Every rank reads the same result at the same tick, so the decision is the same everywhere, and a
+    20 ms step pays next to nothing for it.
+    """
+
+    steps_ahead = 0
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        control = world.control
+        self._group = control.group if isinstance(control, GlooExchange) else None
+        self._is_first = world.rank == 0
         self._flight: tuple[dist.Work, torch.Tensor] | None = None
         self._ticks_left = 0
         self._gap = 1
@@ -71,9 +102,9 @@ class Agreement:
         self._tick_s = 1.0
 
     def tick(self, request: StopRequest) -> StopRequest:
-        """Contribute this rank's request, and learn what all ranks agreed on by now."""
+        """See `Agreement`; collective."""
         self._measure()
-        if self._world.control is None:
+        if self._group is None:
             return request
         self._ticks_left -= 1
         if self._ticks_left > 0:
@@ -86,11 +117,14 @@ class Agreement:
         self._ticks_left = self._gap
         return agreed
 
+    def wish(self, stop: int) -> None:
+        """The next tick says it."""
+
     def _launch(self, request: StopRequest) -> None:
-        gap = self._wanted_gap() if self._world.rank == 0 else 0
+        gap = self._wanted_gap() if self._is_first else 0
         codes = [request.stop, int(request.save), int(request.tell), request.profile, gap]
         values = torch.tensor(codes, dtype=torch.int32)
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, self._world.control, async_op=True)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, self._group, async_op=True)
         self._flight = (work, values)
 
     def _land(self) -> StopRequest:

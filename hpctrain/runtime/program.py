@@ -22,7 +22,7 @@ from hpctrain.data.stream_loader import Ranks, StreamLoader
 from hpctrain.device import is_accelerator, random_state, set_random_state
 from hpctrain.engines import state as names
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.world import gather, gather_numbers
+from hpctrain.world import gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,9 +132,8 @@ class Program:
 
     def ranks(self) -> Ranks:
         """How a loader speaks with those of the other ranks."""
-        return Ranks(
-            self.data_place, partial(gather_numbers, self._world), partial(gather, self._world)
-        )
+        speak = partial(gather, self._world)
+        return Ranks(self.data_place, numbers=speak, values=speak)
 
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""

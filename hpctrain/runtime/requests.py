@@ -69,6 +69,7 @@ class Rank0Requests:
     Attributes:
         stop: That code, or 0.
         profile: The number of a request to profile that waits to be taken, or 0.
+        on_stop: Called on this thread when `stop` is set; must not raise.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Rank0Requests:
     ) -> None:
         self.stop = 0
         self.profile = 0
+        self.on_stop: Callable[[], None] | None = None
         self._request = request
         self._profile_request = profile_request
         self._to_profile: ProfileRequest | None = None
@@ -147,6 +149,8 @@ class Rank0Requests:
             if not self.stop:
                 self._try(str(self._request), self._look_for_stop)
             self._try(str(self._profile_request), self._look_for_profile)
+        if self.on_stop is not None:
+            self.on_stop()
 
     def _try(self, what: str, look: Callable[[], None]) -> None:
         """Look once; whatever comes of it, there is a next time: nobody else hears a stop."""

@@ -18,6 +18,7 @@ from hpctrain.agent.signals import STOP_SIGNALS as HEARD
 from hpctrain.agent.signals import start_resource_tracker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 
@@ -34,6 +35,8 @@ class RankSignals:
         self.interrupted = False
         self.heard = threading.Event()
         """Set with the first signal, for whoever wants to wait."""
+        self.on_heard: Callable[[], None] | None = None
+        """Called after each signal, on the thread that waits for them; must not raise."""
 
     def start(self, *, interrupt: bool = False) -> None:
         """Begin to listen. Call it on the main thread, before threads that could take the signals.
@@ -62,8 +65,11 @@ class RankSignals:
     def _wait() -> None:
         while True:
             signum = signal.sigwait(HEARD)
-            if RankSignals._listening is not None:
-                RankSignals._listening.note(signum)
+            listening = RankSignals._listening
+            if listening is not None:
+                listening.note(signum)
+                if listening.on_heard is not None:
+                    listening.on_heard()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self.note(signum)

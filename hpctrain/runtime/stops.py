@@ -7,6 +7,7 @@ and tests/engines/test_agreement.py hold the promises.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
 from hpctrain.base.records import StopCause
+from hpctrain.errors import HpctrainError
 from hpctrain.runtime.agreement import (
     STOP_CLOCK,
     STOP_INTERRUPT,
     STOP_TERM,
     WARNED,
-    Agreement,
     StopRequest,
+    agreement_of,
 )
 
 if TYPE_CHECKING:
     from hpctrain.profile.files import ProfileRequest
+    from hpctrain.runtime.agreement import Agreement
     from hpctrain.runtime.requests import Rank0Requests
     from hpctrain.runtime.save_policy import JobClock
     from hpctrain.runtime.signals import RankSignals
@@ -55,14 +58,18 @@ class Stops:
             signals: What this process was sent.
             requests: Of users and the scheduler; rank 0's alone.
             clock: When the job ends, and how long a save takes.
-            agreement: Through which the ranks speak; None for their control group.
+            agreement: Through which the ranks speak; None for what `world` has.
         """
         self._world = world
         self._signals = signals
         self._requests = requests
         self._clock = clock
-        self._agreement = agreement or Agreement(world)
+        self._agreement = agreement or agreement_of(world)
         self._said_late = False
+        # In the middle of a long step, lest the step after it begin before anybody has heard.
+        signals.on_heard = self._say_at_once
+        if requests is not None:
+            requests.on_stop = self._say_at_once
 
     def exchange(self, *, save: bool, tell: bool) -> StopRequest:
         """Say what this rank has heard, and learn what all agreed on. Collective.
@@ -101,24 +108,29 @@ class Stops:
     def _grace_end(self) -> float | None:
         return self._requests.grace_end(ASK_S) if self._requests is not None else None
 
+    def _say_at_once(self) -> None:
+        with contextlib.suppress(HpctrainError, OSError):  # the next exchange meets it too
+            self._agreement.wish(self._heard())
+
+    def _heard(self) -> int:
+        if self._signals.interrupted:
+            return STOP_INTERRUPT
+        if self._signals.term:
+            return STOP_TERM
+        return self._requests.stop if self._requests is not None else 0
+
     def _request(self, *, save: bool, tell: bool) -> StopRequest:
-        signals = self._signals
-        stop = 0
-        if signals.interrupted:
-            stop = STOP_INTERRUPT
-        elif signals.term:
-            stop = STOP_TERM
-        elif self._requests is not None and self._requests.stop:
-            stop = self._requests.stop
-        elif self._world.rank == 0 and self._is_due():
+        stop = self._heard()
+        if not stop and self._world.rank == 0 and self._is_due():
             stop = STOP_CLOCK
-        elif signals.warned:
+        elif not stop and self._signals.warned:
             stop = WARNED
         profile = self._requests.profile if self._requests is not None else 0
         return StopRequest(stop, save, tell, profile)
 
     def _is_due(self) -> bool:
-        now = time.time()
+        # What is said now may hold only some steps later.
+        now = time.time() + self._agreement.steps_ahead * self._clock.step_s
         late = self._clock.is_late(now)
         if late and not self._clock.has_stepped and not self._said_late:
             self._said_late = True

@@ -25,8 +25,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.device import is_accelerator, memory_stats, timing_event
@@ -39,11 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    import torch
     from torch import nn
 
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
-    from hpctrain.world import World
+    from hpctrain.world import Pending, World
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -454,9 +453,8 @@ class Gathering:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._row: torch.Tensor | None = None
-        self._rows: list[torch.Tensor] = []
-        self._work: dist.Work | None = None
+        self._row: list[float] | None = None
+        self._others: Pending | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -465,31 +463,22 @@ class Gathering:
 
     def launch(self, row: Sequence[float]) -> None:
         """Send this rank's row; collective, and all ranks send equally many numbers."""
-        if self._work is not None:
-            self._work.wait()
-        self._row = torch.tensor(row, dtype=torch.float64)
-        self._rows, self._work = [self._row], None
+        if self._others is not None:
+            self._others.values()
+        self._row, self._others = list(row), None
         if self._world.control is not None:
-            first = self._world.rank == 0
-            self._rows = [torch.empty_like(self._row) for _ in range(self._world.world_size)]
-            self._work = dist.gather(
-                self._row,
-                self._rows if first else None,
-                dst=0,
-                group=self._world.control,
-                async_op=True,
-            )
+            self._others = self._world.control.send_to_0(self._row)
 
     def landed(self, *, wait: bool = False) -> list[list[float]] | None:
         """Rank 0: every rank's row once they are all there; None before, and with nothing sent."""
         if self._row is None:
             return None
-        if self._work is not None:
-            if not wait and not self._work.is_completed():
+        rows = [self._row]
+        if self._others is not None:
+            if not wait and not self._others.is_done():
                 return None
-            self._work.wait()
-        rows = [row.tolist() for row in self._rows]
-        self._row, self._work = None, None
+            rows = self._others.values()
+        self._row, self._others = None, None
         return rows
 
 

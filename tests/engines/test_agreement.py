@@ -14,7 +14,7 @@ from tests.support.gloo import launch
 
 def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     """`count` times one rank is signalled at a random moment; the steps at which this one stops."""
-    from hpctrain.runtime.agreement import STOP_TERM, Agreement, StopRequest
+    from hpctrain.runtime.agreement import STOP_TERM, StopRequest, agreement_of
     from hpctrain.runtime.signals import RankSignals
     from hpctrain.world import join_world
 
@@ -25,7 +25,7 @@ def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     plan = random.Random(7)
     stopped = []
     for _ in range(count):
-        agreement = Agreement(world)
+        agreement = agreement_of(world)
         rank_signals.term = rank_signals.warned = False
         victim, at = plan.randrange(world.world_size), plan.randrange(3, 9)
         for step in range(1000):
@@ -52,11 +52,11 @@ def test_one_signalled_rank_stops_all_at_the_same_step(step_s, signum):
 
 
 def _saves(save_from: int) -> list[int]:
-    from hpctrain.runtime.agreement import Agreement, StopRequest
+    from hpctrain.runtime.agreement import StopRequest, agreement_of
     from hpctrain.world import join_world
 
     world = join_world()
-    agreement = Agreement(world)
+    agreement = agreement_of(world)
     saved = []
     for step in range(60):
         time.sleep(0.001 * (world.rank + 1))
@@ -75,11 +75,11 @@ def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step():
 
 def _wishes(name: str) -> list[int]:
     """The ticks at which all agreed, where rank 0 wishes until then and never again."""
-    from hpctrain.runtime.agreement import Agreement, StopRequest
+    from hpctrain.runtime.agreement import StopRequest, agreement_of
     from hpctrain.world import join_world
 
     world = join_world()
-    agreement = Agreement(world)
+    agreement = agreement_of(world)
     agreed: list[int] = []
     for step in range(60):
         time.sleep(0.001)

@@ -85,11 +85,11 @@ def _open_files():
     import torch
     import torch.distributed as dist
 
-    from hpctrain.world import broadcast, join_world, with_own_group
+    from hpctrain.world import apart, broadcast, join_world
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     world = join_world()
-    beside = with_own_group(world, 60.0)
+    beside = apart(world, 60.0)
     for each in (world, beside):
         broadcast(each, 1)
     dist.all_reduce(torch.ones(1))

@@ -224,7 +224,7 @@ World.rank: int
 World.local_rank: int
 World.world_size: int
 World.device: torch.device
-World.control: dist.ProcessGroup | None
+World.control: Exchange | None
 World.ranks_per_node: int
 World.is_distributed
 broadcast(world: 'World', value: 'Any') -> 'Any'

@@ -28,6 +28,7 @@ from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held
+from hpctrain.device import has_host_backend
 from hpctrain.errors import (
     CheckpointError,
     Fenced,
@@ -434,8 +435,14 @@ def _broadcast_views(views: Sequence[torch.Tensor], rank: int, world: World) -> 
 
 
 def _broadcast(tensor: torch.Tensor, rank: int, world: World) -> None:
-    group = world.control if tensor.device.type == "cpu" else None
-    dist.broadcast(tensor.view(-1).view(torch.uint8), src=rank, group=group)
+    """Bytes of a checkpoint are data, and go through the ranks' own group."""
+    flat = tensor.view(-1).view(torch.uint8)
+    if flat.device.type == "cpu" and not has_host_backend():
+        staged = flat.to(world.device)
+        dist.broadcast(staged, src=rank)
+        flat.copy_(staged)
+    else:
+        dist.broadcast(flat, src=rank)
 
 
 def _begin_anew(

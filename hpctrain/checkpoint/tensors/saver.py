@@ -30,7 +30,7 @@ from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.testing import points
-from hpctrain.world import one_line, with_own_group
+from hpctrain.world import apart, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ class Saver:
             after: Rank 0, in the thread, when a save has been committed: to prune.
         """
         self._place = place
-        self._world = with_own_group(world, place.settings.timeout_s + GRACE_S)
+        self._world = apart(world, place.settings.timeout_s + GRACE_S)
         self._after = after
         self._arena = Arena()
         self._locked = PageLocked()

@@ -166,7 +166,9 @@ def test_a_warning_is_kept_until_all_ranks_have_heard_it(job_clock, agreed, hear
     warnings = []
     signals = SimpleNamespace(interrupted=False, term=False, warned=True)
     requests = SimpleNamespace(stop=0, profile=0, warn=lambda: warnings.append(1))
-    agreement = SimpleNamespace(tick=lambda wish: StopRequest(agreed if wish.stop else 99))
+    agreement = SimpleNamespace(
+        steps_ahead=0, tick=lambda wish: StopRequest(agreed if wish.stop else 99)
+    )
     stops = stops_of(
         job_clock, grace=False, signals=signals, requests=requests, agreement=agreement
     )
