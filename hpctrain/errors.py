@@ -10,6 +10,7 @@ The tree::
       ClusterError                  6   SLURM refused, or cannot be reached
       CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later
+      ControlLost                   1   the process that carries the agreement is gone or silent
       NoProgress                   93   "do not requeue": attempts end without a new checkpoint
 
 A message is one line: what is wrong with its value, where it came from, what to do. Instances
@@ -109,6 +110,10 @@ class RunLocked(CheckpointError):
     """Another process has the run's lock and keeps it."""
 
     exit_code = 75
+
+
+class ControlLost(HpctrainError):
+    """What carries the ranks' agreement is gone or silent: a rank may not go on by itself."""
 
 
 class NoProgress(HpctrainError):

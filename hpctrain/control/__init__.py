@@ -1,0 +1,1 @@
+"""How the ranks of an attempt agree without collectives: leases, boards, and what carries them."""

@@ -1,0 +1,253 @@
+"""A node's board: memory by which its ranks and the process beside its agent see each other.
+
+A rank writes its own row and reads the lease; the node's process writes the lease and reads all
+rows. Each word has one writer and is one store of 64 bits, so it is never torn; a value of several
+words lies there twice, with a checksum, and is written where nobody reads.
+tests/unit/control/test_board.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+from hpctrain.base.files import plain_descriptor
+from hpctrain.control.lease import KINDS, MOST, Lease, Report, Wishes
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
+_VERSION = 1
+_WORD = 8
+_HEAD = 16
+_ROW = 16
+"""In words: a row has cache lines of its own, so that ranks do not slow each other."""
+SAMPLE_BYTES = 1024
+"""What a rank may say about itself."""
+_LEASE_BYTES = 4096
+
+MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT = range(5)
+TICK, ARRIVED, STEP, WAITS, BEAT, FIRST_WISH = range(6)
+"""Words of a row. Ticks are written one higher, since fresh memory is zero."""
+
+_FRAME = struct.Struct("@qqq")
+"""In front of the bytes of a cell: stamp, length, checksum."""
+_TRIES = 100
+
+
+class Board:
+    """The board of a node, mapped into this process.
+
+    Attributes:
+        first_rank: The number of the first rank of this node among all ranks.
+        ranks: How many there are on this node.
+        words: The memory as words of 64 bits.
+    """
+
+    def __init__(self, memory: mmap.mmap, first_rank: int, ranks: int) -> None:
+        """Not for others: see `create` and `open`."""
+        self._memory = memory
+        self._bytes = memoryview(memory)
+        self.words = self._bytes.cast("q")
+        self.first_rank, self.ranks = first_rank, ranks
+        self._put = (0, time.monotonic_ns())
+        at = (_HEAD + ranks * _ROW) * _WORD
+        self._lease = _Cell(self._bytes, at, _LEASE_BYTES)
+        at += _Cell.size(_LEASE_BYTES)
+        size = _Cell.size(SAMPLE_BYTES)
+        self._samples = [_Cell(self._bytes, at + n * size, SAMPLE_BYTES) for n in range(ranks)]
+
+    @classmethod
+    def create(cls, path: Path, first_rank: int, ranks: int) -> Board:
+        """Make a board that nobody but this user can open.
+
+        Args:
+            path: Of a file that is not there yet, in /dev/shm or on the node's own disk.
+            first_rank: The number of this node's first rank.
+            ranks: How many this node has.
+
+        Raises:
+            OSError: there is something, or no room: said here, where it would else be a SIGBUS.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _size(ranks))
+            board = cls(mmap.mmap(descriptor, _size(ranks)), first_rank, ranks)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(descriptor)
+        board.beat()
+        for word, value in ((VERSION, _VERSION), (FIRST_RANK, first_rank), (RANKS, ranks)):
+            board.words[word] = value
+        board.words[MAGIC] = _MAGIC
+        return board
+
+    @classmethod
+    def open(cls, path: Path) -> Board:
+        """The board that another process of this version has made.
+
+        Raises:
+            OSError: it is not there or may not be read and written.
+            HpctrainError: it is something else.
+        """
+        descriptor = plain_descriptor(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < _size(0):
+                raise HpctrainError(f"{path}: not a board: {size} bytes")
+            memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        magic, version, first_rank, ranks = struct.unpack_from("@4q", memory)
+        if magic == _MAGIC and version == _VERSION and ranks >= 0 and size == _size(ranks):
+            return cls(memory, first_rank, ranks)
+        memory.close()
+        raise HpctrainError(f"{path}: not a board of version {_VERSION}")
+
+    def close(self) -> None:
+        """Let go of the memory; the file stays."""
+        for cell in (self._lease, *self._samples):
+            cell.close()
+        self.words.release()
+        self._bytes.release()
+        self._memory.close()
+
+    def at(self, local_rank: int) -> int:
+        """Where the words of a rank begin."""
+        return _HEAD + local_rank * _ROW
+
+    def report(self, version: int) -> Report:
+        """What this node's ranks have written, as one report. The node's process alone.
+
+        Args:
+            version: To be counted up by whoever sends it.
+        """
+        now_ns, wishes = time.monotonic_ns(), Wishes()
+        pace, behind, ranks = (-1, 0.0, 0.0), MOST, 0
+        for local_rank in range(self.ranks):
+            wishes = wishes.joined(self.wishes(local_rank))
+            at = self.at(local_rank)
+            tick = self.words[at + TICK] - 1
+            if tick < 0:
+                continue
+            ranks += 1
+            behind = min(behind, tick)
+            # The clock of all processes of a node is one; a row may be a tick older than its time.
+            began_ago_s = max(0, now_ns - self.words[at + ARRIVED]) / 1e9
+            pace = max(pace, (tick, began_ago_s, max(0, self.words[at + STEP]) / 1e9))
+        number, put_ns = self._put
+        arrived, began_ago_s, step_s = pace
+        seen = (number, (now_ns - put_ns) / 1e9)
+        return Report(version, arrived, behind, began_ago_s, step_s, wishes, ranks, *seen)
+
+    def wishes(self, local_rank: int) -> Wishes:
+        """What a rank wishes."""
+        at = self.at(local_rank) + FIRST_WISH
+        return Wishes(*self.words[at : at + len(KINDS)].tolist())
+
+    def waiting(self) -> list[int]:
+        """The local ranks that wait to begin a tick."""
+        return [rank for rank in range(self.ranks) if self.words[self.at(rank) + WAITS]]
+
+    def put_lease(self, lease: Lease) -> bool:
+        """Let the ranks read a lease. The node's process alone.
+
+        Returns:
+            Whether it is newer than the last one; else nothing was done.
+        """
+        if lease.number <= self._put[0]:
+            return False
+        self._lease.write(json.dumps(lease.to_plain()).encode())
+        self._put = (lease.number, time.monotonic_ns())
+        return True
+
+    def newer_lease(self, stamp: int) -> tuple[int, Lease] | None:
+        """The lease and its stamp; None where its stamp is the one given, or there is none yet."""
+        read = self._lease.read(stamp)
+        return (read[0], Lease.of_plain(json.loads(read[1]))) if read is not None else None
+
+    def put_sample(self, local_rank: int, sample: bytes) -> None:
+        """Let the node's process read what a rank says about itself. From one thread of that rank.
+
+        Args:
+            local_rank: Which.
+            sample: At most `SAMPLE_BYTES` of it.
+        """
+        self._samples[local_rank].write(sample)
+
+    def sample(self, local_rank: int) -> bytes:
+        """What a rank said last about itself; nothing before the first time."""
+        read = self._samples[local_rank].read(0)
+        return read[1] if read is not None else b""
+
+    def beat(self) -> None:
+        """The node's process is alive, and hears the root. To be said every few seconds."""
+        self.words[SERVER_BEAT] = time.monotonic_ns()
+
+    @property
+    def server_beat(self) -> int:
+        """Another number after each `beat`."""
+        return self.words[SERVER_BEAT]
+
+
+class _Cell:
+    """Bytes with one writer: the next ones are written beside those that are read."""
+
+    def __init__(self, memory: memoryview, at: int, most_bytes: int) -> None:
+        size = self.size(most_bytes)
+        self._memory = memory[at : at + size]
+        self._stamp = self._memory[:_WORD].cast("q")
+        self._most_bytes = most_bytes
+
+    @staticmethod
+    def size(most_bytes: int) -> int:
+        return _WORD + 2 * (_FRAME.size + most_bytes)
+
+    def close(self) -> None:
+        self._stamp.release()
+        self._memory.release()
+
+    def write(self, value: bytes) -> None:
+        if len(value) > self._most_bytes:
+            raise ValueError(f"{len(value)} bytes where there is room for {self._most_bytes}")
+        stamp = self._stamp[0] + 1
+        at = self._place(stamp)
+        self._memory[at + _FRAME.size : at + _FRAME.size + len(value)] = value
+        _FRAME.pack_into(self._memory, at, stamp, len(value), zlib.crc32(value))
+        self._stamp[0] = stamp
+
+    def read(self, last: int) -> tuple[int, bytes] | None:
+        """The newest bytes; None where their stamp is `last`, or they could not be read whole.
+
+        That their writer came round twice meanwhile, or that a processor shows stores in another
+        order, is seen by the checksum. Whoever reads comes back: it does not wait here.
+        """
+        for _ in range(_TRIES):
+            stamp = self._stamp[0]
+            if stamp == last:
+                return None
+            at = self._place(stamp)
+            written, length, checksum = _FRAME.unpack_from(self._memory, at)
+            if written == stamp and 0 <= length <= self._most_bytes:
+                value = bytes(self._memory[at + _FRAME.size : at + _FRAME.size + length])
+                if zlib.crc32(value) == checksum:
+                    return stamp, value
+        return None
+
+    def _place(self, stamp: int) -> int:
+        return _WORD + (stamp & 1) * (_FRAME.size + self._most_bytes)
+
+
+def _size(ranks: int) -> int:
+    words = (_HEAD + ranks * _ROW) * _WORD
+    return words + _Cell.size(_LEASE_BYTES) + ranks * _Cell.size(SAMPLE_BYTES)

@@ -1,0 +1,147 @@
+"""A rank's side of a lease: it says where it is and what it wishes, and goes as far as it may.
+
+Where the lease covers the next tick, that is three words of shared memory written and nothing read:
+a lease that covers a tick holds all decisions of that tick. tests/unit/control/test_rank_lease.py
+holds the promises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import fields
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.control.board import ARRIVED, BEAT, FIRST_WISH, STEP, TICK, WAITS
+from hpctrain.control.lease import Lease, Wishes
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    from hpctrain.control.board import Board
+    from hpctrain.control.lease import Decision
+
+PATIENCE_S = 60.0
+"""So long may the node's process give no sign of life while a rank waits for it."""
+LOOK_S = 1.0
+_WISHES = tuple(field.name for field in fields(Wishes))
+
+
+class Waker(Protocol):
+    """How a rank and its node's process wake each other; from any thread of the rank."""
+
+    def ask(self) -> None:
+        """Have the node's process look at the board now.
+
+        Raises:
+            ControlLost: it is gone.
+        """
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the process says that the lease changed; at once if it said so since the last time.
+
+        Returns:
+            Whether it said so; False where the time was over.
+
+        Raises:
+            ControlLost: it is gone.
+        """
+
+
+class RankLease:
+    """What a rank may do and has to do, tick by tick."""
+
+    def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
+        """Stand before the first tick.
+
+        Args:
+            board: Of this node.
+            local_rank: This rank's number on it.
+            waker: Of this rank.
+        """
+        self._board, self._local_rank, self._waker = board, local_rank, waker
+        self._words, at = board.words, board.at(local_rank)
+        self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
+        self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
+        self._tick = -1
+        self._began_ns = 0
+        self._step_ns = 0
+        self._lease, self._stamp = Lease(0, -1), 0
+        self._horizon = -1
+        self._wishing = threading.RLock()
+
+    def wish(self, **wishes: int) -> None:
+        """Ask for something; what does not exceed what was asked for before changes nothing.
+
+        From any thread, but not from a handler of signals. The node's process hears of it at once,
+        also while another thread of this rank is in the middle of a long step.
+
+        Args:
+            wishes: Fields of `Wishes`, with their new values.
+
+        Raises:
+            ControlLost: the node's process is gone.
+        """
+        grown = False
+        with self._wishing:
+            for name, value in wishes.items():
+                at = self._at_wish + _WISHES.index(name)
+                if value > self._words[at]:
+                    self._words[at] = value
+                    grown = True
+        if grown:
+            self._waker.ask()
+
+    def beat(self) -> None:
+        """This rank is alive. From any thread."""
+        self._words[self._at_beat] = time.monotonic_ns()
+
+    def tick(self) -> tuple[Decision, ...]:
+        """Begin the next tick as soon as that is granted, and learn what is to be done at it.
+
+        Every rank calls it equally often, from one thread. Behind a stop it returns that stop, and
+        waits for nobody.
+
+        Raises:
+            ControlLost: the node's process is gone, or silent for `PATIENCE_S`, and this tick was
+                not granted.
+        """
+        now_ns, words = time.monotonic_ns(), self._words
+        tick = self._tick = self._tick + 1
+        if self._began_ns:
+            step_ns = now_ns - self._began_ns
+            self._step_ns += (3 * (step_ns - self._step_ns)) // 10 if self._step_ns else step_ns
+            words[self._at_step] = self._step_ns
+        words[self._at_arrived] = self._began_ns = now_ns
+        words[self._at_tick] = tick + 1
+        if tick > self._horizon and not self._is_covered(tick):
+            self._wait(tick)
+        return self._lease.at(tick) if self._lease.decisions else ()
+
+    def _is_covered(self, tick: int) -> bool:
+        newer = self._board.newer_lease(self._stamp)
+        if newer is not None:
+            self._stamp, self._lease = newer
+            self._horizon = self._lease.horizon
+        return tick <= self._horizon or self._lease.stops
+
+    def _wait(self, tick: int) -> None:
+        """Until the lease covers a tick. A step begins when this ends: it is none of its time."""
+        words = self._words
+        words[self._at_waits] = tick + 1
+        self._waker.ask()
+        beat, silent_s = self._board.server_beat, 0.0
+        while not self._is_covered(tick):
+            if self._waker.wait(LOOK_S):
+                silent_s = 0.0
+                continue
+            # Only what this process has seen pass counts: the whole node may have been stopped.
+            silent_s = silent_s + LOOK_S if beat == self._board.server_beat else 0.0
+            beat = self._board.server_beat
+            if silent_s >= PATIENCE_S:
+                raise ControlLost(
+                    f"the node's control process was silent for {silent_s:.0f} s, and this rank "
+                    f"may not begin tick {tick} by itself: is the node stopped or overloaded?"
+                )
+            self._waker.ask()
+        words[self._at_waits] = 0
+        words[self._at_arrived] = self._began_ns = time.monotonic_ns()
