@@ -58,6 +58,13 @@ fuse: $(STAMP)
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .fuse-install.log
 
+.PHONY: strace
+strace: $(STAMP)
+	@tests/support/install_strace.sh >.strace-install.log 2>&1 || \
+	  { tail -n 1 .strace-install.log >&2; \
+	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
+	@rm -f .strace-install.log
+
 .PHONY: container
 container: $(STAMP)
 	@tests/support/install_container.sh >.container-install.log 2>&1 || \
@@ -66,7 +73,7 @@ container: $(STAMP)
 	@rm -f .container-install.log
 
 .PHONY: test
-test: slurm browser fuse container ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
+test: slurm browser fuse container strace ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
 	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
 	@$(PYTEST) $(BESIDE) $(TESTS)
 
@@ -95,7 +102,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/install_strace.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 

@@ -6,7 +6,7 @@ CPUs (`nice`), so that no time limit of a real job is missed because of a unit t
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
-`browser`, `fuse`, `container` and `two_users`.
+`browser`, `fuse`, `container`, `strace` and `two_users`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
-from tests.support import browser, client_disk, container_image, users
+from tests.support import browser, client_disk, container_image, file_operations, users
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -49,6 +49,7 @@ NEEDS = {
         "no containers here",
         "run tests/support/install_container.sh",
     ),
+    "strace": (file_operations.missing, "no strace here", "run tests/support/install_strace.sh"),
     "two_users": (users.missing, "no second user here", "run the tests as root"),
 }
 """Marker to: what of it is missing here, what to say then, how to come by it."""

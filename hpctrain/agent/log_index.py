@@ -1,14 +1,16 @@
 """An index of when the ranks of this node wrote their logs, for `hpctrain logs`.
 
 Ranks write their logs themselves, so that a line is there even when everything else is dead; this
-looks at how long the logs are. It runs in a thread of its own and makes system calls only: a file
-system that stalls must keep neither the agent's watch nor a fork waiting. What cannot be written is
-left out. `run/log_files.py` says what is written; tests/unit/agent/test_log_index.py holds the
-promises.
+looks at how long the logs are. It asks this node's kernel where a rank's output stands, and the
+file system only where that is no answer. It runs in a thread of its own and makes system calls
+only: a file system that stalls must keep neither the agent's watch nor a fork waiting. What cannot
+be written is left out. `run/log_files.py` says what is written; tests/unit/agent/test_log_index.py
+holds the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -28,6 +30,8 @@ MARK_S = 60.0
 """Between two marks of a log that grows: at most 2 MB of marks a rank in 30 days."""
 BURST_S, BURST_BYTES = 5.0, 1 << 16
 """A log that grows fast is marked more often; its marks are a small part of it."""
+NAMED = 4
+"""The last names of a log's path: run, "attempts", attempt, log. What is above may be a link."""
 PATIENCE_S = 1.0
 """So long may the last look take; the next attempt does not wait for a file system that hangs."""
 
@@ -36,11 +40,24 @@ class LogIndexer:
     """Looks at the logs of one node's ranks while they run: `with LogIndexer(logs): ...`."""
 
     def __init__(
-        self, logs: Sequence[Path], now: Callable[[], float] = time.time, *, in_all: int = 1
+        self,
+        logs: Sequence[Path],
+        now: Callable[[], float] = time.time,
+        *,
+        in_all: int = 1,
+        pids: Sequence[int | None] = (),
     ) -> None:
-        """Look at these, of so many logs in the whole run."""
+        """Look at these.
+
+        Args:
+            logs: One for each rank of this node.
+            now: Seconds since the epoch.
+            in_all: Of so many logs in the whole run.
+            pids: The ranks, in the same order, as far as they are known.
+        """
         self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
-        self._indexes = [_LogIndex(log) for log in logs]
+        ranks = [*pids, *[None] * (len(logs) - len(pids))]
+        self._indexes = [_LogIndex(log, pid) for log, pid in zip(logs, ranks, strict=True)]
         self._now = now
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-index", daemon=True)
@@ -75,8 +92,9 @@ class LogIndexer:
 class _LogIndex:
     """Marks of one log."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, pid: int | None = None) -> None:
         self._log = log
+        self._pid = pid
         self._marked = LogMark(0.0, 0)
         self._seen = LogMark(0.0, 0)
 
@@ -86,7 +104,7 @@ class _LogIndex:
         Raises:
             OSError: the log is not there yet, or the mark could not be written.
         """
-        size = os.stat(self._log).st_size  # noqa: PTH116 - a bare system call beside forks
+        size = _written(self._log, self._pid)
         before, self._seen = self._seen, LogMark(now, size)
         new, passed = size - self._marked.size, now - self._marked.t
         if new <= 0:
@@ -107,3 +125,31 @@ class _LogIndex:
             os.write(descriptor, b"".join(map(mark_line, marks)))
         finally:
             os.close(descriptor)
+
+
+def _written(log: Path, pid: int | None) -> int:
+    """How long a log is.
+
+    A rank appends, so that its own output stands at the end; thousands of ranks whose logs are
+    looked at are thousands of questions to the one server of a file system.
+
+    Raises:
+        OSError: it is not there yet, or not to be seen.
+    """
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            to = os.readlink(f"/proc/{pid}/fd/1")  # noqa: PTH115 - a bare system call beside forks
+            if to.split("/")[-NAMED:] == str(log).split("/")[-NAMED:]:
+                position = _position(pid)
+                if position is not None:
+                    return position
+    return os.stat(log).st_size  # noqa: PTH116 - a bare system call beside forks
+
+
+def _position(pid: int) -> int | None:
+    descriptor = os.open(f"/proc/{pid}/fdinfo/1", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        name, _, value = os.read(descriptor, 64).partition(b"\n")[0].partition(b":")
+    finally:
+        os.close(descriptor)
+    return int(value) if name == b"pos" else None

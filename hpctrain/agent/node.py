@@ -267,7 +267,8 @@ class NodeAgent(LocalElasticAgent):
             return RunResult(state=group.state)
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:
-        with LogIndexer(self._logs(), in_all=group.workers[0].world_size), self._sealing as seal:
+        ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
+        with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
             end = self._watch_round()
             self._stop_workers(group)
             if seal is not None:

@@ -72,8 +72,12 @@ def print_to(path: Path, mode: int = 0o644) -> None:
         path: The file; made with its folder where they are not there.
         mode: Its permissions where it is made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        log = os.open(path, flags, mode)
+    except FileNotFoundError:  # an agent has made the folder for all of its ranks
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, flags, mode)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

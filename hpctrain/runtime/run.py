@@ -25,6 +25,7 @@ from hpctrain.base.env import (
     HPCTRAIN_JOB_END,
     HPCTRAIN_RUN_DIR,
 )
+from hpctrain.base.files import read_text
 from hpctrain.base.log import configure
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
@@ -57,7 +58,7 @@ from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
 from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import load_spec
+from hpctrain.settings.spec import parse_spec
 from hpctrain.world import World, join_world, on_rank_0
 
 if TYPE_CHECKING:
@@ -101,16 +102,25 @@ def init(settings: Settings | None = None) -> Run:
     configure(f"rank {os.environ.get('RANK', '0')}")
     root = os.environ.get(HPCTRAIN_RUN_DIR)
     run_dir = RunDir(Path(root)) if root else None
-    spec = load_spec(run_dir.spec) if run_dir is not None and run_dir.spec.exists() else None
     signals = RankSignals()
     signals.start(interrupt=HPCTRAIN_ATTEMPT not in os.environ)
     world = join_world()
+    spec = _spec_of(run_dir, world)
     attempt = join_attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
     run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
     run.resume_path = sealed.resume_path(run_dir, attempt, world, settings.checkpoint)
     return run
+
+
+def _spec_of(run_dir: RunDir | None, world: World) -> Spec | None:
+    """The run's spec, which rank 0 reads for all; None where there is none. Collective."""
+    if run_dir is None:
+        return None
+    path = run_dir.spec
+    text = on_rank_0(world, lambda: read_text(path) if path.exists() else None)
+    return None if text is None else parse_spec(text, path)
 
 
 class Run:

@@ -135,7 +135,25 @@ def load_spec(path: Path) -> Spec:
         UsageError: it is no spec: torn, or written by something else.
     """
     try:
-        raw: dict[str, Any] = json.loads(read_plain(path))
+        text = read_plain(path)
+    except FileNotFoundError:
+        raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None
+    return parse_spec(text, path)
+
+
+def parse_spec(text: str | bytes, path: Path) -> Spec:
+    """What spec.json says, which was read elsewhere.
+
+    Args:
+        text: All of it.
+        path: Where it lies, for messages.
+
+    Raises:
+        NotFound: it is of a newer format than this version knows.
+        UsageError: it is no spec: torn, or written by something else.
+    """
+    try:
+        raw: dict[str, Any] = json.loads(text)
         if raw["format"] > FORMAT:
             raise NotFound(
                 f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; "
@@ -152,8 +170,6 @@ def load_spec(path: Path) -> Spec:
             raw["chosen"] = [path for path, why in origins if why.startswith(_CHOSEN_BEFORE_3)]
             raw["format"] = FORMAT
         return Spec(**raw)
-    except FileNotFoundError:
-        raise NotFound(f"{path} is not there: {path.parent} is not a run's directory") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} cannot be read: it is not the spec of a run ({why})") from None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -182,3 +185,76 @@ def test_all_nodes_together_ask_for_no_more_than_500_logs_a_second(tmp_path, ran
 
     assert clock.every_s == every_s
     assert ranks / clock.every_s <= log_index.LOOKS_PER_S
+
+
+class Printing:
+    """A process that prints what it is told into a log, as a rank does; never looked at."""
+
+    program = """
+import sys
+for line in sys.stdin:
+    print(line, end="", flush=True)
+    print(file=sys.stderr, flush=True)
+"""
+
+    def __init__(self, log):
+        pipe = subprocess.PIPE
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.program],
+                stdin=pipe,
+                stdout=file,
+                stderr=pipe,
+                text=True,
+            )
+        self.pid = self.process.pid
+
+    def says(self, line):
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
+        assert self.process.stderr.readline() == "\n"
+
+    def end(self):
+        self.process.communicate()
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "run" / "attempts" / "0001" / "rank-00000.log"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def prints(log):
+    process = Printing(log)
+    yield process
+    if process.process.poll() is None:
+        process.end()
+
+
+def test_the_length_of_a_log_is_known_without_the_file_system(log, prints, monkeypatch):
+    clock = LogIndexer([log], now=lambda: 1000.0, pids=[prints.pid])
+    prints.says("a line\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", None)
+        clock.look()
+    assert [mark.size for mark in LogTimes(log).read()] == [7]
+
+
+def test_a_rank_that_prints_elsewhere_has_its_log_looked_at(log, prints, tmp_path):
+    prints.says("into another run's log of the same name\n")
+    other = tmp_path / "other" / "attempts" / "0001" / log.name
+    other.parent.mkdir(parents=True)
+    other.write_text("six..\n")
+    clock = LogIndexer([other], now=lambda: 1000.0, pids=[prints.pid])
+    clock.look()
+    assert [mark.size for mark in LogTimes(other).read()] == [6]
+
+
+def test_the_log_of_a_rank_that_has_ended_is_looked_at(log, prints):
+    prints.says("a line\n")
+    prints.end()
+    clock = LogIndexer([log], now=lambda: 1000.0, pids=[prints.pid])
+    clock.look(last=True)
+    assert [mark.size for mark in LogTimes(log).read()] == [7]
