@@ -20,7 +20,7 @@ import _measure as measure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.checkpoint.format.table import RankPart
+    from hpctrain.checkpoint.format.layout import RankPart
 
 SIZES: dict[str, dict[str, int]] = {
     "70B": {
@@ -114,7 +114,7 @@ def _metadata(
     """What rank 0 makes of all ranks' words at a save, and what each rank makes of it at a load."""
     import pickle
 
-    from hpctrain.checkpoint.format import table
+    from hpctrain.checkpoint.format import index, layout, table
     from hpctrain.checkpoint.format.manifest import Manifest
 
     names = {
@@ -128,12 +128,12 @@ def _metadata(
     )
     with _phase(phases, "table made by rank 0"):
         parts = [pickle.loads(one) for one in sent]  # noqa: S301 - our own bytes
-        files, about.tensors, whole = table.assemble(parts, about.block_bytes)
+        files, about.tensors, whole = layout.assemble(parts, about.block_bytes)
         content = whole.dump()
         about.files = [*files, table.entry_of(content)]
     del parts, whole, sent
     with _phase(phases, "table read by a rank"):
-        table.parse(content, about)
+        index.parse(content, about)
     return len(content)
 
 
@@ -142,8 +142,8 @@ def _part(rank: int, ranks: int, names: dict[str, tuple[int, ...]]) -> RankPart:
     import numpy as np
 
     from hpctrain.checkpoint.format import shard
+    from hpctrain.checkpoint.format.layout import part_of
     from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
-    from hpctrain.checkpoint.format.table import part_of
 
     pieces = list[ShardPiece]()
     for name, shape in names.items():
@@ -156,7 +156,8 @@ def _part(rank: int, ranks: int, names: dict[str, tuple[int, ...]]) -> RankPart:
     digests = np.random.default_rng(rank).integers(0, 2**64 - 1, blocks, dtype=np.uint64)
     digest = "xxh3_64-blocks:" + "0" * 16
     name = shard.file_name(rank)
-    return part_of(pieces, ShardReport(name, int(offsets[-1]), digest, offsets[:-1], digests))
+    size = int(offsets[-1]) + shard.proof_bytes(blocks)
+    return part_of(pieces, ShardReport(name, size, digest, 80_000, offsets[:-1], digests))
 
 
 @contextmanager

@@ -31,7 +31,10 @@ LOGIN_ROOMS = (
 LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
 TENSORS = {"preflight.collective"}
 BYTES = {
-    *(f"checkpoint.format.{name}" for name in ("geometry", "reader", "shard", "table")),
+    *(
+        f"checkpoint.format.{name}"
+        for name in ("geometry", "index", "layout", "reader", "shard", "table")
+    ),
     "checkpoint.store.verify",
     "checkpoint.tensors.writer",
     "checkpoint.tensors.writer_process",

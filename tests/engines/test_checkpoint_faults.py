@@ -25,10 +25,12 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import shard, table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format.reader import open_chunks, whole_table
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
@@ -156,7 +158,7 @@ def _flipped(name, bit=0):
 
     def damage(path):
         found = find.look(RunDir(path.parent.parent), NEW)
-        chunks = table.load(path, found.manifest)
+        chunks = whole_table(path, found.manifest)
         number = [entry.name for entry in found.manifest.tensors].index(name)
         row = chunks.rows_of(number)[-1]
         end = int(chunks.offset[row] + chunks.nbytes[row])
@@ -209,7 +211,6 @@ DAMAGE = {
     "shards swapped": _swapped,
     "stale shard": _stale(SHARDS[1]),
     "stale shards and table": _stale(*SHARDS, TABLE_NAME),
-    "stale table": _stale(TABLE_NAME),
     "stale manifest": _stale(MANIFEST_NAME),
     "table is missing": _missing(TABLE_NAME),
     "table is cut": _cut(TABLE_NAME, 1),
@@ -439,17 +440,25 @@ def test_a_region_that_no_chunk_covers_is_never_left_as_it_was(saved, tmp_path, 
     """A checkpoint that proves itself and yet lacks a part, as a wrong writer could do."""
     from dataclasses import replace
 
-    from hpctrain.checkpoint.format import manifest, table
+    from hpctrain.checkpoint.format import manifest
 
     root = shutil.copytree(saved, tmp_path / "run")
     path = find.step_path(RunDir(root), NEW)
     listed = find.look(RunDir(root), NEW).manifest
-    chunks = table.load(path, listed)
+    chunks = open_chunks(path, listed)
     number = [entry.name for entry in listed.tensors].index("model.embed.weight")
-    pair = int(chunks.first_dim[chunks.rows_of(number)[-1]])
-    chunks.begin[pair] -= 1  # one row twice, another one never
+    piece = [at for at, tensor in enumerate(chunks.tensor.tolist()) if tensor == number][-1]
+    pair = int(chunks.first_dim[piece])
+    begin = int(chunks.whole().boxes(chunks.whole().rows_of(number))[0][-1, 0])
+    layout = int(chunks.layout[piece])
+    # A number of its own: one row twice, another one never.
+    at = int(chunks.first_number[layout + 1])
+    chunks.numbers[layout] += 1
+    chunks.unit[pair], chunks.source[pair] = 0, chunks.numbers[layout]
+    moved = np.insert(chunks.number, at, begin - 1)
+    chunks = replace(chunks, number=moved)
     with pytest.raises(CheckpointError, match=r"model\.embed\.weight"):
-        table.require_cover(listed.tensors, chunks)
+        chunks.require_cover(listed.tensors)
     content = chunks.dump()
     (path / TABLE_NAME).write_bytes(content)
     listed.files[-1] = table.entry_of(content)

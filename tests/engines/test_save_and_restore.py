@@ -8,8 +8,10 @@ import re
 import shutil
 
 import pytest
+import safetensors
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
+from hpctrain.checkpoint.format.reader import whole_table
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
@@ -161,7 +163,7 @@ def test_a_long_restore_is_told_by_one_rank_every_ten_seconds(of_four):
 def test_each_byte_is_written_once_and_by_all_ranks_alike(of_four, engine):
     found = find.look(RunDir(of_four / engine), 10)
     shards = sorted(found.path.glob("shard-*"))
-    data = [path.stat().st_size - _header(path) for path in shards]
+    data = [path.stat().st_size - _header(path) - _proof(path) for path in shards]
     whole = sum(_nbytes(name) for name in sharded.SHAPES) + 4 * 5
     assert len(list(found.path.iterdir())) <= 4 + 3
     assert sum(data) == whole
@@ -266,16 +268,20 @@ def _nbytes(name):
     return torch.empty(shape, dtype=getattr(torch, dtype)).nbytes
 
 
+def _proof(path) -> int:
+    with safetensors.safe_open(path, "np") as file:
+        return len(file.get_tensor(f"digests@{path.stem}"))
+
+
 def _header(path):
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
 def _flip_in(root, step, name):
     """Turn one bit in the last chunk of a tensor."""
-    from hpctrain.checkpoint.format import table
 
     found = find.look(RunDir(root), step)
-    chunks = table.load(found.path, found.manifest)
+    chunks = whole_table(found.path, found.manifest)
     number = [entry.name for entry in found.manifest.tensors].index(name)
     row = chunks.rows_of(number)[-1]
     path = found.path / found.manifest.files[chunks.file[row]].name

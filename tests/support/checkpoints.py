@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format import shard, table
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.index import ChunkIndex
+from hpctrain.checkpoint.format.layout import assemble, part_of
 from hpctrain.checkpoint.format.manifest import (
     MANIFEST_NAME,
     TABLE_NAME,
@@ -15,8 +17,8 @@ from hpctrain.checkpoint.format.manifest import (
     Manifest,
     file_digest,
 )
+from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.format.shard import ShardPiece
-from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.run.fence import Attempt, take_attempt
 from hpctrain.run.layout import RunDir
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.format.table import RankPart
+    from hpctrain.checkpoint.format.layout import RankPart
 
 SHARD_0, SHARD_1 = shard.file_name(0), shard.file_name(1)
 BLOCK_BYTES = 512
@@ -114,24 +116,29 @@ def contents(seed: int, ranks: Sequence[Sequence[ShardPiece]] = PIECES) -> dict[
 def _sizes() -> dict[str, int]:
     sizes = {}
     for rank, pieces in enumerate(PIECES):
-        sizes[shard.file_name(rank)] = len(shard.header(pieces)) + sum(p.nbytes for p in pieces)
-    parts = [part_of(pieces, _unwritten(rank, pieces)) for rank, pieces in enumerate(PIECES)]
+        sizes[shard.file_name(rank)] = unwritten(rank, pieces, BLOCK_BYTES).size
+    parts = [
+        part_of(pieces, unwritten(rank, pieces, BLOCK_BYTES)) for rank, pieces in enumerate(PIECES)
+    ]
     sizes[TABLE_NAME] = len(assemble(parts, BLOCK_BYTES)[2].dump())
     return sizes
 
 
-def _unwritten(rank: int, pieces: Sequence[ShardPiece]) -> shard.ShardReport:
-    """A report with digests as large as they get."""
-    sizes = [piece.nbytes for piece in pieces]
-    offsets = len(shard.header(pieces)) + np.cumsum([0, *sizes], dtype=np.int64)
-    blocks = sum(shard.blocks_of(size, BLOCK_BYTES) for size in sizes)
-    digests = np.full(blocks, 2**64 - 1, np.uint64)
+def unwritten(rank: int, pieces: Sequence[ShardPiece], block_bytes: int) -> shard.ShardReport:
+    """What would be said of a file, with digests made up."""
     name = shard.file_name(rank)
-    return shard.ShardReport(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
+    head = len(shard.header(pieces, name, block_bytes))
+    offsets = head + np.cumsum([0, *(piece.nbytes for piece in pieces)], dtype=np.int64)
+    blocks = sum(shard.blocks_of(piece.nbytes, block_bytes) for piece in pieces)
+    digests = np.random.default_rng(rank).integers(0, 2**64, blocks, np.uint64)
+    size = int(offsets[-1]) + shard.proof_bytes(blocks)
+    return shard.ShardReport(name, size, "xxh3_64-blocks:0", head, offsets[:-1], digests)
 
 
 SHARDS = _sizes()
 """Names and bytes of all files that the manifest names."""
+PROOF_0, PROOF_1 = (shard.proof_bytes(blocks) for blocks in (9, 5))
+"""How long the digests at the end of each shard are."""
 
 
 def entries(directory: Path) -> list[FileEntry]:
@@ -182,12 +189,14 @@ def bare(
     whole: Mapping[str, bytes],
     *,
     block_bytes: int = BLOCK_BYTES,
-) -> tuple[Manifest, table.ChunkTable]:
-    """Shards, chunk table and manifest of a directory that belongs to no run."""
+) -> tuple[Manifest, ChunkIndex]:
+    """Shards, chunk index and manifest of a directory that belongs to no run."""
     listed = manifest(1000, [], block_bytes=block_bytes)
     parts = write_pieces(directory, ranks, whole, block_bytes=block_bytes)
     commit.write_table(directory, listed, parts)
-    return listed, table.load(directory, listed)
+    chunks = open_chunks(directory, listed)
+    assert isinstance(chunks, ChunkIndex)
+    return listed, chunks
 
 
 def chosen(run: RunDir) -> int | None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpctrain.checkpoint.format import shard, table
-from hpctrain.checkpoint.format.table import assemble, part_of
+from hpctrain.checkpoint.format.layout import assemble, part_of
 from tests.support import checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpctrain.checkpoint.format.index import ChunkIndex
+    from hpctrain.checkpoint.format.layout import RankPart
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece
-    from hpctrain.checkpoint.format.table import RankPart
 
 BLOCK_BYTES = 64
 
@@ -29,20 +31,35 @@ def part(rank: int, pieces: Sequence[ShardPiece]) -> RankPart:
     """One rank's part, with digests made up; nothing where it has no pieces."""
     if not pieces:
         return part_of([], None)
-    sizes = [piece.nbytes for piece in pieces]
-    offsets = len(shard.header(pieces)) + np.cumsum([0, *sizes], dtype=np.int64)
-    blocks = sum(shard.blocks_of(size, BLOCK_BYTES) for size in sizes)
-    digests = np.random.default_rng(rank).integers(0, 2**64, blocks, np.uint64)
-    name = shard.file_name(rank)
-    report = shard.ShardReport(name, int(offsets[-1]), "xxh3_64-blocks:0", offsets[:-1], digests)
-    return part_of(pieces, report)
+    return part_of(pieces, checkpoints.unwritten(rank, pieces, BLOCK_BYTES))
 
 
-def made(ranks: Sequence[Sequence[ShardPiece]]) -> tuple[table.ChunkTable, Manifest]:
-    """Table and manifest of a checkpoint of these ranks."""
+def made(ranks: Sequence[Sequence[ShardPiece]]) -> tuple[ChunkIndex, Manifest]:
+    """Index and manifest of a checkpoint of these ranks."""
     parts = [part(rank, pieces) for rank, pieces in enumerate(ranks)]
     files, tensors, chunks = assemble(parts, BLOCK_BYTES)
     listed = checkpoints.manifest(1000, [], block_bytes=BLOCK_BYTES)
     listed.files = [*files, table.entry_of(chunks.dump())]
     listed.tensors = tensors
     return chunks, listed
+
+
+def made_2(ranks: Sequence[Sequence[ShardPiece]]) -> tuple[table.ChunkTable, Manifest]:
+    """Table and manifest of a checkpoint of format 2, as an older hpctrain wrote it."""
+    chunks, listed = made(ranks)
+    rows = chunks.whole()
+    columns = {field.name: getattr(rows, field.name) for field in fields(table.ChunkTable)}
+    columns["digests"] = np.random.default_rng(0).integers(0, 2**64, len(rows.digests), np.uint64)
+    old = table.ChunkTable(**columns)
+    proofs = [8 * (1 + int(rows.file_blocks[rows.rows_in(at)[0]])) for at in set(rows.file)]
+    shards = [
+        replace(entry, size=entry.size - proof)
+        for entry, proof in zip(listed.files[:-1], proofs, strict=True)
+    ]
+    files = [*shards, table.entry_of(dump_2(old))]
+    return old, replace(listed, format=2, files=files)
+
+
+def dump_2(chunks: table.ChunkTable) -> bytes:
+    """A table of format 2 as it lies on disk."""
+    return table.encode_columns({name: getattr(chunks, name) for name in table.COLUMNS})

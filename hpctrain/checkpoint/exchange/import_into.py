@@ -17,9 +17,9 @@ from hpctrain.base import VERSION
 from hpctrain.checkpoint.exchange import contents as source_contents
 from hpctrain.checkpoint.exchange.export import compare
 from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.layout import part_of
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.shard import ShardPiece
-from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-FORMAT = 2
+FORMAT = 3
+OLDEST = 2
+"""Is read, and never written; what came before was never released."""
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
 PINNED_NAME = "PINNED"
@@ -396,7 +398,7 @@ def parse(content: bytes) -> Manifest:
     version = raw.get("format")
     if not isinstance(version, int) or version < 1:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
-    if version < FORMAT:
+    if version < OLDEST:
         raise TornCheckpoint(
             f"manifest has format {version}, which was never released; read it with "
             "`hpctrain checkpoints import`"

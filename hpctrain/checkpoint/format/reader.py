@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 
 from hpctrain.base.files import plain_descriptor
+from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.geometry import Region, overlap
-from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
+from hpctrain.checkpoint.format.index import ChunkIndex, SelectedTable
+from hpctrain.checkpoint.format.manifest import FORMAT, PREFIX, block_digest
 from hpctrain.checkpoint.format.patience import Patience, proves_absence
-from hpctrain.checkpoint.format.shard import DTYPES
+from hpctrain.checkpoint.format.shard import DIGEST_BYTES, DTYPES, proof_bytes, proof_digest
 from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoint, TornCheckpoint
 from hpctrain.testing import points
 
@@ -241,6 +243,78 @@ class ReadWindow(NamedTuple):
     content: list[BlockRun] | Scattered
 
 
+def open_chunks(path: Path, manifest: Manifest) -> ChunkTable | ChunkIndex:
+    """Where the chunks of a checkpoint lie, as its format says it.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest.
+
+    Raises:
+        TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
+        FileSystemFault: it cannot be read, and nobody knows what is in it.
+    """
+    content = tables.read_file(path, manifest)
+    parse = indices.parse if manifest.format == FORMAT else tables.parse
+    return parse(content, manifest)
+
+
+def whole_table(path: Path, manifest: Manifest, patience: Patience | None = None) -> ChunkTable:
+    """All chunks of a checkpoint with the digests of all blocks; as large as it has chunks.
+
+    Raises:
+        TornCheckpoint: see `open_chunks`; or what proves a shard is damaged.
+        FileSystemFault: the same.
+    """
+    return CheckpointSource.open(path, manifest, patience).table
+
+
+class Proofs:
+    """The digests of blocks: a shard's are read, and proved, when the first of its blocks is.
+
+    Several threads use one.
+    """
+
+    def __init__(self, manifest: Manifest, table: ChunkTable) -> None:
+        self._manifest = manifest
+        self._table = table
+        self._left = {*table.file.tolist()} if isinstance(table, SelectedTable) else set[int]()
+        self._lock = Lock()
+
+    def need(self, files: ChunkFiles, number: int) -> int:
+        """Have the digests of a file's chunks in the table; returns the bytes read for it.
+
+        Raises:
+            TornCheckpoint: the file's own list of digests is damaged.
+            IncompleteCheckpoint: the file is missing or ends too early.
+            FileSystemFault: it cannot be read; that proves no damage.
+        """
+        with self._lock:
+            if number not in self._left or not isinstance(self._table, SelectedTable):
+                return 0
+            count = self._fill(files, number, self._table)
+            self._left.remove(number)
+            return count
+
+    def _fill(self, files: ChunkFiles, number: int, table: SelectedTable) -> int:
+        low, high = table.rows_in(number)
+        entry = self._manifest.files[number]
+        content = bytearray(proof_bytes(int(table.file_blocks[low])))
+        files.read(number, [memoryview(content)], entry.size - len(content))
+        if proof_digest(content) != entry.digest:
+            raise TornCheckpoint(
+                f"{entry.name}: digests [{entry.size - len(content)}:{entry.size}]: digest of the "
+                f"file {proof_digest(content)}, manifest says {entry.digest} (damaged bytes)"
+            )
+        digests = np.frombuffer(content, "<u8", offset=DIGEST_BYTES)
+        counts = np.diff(table.first_block[low : high + 1])
+        row = np.repeat(np.arange(high - low), counts)
+        place = np.arange(len(row)) - tables.starts(counts)[:-1][row]
+        first, last = table.first_block[[low, high]]
+        table.digests[first:last] = digests[table.first_proof[low:high][row] + place]
+        return len(content)
+
+
 class CheckpointSource:
     """A checkpoint to read from."""
 
@@ -248,13 +322,13 @@ class CheckpointSource:
         self,
         path: Path,
         manifest: Manifest,
-        table: ChunkTable,
+        chunks: ChunkTable | ChunkIndex,
         patience: Patience | None = None,
     ) -> None:
         self._patience = patience or Patience()
         self.path = path
         self.manifest = manifest
-        self.table = table
+        self._chunks = chunks
 
     @classmethod
     def open(
@@ -272,7 +346,26 @@ class CheckpointSource:
             FileSystemFault: it cannot be read.
         """
         patience = patience or Patience()
-        return cls(path, manifest, patience(lambda: tables.load(path, manifest)), patience)
+        return cls(path, manifest, patience(lambda: open_chunks(path, manifest)), patience)
+
+    @cached_property
+    def rows(self) -> ChunkTable:
+        """All chunks; the digests of their blocks are there if the format is 2."""
+        return self._chunks.whole() if isinstance(self._chunks, ChunkIndex) else self._chunks
+
+    @cached_property
+    def table(self) -> ChunkTable:
+        """All chunks with the digests of all blocks, for which each shard is read a little.
+
+        Raises:
+            TornCheckpoint: see `Proofs.need`.
+            FileSystemFault: see `Proofs.need`.
+        """
+        proofs = Proofs(self.manifest, self.rows)
+        with ChunkFiles(self.path, self.manifest, self._patience) as files:
+            for number in np.unique(self.rows.file).tolist():
+                proofs.need(files, number)
+        return self.rows
 
     @property
     def names(self) -> list[str]:
@@ -311,11 +404,11 @@ class CheckpointSource:
             TornCheckpoint: bytes are missing, or are not what was written.
             FileSystemFault: they cannot be read.
         """
-        windows = self._plan(targets)
+        reading, windows = self._plan(targets)
 
         def work(taken: Iterator[ReadWindow]) -> int:
             with ChunkFiles(self.path, self.manifest, self._patience) as files:
-                return sum(self._read(files, window, on_bytes) for window in taken)
+                return sum(reading.read(files, window, on_bytes) for window in taken)
 
         total = in_threads(windows, min(threads, len(windows)), work)
         points.reach("read.done", path=self.path, step=self.manifest.step, bytes=total)
@@ -325,7 +418,7 @@ class CheckpointSource:
     def _numbers(self) -> dict[str, int]:
         return {entry.name: number for number, entry in enumerate(self.manifest.tensors)}
 
-    def _plan(self, targets: Sequence[Target]) -> list[ReadWindow]:
+    def _plan(self, targets: Sequence[Target]) -> tuple[_WindowReader, list[ReadWindow]]:
         """All windows to read, in the order of the files."""
         problems: list[str] = []
         wanted: list[tuple[Target, memoryview]] = []
@@ -337,7 +430,7 @@ class CheckpointSource:
                 continue
             if len(memory):
                 wanted.append((target, memory))
-        shared = self._overlap([target for target, _ in wanted])
+        table, shared = self._overlap([target for target, _ in wanted])
         problems += [
             f"{wanted[number][0].piece.name} {why}" for number, why in shared.problems.items()
         ]
@@ -345,9 +438,8 @@ class CheckpointSource:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             shown = "; ".join(problems[:SHOWN])
             raise CheckpointError(f"{self.path.name} cannot be loaded here: {shown}{more}")
-        memories = [memory for _, memory in wanted]
-        windows = [*self._run_windows(shared, memories), *self._grid_windows(shared, memories)]
-        return sorted(windows, key=lambda window: window[:2])
+        reading = _WindowReader(self.manifest, table, Proofs(self.manifest, table))
+        return reading, reading.windows(shared, [memory for _, memory in wanted])
 
     def _memory(self, target: Target) -> memoryview:
         """The target's memory as bytes, if the target is what the checkpoint has."""
@@ -377,13 +469,35 @@ class CheckpointSource:
         # Not memoryview.cast, which knows neither complex numbers nor empty arrays.
         return np.frombuffer(whole, np.uint8).data if nbytes else memoryview(b"")
 
-    def _overlap(self, targets: Sequence[Target]) -> Overlap:
+    def _overlap(self, targets: Sequence[Target]) -> tuple[ChunkTable, Overlap]:
         regions = [
             Region(piece.shape, piece.begin, piece.extent, piece.flat, DTYPES[piece.dtype])
             for piece in (target.piece for target in targets)
         ]
-        numbers = [self._numbers[target.piece.name] for target in targets]
-        return overlap(self.table, regions, np.array(numbers, np.int64))
+        numbers = np.array([self._numbers[target.piece.name] for target in targets], np.int64)
+        chunks = self._chunks
+        table = chunks.select(regions, numbers) if isinstance(chunks, ChunkIndex) else chunks
+        return table, overlap(table, regions, numbers)
+
+
+@dataclass(frozen=True)
+class _WindowReader:
+    """Windows of a checkpoint, made and read.
+
+    Attributes:
+        manifest: The checkpoint's.
+        table: At least the chunks that are wanted.
+        proofs: Of that table.
+    """
+
+    manifest: Manifest
+    table: ChunkTable
+    proofs: Proofs
+
+    def windows(self, shared: Overlap, memories: Sequence[memoryview]) -> list[ReadWindow]:
+        """All windows to read, in the order of the files."""
+        windows = [*self._run_windows(shared, memories), *self._grid_windows(shared, memories)]
+        return sorted(windows, key=lambda window: window[:2])
 
     def _run_windows(self, shared: Overlap, memories: Sequence[memoryview]) -> Iterator[ReadWindow]:
         """Runs of blocks, those put together that are neighbours in their file."""
@@ -444,13 +558,15 @@ class CheckpointSource:
                 position = int(table.offset[row]) + first * block
                 yield ReadWindow(int(table.file[row]), position, Scattered(row, first, last, grids))
 
-    def _read(
+    def read(
         self, files: ChunkFiles, window: ReadWindow, on_bytes: Callable[[int], object] | None
     ) -> int:
+        """Read and prove one window; returns the bytes read."""
+        count = self.proofs.need(files, window.file)
         if isinstance(window.content, Scattered):
-            count = self._read_scattered(files, window, window.content)
+            count += self._read_scattered(files, window, window.content)
         else:
-            count = self._read_runs(files, window, window.content)
+            count += self._read_runs(files, window, window.content)
         if on_bytes is not None:
             on_bytes(count)
         return count

@@ -1,5 +1,8 @@
 """One rank's file of a checkpoint: a valid safetensors file, its blocks' digests taken on the way.
 
+The digests are the file's last tensor: the rank that writes the bytes writes them too, and nobody
+gathers them.
+
 The header carries what torch's own reader of safetensors needs to put shards together
 (DCP_SHARDING_INFO), so that neither safetensors nor torch needs hpctrain to read a checkpoint. No
 torch here: the writer process does not import it. The promises are held by
@@ -14,7 +17,7 @@ import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -29,11 +32,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+Number = TypeVar("Number", int, "NDArray[np.int64]")
 DTYPES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Dtypes in safetensors' words, and the bytes of one element."""
+SUFFIX = ".safetensors"
+DIGEST_BYTES = 8
 WRITE_BYTES = 4 << 20
 MAX_PARTS = 512
 """Buffers in one call of writev; the kernel takes 1,024."""
@@ -79,7 +85,8 @@ class ShardReport:
     Attributes:
         name: The file's name.
         size: Its bytes.
-        digest: See `blocks_digest`.
+        digest: See `proof_digest`.
+        head: Bytes before the first piece.
         offsets: Where each piece starts in the file, in bytes: int64 of shape [pieces].
         digests: Of all blocks, piece after piece: uint64 of shape [blocks].
     """
@@ -87,13 +94,19 @@ class ShardReport:
     name: str
     size: int
     digest: str
+    head: int
     offsets: NDArray[np.int64]
     digests: NDArray[np.uint64]
 
 
 def file_name(rank: int) -> str:
     """The name of a rank's shard, e.g. ``shard-00003.safetensors``."""
-    return f"shard-{rank:05d}.safetensors"
+    return f"shard-{rank:05d}{SUFFIX}"
+
+
+def rank_of(name: str) -> int:
+    """The rank whose shard has this name."""
+    return int(name.removesuffix(SUFFIX).removeprefix("shard-"))
 
 
 def blocks_of(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -101,39 +114,57 @@ def blocks_of(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
     return -(-nbytes // block_bytes)
 
 
-def blocks_digest(header: bytes, digests: NDArray[np.uint64]) -> str:
-    """The digest of a shard: that of its header's digest and its blocks' digests, in file order.
+def proof(header: bytes, digests: NDArray[np.uint64]) -> bytes:
+    """What a shard ends with: its header's digest and those of all its blocks, in file order.
 
-    So the digest of a file of many gigabytes is known when its blocks' are, and two files are the
-    same if their digests are.
+    So a reader of one block reads these few bytes of the file, and needs nothing of other files.
 
     Args:
         header: The file's header, its length included.
         digests: Of all blocks, uint64 of shape [blocks].
     """
     numbers = np.concatenate([np.array([block_digest(header)], np.uint64), digests])
-    return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(numbers.astype("<u8").tobytes())
+    return numbers.astype("<u8").tobytes()
 
 
-def header(pieces: Sequence[ShardPiece]) -> bytes:
-    """The safetensors header of a file that holds these pieces one behind the other."""
-    entries: dict[str, object] = {}
-    boxes: dict[str, dict[str, list[int]]] = {}
-    position = 0
+def proof_bytes(blocks: Number) -> Number:
+    """How long the proof of a shard of so many blocks is; of many shards at once, as a column."""
+    return DIGEST_BYTES * (1 + blocks)
+
+
+def proof_digest(proof: bytes | bytearray) -> str:
+    """The digest of a shard, which the manifest has: that of its proof.
+
+    So the digest of a file of many gigabytes is known when its blocks' are, and two files are the
+    same if their digests are.
+    """
+    return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(proof)
+
+
+def header(pieces: Sequence[ShardPiece], name: str, block_bytes: int = BLOCK_BYTES) -> bytes:
+    """The safetensors header of a file of this name: these pieces, then the proof of them."""
+    proof_key = f"digests@{name.removesuffix(SUFFIX)}"
+    # First, so that a piece of that very name gets another key.
+    entries: dict[str, object] = {proof_key: None}
+    boxes: dict[str, dict[str, list[int]]] = {proof_key: {"saved_offsets": [0]}}
+    position = blocks = 0
     for piece in pieces:
         key = _key(piece, entries)
         # Torch reads no file of which a key is not listed; one with its own key is by itself.
         begin = piece.begin if key == piece.name else [0] * len(piece.extent)
         boxes[key] = {"saved_offsets": list(begin)}
         end = position + piece.nbytes
-        entries[key] = {
-            "dtype": piece.dtype,
-            "shape": list(piece.extent),
-            "data_offsets": [position, end],
-        }
+        entries[key] = _entry(piece.dtype, piece.extent, position, end)
+        blocks += blocks_of(piece.nbytes, block_bytes)
         position = end
+    size = proof_bytes(blocks)
+    entries[proof_key] = _entry("U8", [size], position, position + size)
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
     return encode_header({"__metadata__": about, **entries})
+
+
+def _entry(dtype: str, shape: Sequence[int], low: int, high: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [low, high]}
 
 
 def encode_header(entries: dict[str, object]) -> bytes:
@@ -175,7 +206,7 @@ def write(
     Raises:
         OSError: the file system refused; a part of the file may lie there.
     """
-    head = header(pieces)
+    head = header(pieces, path.name, block_bytes)
     sizes = [piece.nbytes for piece in pieces]
     offsets = len(head) + np.cumsum([0, *sizes], dtype=np.int64)
     blocks = np.cumsum([0, *(blocks_of(size, block_bytes) for size in sizes)], dtype=np.int64)
@@ -192,13 +223,14 @@ def write(
         else:
             for window in windows:
                 job.write(window)
+        _put(file, [memoryview(end := proof(head, digests))], int(offsets[-1]))
         points.reach("shard.flush", path=path, fd=file, step=step)
         os.fsync(file)
     finally:
         os.close(file)
     points.reach("shard.done", path=path, step=step)
-    size = int(offsets[-1])
-    return ShardReport(path.name, size, blocks_digest(head, digests), offsets[:-1], digests)
+    size = int(offsets[-1]) + len(end)
+    return ShardReport(path.name, size, proof_digest(end), len(head), offsets[:-1], digests)
 
 
 @dataclass(frozen=True)

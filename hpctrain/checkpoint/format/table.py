@@ -1,20 +1,20 @@
-"""The chunk table: where each part of each tensor lies, and the digests of its blocks.
+"""The chunk table in memory: where each part of each tensor lies, and the digests of its blocks.
 
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
 of a second. On disk it is a safetensors file of 1-D columns, each in the narrowest type that holds
-it, under another suffix than the shards', so that nobody takes it for weights.
+it, under another suffix than the shards', so that nobody takes it for weights. In format 2 these
+are the rows themselves (`parse`); what is written now is in `index.py`.
 
-`load` reads a table and proves it by the manifest's digest. `assemble` makes one from what all
-ranks wrote, and checks that every element of every tensor was written once. A rank sends its
-`RankPart` as columns, not as objects: with a thousand ranks of five hundred tensors, unpickling and
-merging objects takes rank 0 most of a minute.
+`read_file` reads a table and proves it by the manifest's digest; `require_cover` checks that every
+element of every tensor is there once.
 
-The promises are held by tests/unit/checkpoint/test_table.py and test_assemble.py; the
-format itself by test_format.py, and docs/checkpoint-format.md describes it.
+The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format.py,
+and docs/checkpoint-format.md describes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -34,13 +34,12 @@ from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoi
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
 
 COLUMNS = ("tensor", "file", "offset", "dims", "flat", "begin", "extent", "digests")
 NARROW: dict[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
@@ -148,31 +147,16 @@ class ChunkTable:
         index = self.first_dim[rows][:, None] + np.arange(dims)
         return self.begin[index], self.extent[index]
 
-    def dump(self) -> bytes:
-        """The file's bytes."""
-        entries: dict[str, object] = {}
-        parts: list[bytes] = []
-        position = 0
-        for name in COLUMNS:
-            column = getattr(self, name)
-            kind = _narrowest(column)
-            part = column.astype(np.dtype(NARROW[kind]).newbyteorder("<")).tobytes()
-            offsets = [position, position + len(part)]
-            entries[name] = {"dtype": kind, "shape": [len(column)], "data_offsets": offsets}
-            parts.append(part)
-            position += len(part)
-        return encode_header(entries) + b"".join(parts)
 
-
-def load(path: Path, manifest: Manifest) -> ChunkTable:
-    """The chunk table of a checkpoint, proved by the manifest's digest of it.
+def read_file(path: Path, manifest: Manifest) -> bytes:
+    """The bytes of a checkpoint's chunk table, proved by the manifest's digest of it.
 
     Args:
         path: The checkpoint's directory.
         manifest: Its manifest.
 
     Raises:
-        TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
+        TornCheckpoint: missing, or damaged; the message is the reason.
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
     entry = next((file for file in manifest.files if file.name == TABLE_NAME), None)
@@ -196,23 +180,21 @@ def load(path: Path, manifest: Manifest) -> ChunkTable:
             f"{TABLE_NAME}: digest {bytes_digest(content)}, manifest says {entry.digest} "
             "(damaged bytes)"
         )
-    return parse(content, manifest)
+    return content
 
 
 def parse(content: bytes, manifest: Manifest) -> ChunkTable:
-    """The table that these bytes hold, checked against the manifest.
+    """The table that these bytes of a checkpoint of format 2 hold, checked against the manifest.
 
     Raises:
         TornCheckpoint: it is not a table, or names what the manifest does not.
     """
-    try:
-        columns = _columns(content)
+    with not_a_table():
+        columns = decode_columns(content, COLUMNS)
         digests = columns.pop("digests")
         whole = {name: column.astype(np.int64) for name, column in columns.items()}
         sizes = np.array([DTYPES[entry.dtype] for entry in manifest.tensors], np.int64)
         itemsize = sizes[whole["tensor"]] if len(whole["tensor"]) else whole["tensor"]
-    except (KeyError, ValueError, IndexError, TypeError, RecursionError, struct.error) as error:
-        raise TornCheckpoint(f"{TABLE_NAME} is not a chunk table: {error}") from error
     table = ChunkTable(
         **whole,
         digests=digests.astype(np.uint64),
@@ -225,9 +207,57 @@ def parse(content: bytes, manifest: Manifest) -> ChunkTable:
     return table
 
 
+@contextlib.contextmanager
+def not_a_table() -> Iterator[None]:
+    """What goes wrong in here with bytes of somebody's is said of the file.
+
+    Raises:
+        TornCheckpoint: it is not a chunk table.
+    """
+    try:
+        yield
+    except (KeyError, ValueError, IndexError, TypeError, RecursionError, struct.error) as error:
+        raise TornCheckpoint(f"{TABLE_NAME} is not a chunk table: {error}") from error
+
+
 def entry_of(content: bytes) -> FileEntry:
     """What the manifest says of a table with these bytes."""
     return FileEntry(TABLE_NAME, len(content), bytes_digest(content))
+
+
+def encode_columns(columns: Mapping[str, NDArray[Any]]) -> bytes:
+    """Columns of whole numbers as a safetensors file, each in the narrowest type that holds it."""
+    entries: dict[str, object] = {}
+    parts: list[bytes] = []
+    position = 0
+    for name, column in columns.items():
+        kind = _narrowest(column)
+        part = column.astype(np.dtype(NARROW[kind]).newbyteorder("<")).tobytes()
+        offsets = [position, position + len(part)]
+        entries[name] = {"dtype": kind, "shape": [len(column)], "data_offsets": offsets}
+        parts.append(part)
+        position += len(part)
+    return encode_header(entries) + b"".join(parts)
+
+
+def decode_columns(content: bytes, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The columns of these names.
+
+    Raises:
+        ValueError: and others of `not_a_table`: these bytes hold no such columns.
+    """
+    (length,) = struct.unpack_from("<Q", content)
+    entries = json.loads(content[8 : 8 + length])
+    data = memoryview(content)[8 + length :]
+    columns = {}
+    for name in names:
+        low, high = entries[name]["data_offsets"]
+        dtype = np.dtype(NARROW[entries[name]["dtype"]]).newbyteorder("<")
+        column = np.frombuffer(data[low:high], dtype)
+        if name != "digests" and len(column) and int(column.max()) > LARGEST:
+            raise ValueError(f"column {name} holds {column.max()}")
+        columns[name] = column
+    return columns
 
 
 def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -293,21 +323,6 @@ def _narrowest(column: NDArray[Any]) -> str:
     return next(kind for kind, dtype in NARROW.items() if largest <= np.iinfo(dtype).max)
 
 
-def _columns(content: bytes) -> dict[str, NDArray[Any]]:
-    (length,) = struct.unpack_from("<Q", content)
-    entries = json.loads(content[8 : 8 + length])
-    data = memoryview(content)[8 + length :]
-    columns = {}
-    for name in COLUMNS:
-        low, high = entries[name]["data_offsets"]
-        dtype = np.dtype(NARROW[entries[name]["dtype"]]).newbyteorder("<")
-        column = np.frombuffer(data[low:high], dtype)
-        if name != "digests" and len(column) and int(column.max()) > LARGEST:
-            raise ValueError(f"column {name} holds {column.max()}")
-        columns[name] = column
-    return columns
-
-
 def _problems(table: ChunkTable, manifest: Manifest) -> Iterator[str]:
     """What is at odds in a table; its bytes are as written, so this finds a writer's mistake.
 
@@ -339,128 +354,6 @@ def _problems(table: ChunkTable, manifest: Manifest) -> Iterator[str]:
         yield "has chunks that do not lie one behind the other in their file"
 
 
-@dataclass(frozen=True)
-class RankPart:
-    """One rank's file, or nothing of one, in a form that is small and quick to send.
-
-    Attributes:
-        file: Its entry in the manifest; None if the rank had nothing to write.
-        names: The tensors' names, one for each chunk.
-        dtype: Number in KINDS, of each chunk. [chunks]
-        ranks: Dimensions of each chunk's tensor. [chunks]
-        shape: The chunks' tensors' shapes, one behind the other. [sum of ranks]
-        offset: Of each chunk in the file, in bytes. [chunks]
-        dims: [chunks]; see `ChunkTable`, also for the rest.
-        flat: [chunks]
-        begin: [sum of dims]
-        extent: [sum of dims]
-        digests: [blocks]
-    """
-
-    file: FileEntry | None
-    names: tuple[str, ...]
-    dtype: NDArray[np.uint8]
-    ranks: NDArray[np.uint8]
-    shape: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    dims: NDArray[np.uint8]
-    flat: NDArray[np.uint8]
-    begin: NDArray[np.int64]
-    extent: NDArray[np.int64]
-    digests: NDArray[np.uint64]
-
-    def state_digests(self, block_bytes: int) -> NDArray[np.uint64]:
-        """The digests of all blocks but those of random generators: uint64 of shape [blocks]."""
-        state = np.array([not name.startswith("rng.") for name in self.names], bool)
-        nbytes = elements(self.dims.astype(np.int64), self.extent) * ITEMSIZES[self.dtype]
-        kept: NDArray[np.uint64] = self.digests[np.repeat(state, -(-nbytes // block_bytes))]
-        return kept
-
-
-def part_of(pieces: Sequence[ShardPiece], report: ShardReport | None) -> RankPart:
-    """What one rank has to say of its file; `report` is None where it wrote none."""
-    if report is None:
-        pieces = []
-    return RankPart(
-        file=FileEntry(report.name, report.size, report.digest) if report else None,
-        names=tuple(piece.name for piece in pieces),
-        dtype=np.array([KINDS.index(piece.dtype) for piece in pieces], np.uint8),
-        ranks=np.array([len(piece.shape) for piece in pieces], np.uint8),
-        shape=np.array([size for piece in pieces for size in piece.shape], np.int64),
-        offset=report.offsets if report else np.zeros(0, np.int64),
-        dims=np.array([len(piece.begin) for piece in pieces], np.uint8),
-        flat=np.array([piece.flat for piece in pieces], np.uint8),
-        begin=np.array([at for piece in pieces for at in piece.begin], np.int64),
-        extent=np.array([size for piece in pieces for size in piece.extent], np.int64),
-        digests=report.digests if report else np.zeros(0, np.uint64),
-    )
-
-
-def assemble(
-    parts: Sequence[RankPart], block_bytes: int
-) -> tuple[list[FileEntry], list[TensorEntry], ChunkTable]:
-    """Files, tensors and chunks of a checkpoint from all ranks' parts.
-
-    Raises:
-        CheckpointError: ranks disagree on a tensor, or some element of one is written twice or by
-            nobody.
-    """
-    parts = [part for part in parts if part.file is not None]
-    tensors, numbers = _number(parts)
-    table = ChunkTable(
-        tensor=numbers,
-        file=_joined([np.full(len(part.dims), file) for file, part in enumerate(parts)]),
-        offset=_joined([part.offset for part in parts]),
-        dims=_joined([part.dims for part in parts]),
-        flat=_joined([part.flat for part in parts]),
-        begin=_joined([part.begin for part in parts]),
-        extent=_joined([part.extent for part in parts]),
-        digests=np.concatenate([np.zeros(0, np.uint64), *(part.digests for part in parts)]),
-        itemsize=ITEMSIZES[_joined([part.dtype for part in parts])],
-        block_bytes=block_bytes,
-    )
-    require_cover(tensors, table)
-    return [part.file for part in parts if part.file is not None], tensors, table
-
-
-def _joined(columns: Sequence[NDArray[np.int64] | NDArray[np.uint8]]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(0, np.int64), *columns]).astype(np.int64)
-
-
-def _number(parts: Sequence[RankPart]) -> tuple[list[TensorEntry], NDArray[np.int64]]:
-    """Every tensor once, and the number of each chunk's tensor, on which all ranks agree.
-
-    Names are looked up in a loop, all else is compared as columns: each rank has names of its own
-    (its random generators), so no two ranks' parts are alike.
-    """
-    numbers: dict[str, int] = {}
-    rows = [numbers.setdefault(name, len(numbers)) for part in parts for name in part.names]
-    tensor = np.array(rows, np.int64)
-    dtype = _joined([part.dtype for part in parts])
-    ranks = _joined([part.ranks for part in parts])
-    shape = _joined([part.shape for part in parts])
-    start = starts(ranks)
-
-    def entry(name: str, row: int) -> TensorEntry:
-        sizes = shape[start[row] : start[row + 1]].tolist()
-        return TensorEntry(name, KINDS[dtype[row]], tuple(sizes))
-
-    first = np.unique(tensor, return_index=True)[1]
-    tensors = [entry(name, row) for name, row in zip(numbers, first.tolist(), strict=True)]
-    like = first[tensor]
-    odd = np.flatnonzero((dtype != dtype[like]) | (ranks != ranks[like]))
-    if not len(odd):
-        across = np.arange(len(shape)) + np.repeat(start[like] - start[:-1], ranks)
-        odd = np.searchsorted(start, np.flatnonzero(shape != shape[across]), "right") - 1
-    if len(odd):
-        first_said = tensors[tensor[odd[0]]]
-        other = entry(first_said.name, int(odd[0]))
-        raise CheckpointError(
-            f"ranks disagree on {first_said.name}: {first_said.text} and {other.text}"
-        )
-    return tensors, tensor
-
-
 def require_cover(tensors: Sequence[TensorEntry], table: ChunkTable) -> None:
     """Every element of every tensor lies in exactly one chunk.
 
@@ -488,14 +381,14 @@ def require_cover(tensors: Sequence[TensorEntry], table: ChunkTable) -> None:
         more = f" (and {len(bad) - SHOWN} more)" if len(bad) > SHOWN else ""
         raise CheckpointError(f"the ranks' parts do not make up the tensors: {shown}{more}")
     for number in np.flatnonzero(np.bincount(table.tensor) > 1).tolist():
-        if not _tiles(tensors[number], table, table.rows_of(number)):
+        if not tiles(tensors[number], table, table.rows_of(number)):
             raise CheckpointError(
                 f"the ranks' parts of {tensors[number].name} overlap: some of it was written "
                 "twice, some by nobody"
             )
 
 
-def _tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> bool:
+def tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> bool:
     """Whether chunks inside a tensor, with its number of elements in all, lie beside each other.
 
     `rows` is int64 of shape [chunks].

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from hpctrain.checkpoint.format.layout import RankPart
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.table import RankPart
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
@@ -75,7 +75,7 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     """
     # Not above: pinning and deleting go through this module too, and need no numpy.
     from hpctrain.checkpoint.format import table
-    from hpctrain.checkpoint.format.table import assemble
+    from hpctrain.checkpoint.format.layout import assemble
 
     files, manifest.tensors, whole = assemble(parts, manifest.block_bytes)
     content = whole.dump()

@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpctrain.checkpoint.format import table as tables
+from hpctrain.checkpoint.format.index import ChunkIndex
 from hpctrain.checkpoint.format.manifest import BLOCKS_PREFIX, TABLE_NAME, block_digest, file_digest
-from hpctrain.checkpoint.format.reader import ChunkFiles, damage, in_threads, window_blocks
-from hpctrain.checkpoint.format.shard import blocks_digest
+from hpctrain.checkpoint.format.reader import (
+    ChunkFiles,
+    Proofs,
+    damage,
+    in_threads,
+    open_chunks,
+    window_blocks,
+)
+from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
 from hpctrain.checkpoint.format.table import require_cover
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import set_aside_locked
@@ -63,18 +70,18 @@ def verify(
     """
     refused: list[str] = []
     try:
-        problems, table = _small(checkpoint, files, deep=deep)
+        problems, chunks = _small(checkpoint, files, deep=deep)
     except FileSystemFault as error:
-        problems, table = [], None
+        problems, chunks = [], None
         refused.append(str(error))
-    if deep and table is not None and checkpoint.manifest is not None:
+    if deep and chunks is not None and checkpoint.manifest is not None:
         names = [entry.name for entry in checkpoint.manifest.files]
         numbers = [
             number
             for number, name in enumerate(names)
             if (files is None or name in files) and not _names(problems, name)
         ]
-        scrub = _Scrub(checkpoint.path, checkpoint.manifest, table, on_bytes, {}, {})
+        scrub = _Scrub(checkpoint.path, checkpoint.manifest, chunks, on_bytes, {}, {})
         in_threads(scrub.tasks(numbers), threads, scrub.work)
         problems += scrub.lines()
         refused += [line for _, line in sorted(scrub.refused.items())]
@@ -87,7 +94,7 @@ def verify(
 
 def _small(
     checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
-) -> tuple[list[str], ChunkTable | None]:
+) -> tuple[list[str], ChunkTable | ChunkIndex | None]:
     """What is wrong with all that is small; and the chunk table, if it is right.
 
     Raises:
@@ -108,14 +115,17 @@ def _small(
     if files is None and checkpoint.problem is not None and not sizes:
         problems.append(checkpoint.problem)  # e.g. it lies under another step's name
     try:
-        table = tables.load(checkpoint.path, manifest)
-        require_cover(manifest.tensors, table)
+        chunks = open_chunks(checkpoint.path, manifest)
+        if isinstance(chunks, ChunkIndex):
+            chunks.require_cover(manifest.tensors)
+        else:
+            require_cover(manifest.tensors, chunks)
     except FileSystemFault:
         raise
     except CheckpointError as error:  # where the blocks lie is not known then
         left = "; no shard was read" if deep else ""
         return problems + ([] if _names(sizes, TABLE_NAME) else [f"{error}{left}"]), None
-    return problems, table
+    return problems, chunks
 
 
 def set_aside(
@@ -144,6 +154,8 @@ class _Task(NamedTuple):
     """Neighbouring blocks of a file; none of them for what is before the first."""
 
     file: int
+    table: ChunkTable
+    """At least the file's chunks."""
     edges: NDArray[np.int64]
     """Where each block begins, and where the last one ends."""
     rows: NDArray[np.int64]
@@ -158,7 +170,7 @@ class _Scrub:
 
     path: Path
     manifest: Manifest
-    table: ChunkTable
+    chunks: ChunkTable | ChunkIndex
     on_bytes: Callable[[int], object] | None
     damaged: dict[tuple[int, int], str]
     """File and place in it: what is wrong there."""
@@ -168,9 +180,30 @@ class _Scrub:
     def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
         """What is to be done, each about a window's bytes, in the order of the files."""
         none = np.zeros(0, np.int64)
-        for number in numbers:
-            yield _Task(number, none, none, none)
-            yield from self._block_tasks(number, *self.table.rows_in(number))
+        with ChunkFiles(self.path, self.manifest) as files:
+            for number in numbers:
+                table = self._rows(files, number)
+                if table is not None:
+                    yield _Task(number, table, none, none, none)
+                    yield from self._block_tasks(number, table)
+
+    def _rows(self, files: ChunkFiles, number: int) -> ChunkTable | None:
+        """The chunks of a file with their digests; None where what proves them is damaged.
+
+        Of one file at a time: a checkpoint of thousands of ranks has millions of chunks.
+        """
+        if not isinstance(self.chunks, ChunkIndex):
+            return self.chunks
+        table = self.chunks.of_file(number)
+        try:
+            Proofs(self.manifest, table).need(files, number)
+        except FileSystemFault as error:
+            self.refused[number] = str(error)
+            return None
+        except TornCheckpoint as error:
+            self.damaged[number, 0] = str(error)
+            return None
+        return table
 
     def work(self, tasks: Iterator[_Task]) -> int:
         """Do tasks as long as there are any; returns how many bytes were read."""
@@ -197,7 +230,7 @@ class _Scrub:
         if len(task.rows):
             return self._blocks(files, task)
         if self.manifest.files[task.file].digest.startswith(BLOCKS_PREFIX):
-            return self._header(files, task.file)
+            return self._header(files, task.file, task.table)
         return self._whole(task.file)
 
     def lines(self) -> list[str]:
@@ -214,36 +247,39 @@ class _Scrub:
                 lines.append(f"{name}: and {counts[file] - SHOWN:,} more damaged places")
         return lines
 
-    def _block_tasks(self, number: int, low: int, high: int) -> Iterator[_Task]:
+    def _block_tasks(self, number: int, table: ChunkTable) -> Iterator[_Task]:
+        low, high = table.rows_in(number)
         if low == high:
             return
-        size = self.table.block_bytes
-        firsts = self.table.first_block[low : high + 1]
+        size = table.block_bytes
+        firsts = table.first_block[low : high + 1]
         rows = np.repeat(np.arange(low, high), np.diff(firsts))
-        blocks = np.arange(firsts[0], firsts[-1]) - self.table.first_block[rows]
-        end = self.table.offset[high - 1] + self.table.nbytes[high - 1]
-        edges = np.append(self.table.offset[rows] + blocks * size, end)
+        blocks = np.arange(firsts[0], firsts[-1]) - table.first_block[rows]
+        end = table.offset[high - 1] + table.nbytes[high - 1]
+        edges = np.append(table.offset[rows] + blocks * size, end)
         window, at = window_blocks(size) * size, 0
         while at < len(rows):
             to = int(np.searchsorted(edges, edges[at] + window, "right")) - 1
-            yield _Task(number, edges[at : to + 1], rows[at:to], blocks[at:to])
+            yield _Task(number, table, edges[at : to + 1], rows[at:to], blocks[at:to])
             at = to
 
-    def _header(self, files: ChunkFiles, number: int) -> int:
+    def _header(self, files: ChunkFiles, number: int, table: ChunkTable) -> int:
         """What stands before the first chunk, proved by the file's digest of it and all blocks."""
         entry = self.manifest.files[number]
-        low, high = self.table.rows_in(number)
-        end = int(self.table.offset[low]) if low < high else entry.size
+        low, high = table.rows_in(number)
+        end = int(table.offset[low]) if low < high else entry.size
         head = bytearray(end)
         files.read(number, [memoryview(head)], 0)
-        first, last = self.table.first_block[[low, high]]
-        digest = blocks_digest(bytes(head), self.table.digests[first:last])
+        first, last = table.first_block[[low, high]]
+        digest = proof_digest(proof(bytes(head), table.digests[first:last]))
         if digest != entry.digest:
             raise TornCheckpoint(
                 f"{entry.name}: header [0:{end}]: digest of the file {digest}, "
                 f"manifest says {entry.digest} (damaged bytes)"
             )
-        return end
+        # The file's own digests were read and proved before any block of it.
+        proved = proof_bytes(int(last - first)) if isinstance(self.chunks, ChunkIndex) else 0
+        return end + proved
 
     def _whole(self, number: int) -> int:
         """A file that is no shard."""
@@ -270,9 +306,9 @@ class _Scrub:
             strict=True,
         ):
             digest = block_digest(content[low:high])
-            if digest != self.table.digests[self.table.first_block[row] + block]:
+            if digest != task.table.digests[task.table.first_block[row] + block]:
                 place = (task.file, begin + low)
-                self.damaged[place] = damage(self.manifest, self.table, row, block, digest)
+                self.damaged[place] = damage(self.manifest, task.table, row, block, digest)
         return count
 
 

@@ -33,9 +33,9 @@ from torch.futures import Future
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.layout import part_of
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
-from hpctrain.checkpoint.format.table import part_of
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES, bytes_of
 from hpctrain.errors import CheckpointError, TornCheckpoint
@@ -183,7 +183,7 @@ class Reader(StorageReader):
             if entry.name in opaque:
                 entries[entry.name] = BytesStorageMetadata()
                 continue
-            begin, extent = source.table.boxes(source.table.rows_of(number))
+            begin, extent = source.rows.boxes(source.rows.rows_of(number))
             entries[entry.name] = TensorStorageMetadata(
                 TensorProperties(TORCH_DTYPES[entry.dtype]),
                 torch.Size(entry.shape),

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.layout import NO_KEY, RankPart, part_of, placed
 from hpctrain.checkpoint.format.manifest import step_name
-from hpctrain.checkpoint.format.table import RankPart, part_of
 from hpctrain.checkpoint.store import commit
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
 from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
@@ -127,18 +127,31 @@ def commit_together(
         CheckpointError: see `save`.
         Fenced: see `save`.
     """
-    need = sum(piece.nbytes for piece in pieces)
-    needs = gather_on_0(world, need)
-    staged = on_rank_0(
-        world, lambda: _stage(place, manifest.step, sum(needs), sum(map(bool, needs)) + 3)
-    )
-    answers = gather_on_0(world, _write(staged, world, manifest.step, pieces, write))
+    where = placed(pieces, world.rank)
+    needs = gather_on_0(world, (sum(piece.nbytes for piece in pieces), where.key))
+    staged, senders = on_rank_0(world, lambda: _stage(place, manifest.step, needs))
+
+    def report(path: Path) -> RankPart:
+        return part_of(
+            pieces,
+            write(path) if pieces else None,
+            where=where,
+            with_layout=world.rank in senders,
+            block_bytes=manifest.block_bytes,
+        )
+
+    answers = gather_on_0(world, _write(staged, world, manifest.step, report))
     size, digest = on_rank_0(world, lambda: _publish(place, staged, manifest, answers))
     seconds = time.monotonic() - started
     return Saved(manifest.step, step_name(manifest.step), size, seconds, seconds, digest)
 
 
-def _stage(place: SavePlace, step: int, need: int, need_files: int) -> Path:
+def _stage(
+    place: SavePlace, step: int, needs: Sequence[tuple[int, bytes]]
+) -> tuple[Path, frozenset[int]]:
+    """Rank 0: where to write, and who tells its layout: of those that have the same, one does."""
+    need, need_files = sum(size for size, _ in needs), sum(size > 0 for size, _ in needs) + 3
+    first = {key: rank for rank, (_, key) in reversed(list(enumerate(needs))) if key != NO_KEY}
     try:
         place.run.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,15 +160,14 @@ def _stage(place: SavePlace, step: int, need: int, need_files: int) -> Path:
     problem = commit.forecast(place.run.checkpoints, need, need_files)
     if problem:
         raise NotWritten(f"step {step} was not saved: {problem}")
-    return commit.stage(place.run, step, place.attempt)
+    return commit.stage(place.run, step, place.attempt), frozenset(first.values())
 
 
 def _write(
     staged: Path,
     world: World,
     step: int,
-    pieces: Sequence[ShardPiece],
-    write: Callable[[Path], ShardReport],
+    report: Callable[[Path], RankPart],
 ) -> tuple[RankPart, str, bool]:
     """This rank's part; an error is returned, not raised, so that all ranks abort together.
 
@@ -163,13 +175,13 @@ def _write(
     """
     path = staged / shard.file_name(world.rank)
     try:
-        part = part_of(pieces, write(path) if pieces else None)
+        part = report(path)
         points.reach("report.gather", path=path, step=step, rank=world.rank)
     except OSError as error:
-        return part_of([], None), f"rank {world.rank}: {commit.describe(error, path)}", True
+        return RankPart(None), f"rank {world.rank}: {commit.describe(error, path)}", True
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         text = str(error) if isinstance(error, HpctrainError) else one_line(error)
-        return part_of([], None), f"rank {world.rank}: {text}", False
+        return RankPart(None), f"rank {world.rank}: {text}", False
     return part, "", False
 
 
@@ -191,13 +203,13 @@ def _publish(
     except HpctrainError:
         commit.discard(staged)
         raise
-    return manifest.size, _state_digest(parts, manifest.block_bytes)
+    return manifest.size, _state_digest(parts)
 
 
-def _state_digest(parts: Sequence[RankPart], block_bytes: int) -> str:
+def _state_digest(parts: Sequence[RankPart]) -> str:
     hasher = xxhash.xxh3_64()
     for part in parts:
-        hasher.update(part.state_digests(block_bytes).tobytes())
+        hasher.update(part.state.to_bytes(8))
     return hasher.hexdigest()
 
 

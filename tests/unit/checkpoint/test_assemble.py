@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import table as module
+from hpctrain.checkpoint.format.layout import assemble, part_of
 from hpctrain.checkpoint.format.manifest import TensorEntry
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name
-from hpctrain.checkpoint.format.table import as_range, assemble
+from hpctrain.checkpoint.format.table import as_range
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
 from tests.support import tilings
@@ -22,7 +23,9 @@ from tests.support.parts import BLOCK_BYTES, part, whole
 
 
 def together(*ranks):
-    return assemble([part(rank, pieces) for rank, pieces in enumerate(ranks)], BLOCK_BYTES)
+    parts = [part(rank, pieces) for rank, pieces in enumerate(ranks)]
+    files, tensors, index = assemble(parts, BLOCK_BYTES)
+    return files, tensors, index.whole()
 
 
 def refused(*ranks) -> str:
@@ -73,14 +76,13 @@ def test_files_tensors_and_chunks_are_numbered_in_the_ranks_order():
     assert table.itemsize.tolist() == [4, 8, 1, 4]
 
 
-def test_digests_and_offsets_are_those_that_the_ranks_report():
-    parts = [part(rank, [whole(f"t{rank}", "F32", 100), whole("r", "U8")]) for rank in range(2)]
-    parts[1] = part(1, [whole("t1", "F32", 100)])
+def test_offsets_are_those_at_which_the_ranks_wrote():
+    ranks = [[whole("t0", "F32", 100), whole("r", "U8")], [whole("t1", "F32", 100)]]
 
-    _, _, table = assemble(parts, BLOCK_BYTES)
+    _, _, table = together(*ranks)
 
-    assert table.digests.tolist() == [n for one in parts for n in one.digests.tolist()]
-    assert table.offset.tolist() == [n for one in parts for n in one.offset.tolist()]
+    reports = [support.unwritten(rank, pieces, BLOCK_BYTES) for rank, pieces in enumerate(ranks)]
+    assert table.offset.tolist() == [n for report in reports for n in report.offsets.tolist()]
 
 
 def test_names_that_ranks_share_in_another_order_or_not_at_all_are_one_tensor_each():
@@ -91,9 +93,9 @@ def test_names_that_ranks_share_in_another_order_or_not_at_all_are_one_tensor_ea
         [whole("only.here", "I64", 2)],
     )
 
-    names = ["a", "rng.rank-00000.torch", "rng.rank-00001.torch", "only.here"]
+    names = ["a", "only.here", "rng.rank-00000.torch", "rng.rank-00001.torch"]
     assert [one.name for one in tensors] == names
-    assert table.tensor.tolist() == [0, 1, 2, 0, 3]
+    assert table.tensor.tolist() == [0, 2, 3, 0, 1]
 
 
 def test_any_text_is_a_name():
@@ -108,11 +110,24 @@ def test_a_part_is_sent_as_columns_and_comes_back_as_it_was():
     content = pickle.dumps(sent)
     back = pickle.loads(content)  # noqa: S301 - our own bytes
 
-    assert (back.file, back.names) == (sent.file, sent.names)
-    for column in ("dtype", "ranks", "shape", "offset", "dims", "flat", "begin", "extent"):
-        assert getattr(back, column).tolist() == getattr(sent, column).tolist()
-    # 120 bytes for each chunk, and 8 for each of its digests.
-    assert len(content) < 500 * 120 + sent.digests.nbytes
+    assert (back.file, back.key) == (sent.file, sent.key)
+    assert (back.layout.key, back.layout.names) == (sent.key, sent.layout.names)
+    assert len(content) < 500 * 120
+
+
+def test_a_rank_whose_layout_another_sends_says_little_however_many_tensors_it_has():
+    names = [f"model.layers.{n}.weight" for n in range(500)]
+    ranks = [[box((at, 0), (2, 8), (8, 8), name) for name in names] for at in (0, 2, 4, 6)]
+    parts = [part(rank, pieces) for rank, pieces in enumerate(ranks)]
+
+    assert len({one.key for one in parts}) == 2  # the first begins at 0 throughout
+    short = [replace(one, layout=None) if rank > 1 else one for rank, one in enumerate(parts)]
+    _, _, index = assemble(short, BLOCK_BYTES)
+
+    assert all(len(pickle.dumps(one)) < 600 for one in short[2:])
+    assert index.whole().begin.tolist() == assemble(parts, BLOCK_BYTES)[2].whole().begin.tolist()
+    with pytest.raises(CheckpointError, match="no rank has said what lies in 'shard-00001"):
+        assemble([short[0], *[replace(one, layout=None) for one in parts[1:]]], BLOCK_BYTES)
 
 
 def test_no_rank_with_a_file_makes_an_empty_table():
@@ -120,19 +135,27 @@ def test_no_rank_with_a_file_makes_an_empty_table():
     assert (files, tensors, len(table)) == ([], [], 0)
 
 
-def test_the_states_digests_leave_out_the_generators_of_random_numbers():
+def test_the_states_digest_leaves_out_the_generators_of_random_numbers():
     pieces = [
         whole("model.w", "F32", 40),
         whole("rng.rank-00000.torch", "U8", 100),
         whole("model.none", "U8", 0),
         whole("rngs.tracked", "U8", 1),
     ]
-    sent = part(0, pieces)
+    report = support.unwritten(0, pieces, BLOCK_BYTES)
+    digests = report.digests
 
-    kept = sent.state_digests(BLOCK_BYTES).tolist()
+    def state(turned):
+        other = replace(report, digests=np.where(np.arange(len(digests)) == turned, 1, digests))
+        return part_of(pieces, other, block_bytes=BLOCK_BYTES).state
 
-    assert kept == [*sent.digests[:3].tolist(), sent.digests[-1]]
-    assert part(0, []).state_digests(BLOCK_BYTES).tolist() == []
+    as_is = state(-1)
+    assert [state(block) == as_is for block in range(len(digests))] == [
+        *[False] * 3,
+        True,
+        True,
+        False,
+    ]
 
 
 # ---- what covers a tensor -----------------------------------------------------------------------

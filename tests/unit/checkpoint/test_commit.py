@@ -331,7 +331,7 @@ def name_nothing(_, listed):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (cut, "shard shard-00000.safetensors is 7 bytes, manifest says 4,200"),
+        (cut, "shard shard-00000.safetensors is 7 bytes, manifest says 4,408"),
         (lose, "shard shard-00001.safetensors is missing"),
         (add, "shard-00002.safetensors is not in the manifest"),
         (forget, "chunks.table is not in the manifest"),

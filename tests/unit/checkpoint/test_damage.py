@@ -13,8 +13,8 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.checkpoint.format import table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
+from hpctrain.checkpoint.format.reader import whole_table
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, TornCheckpoint
@@ -66,7 +66,7 @@ def _flips(run, count, seed=3):
     """Flip single bits, each undone before the next; what was missed, and where the others were."""
     path = find.step_path(run, NEW)
     found = find.look(run, NEW)
-    chunks = table.load(path, found.manifest)
+    chunks = whole_table(path, found.manifest)
     headers = {
         entry.name: int(chunks.offset[chunks.rows_in(number)[0]])
         for number, entry in enumerate(found.manifest.files)
@@ -140,7 +140,11 @@ def test_a_file_that_is_missing_is_found_without_reading_anything(run, name):
     _check_damaged(run, NEW)
 
 
-@pytest.mark.parametrize("names", [*[(name,) for name in FILES], (SHARD_0, SHARD_1), FILES[:3]])
+@pytest.mark.parametrize(
+    "names",
+    # The tables of two checkpoints of the same ranks are the same, byte for byte.
+    [*[(name,) for name in FILES if name != TABLE_NAME], (SHARD_0, SHARD_1), FILES[:3]],
+)
 def test_files_swapped_between_two_checkpoints_are_found_in_both(run, names):
     for name in names:
         _swap(find.step_path(run, OLD) / name, find.step_path(run, NEW) / name)
@@ -164,12 +168,12 @@ def test_two_shards_of_the_same_size_swapped_in_one_checkpoint_are_found(tmp_pat
     _swap(path / SHARD_0, path / SHARD_1)
 
     assert _problems(run, NEW)
-    with pytest.raises(TornCheckpoint, match=r"model\.w"):
+    with pytest.raises(TornCheckpoint, match=r"digests .*damaged bytes"):
         loaded(find.look(run, NEW))
 
 
-@pytest.mark.parametrize("name", [SHARD_0, TABLE_NAME])
-def test_a_file_of_another_run_with_the_same_name_and_size_is_found(tmp_path, name):
+def test_a_file_of_another_run_with_the_same_name_and_size_is_found(tmp_path):
+    name = SHARD_0
     ours, theirs = support.new_run(tmp_path, "ours"), support.new_run(tmp_path, "theirs")
     path, other = _save_alike(ours, seed=1), _save_alike(theirs, seed=2)
     assert (path / name).stat().st_size == (other / name).stat().st_size

@@ -41,7 +41,7 @@ def put_directory_in_shards_place(path):
 @pytest.mark.parametrize(
     ("tear", "said"),
     [
-        (cut_shard, "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,200"),
+        (cut_shard, "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,408"),
         (remove_shard, "shard shard-00001.safetensors is missing"),
         (remove_manifest, "manifest is missing"),
         (cut_manifest, "manifest is cut: it ends after 300 bytes, in line"),
@@ -117,7 +117,7 @@ def test_several_damaged_files_are_one_line(run, attempt):
     (found,) = find.candidates(run)
 
     assert found.problem == (
-        "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,200 (and 1 more)"
+        "shard shard-00000.safetensors is 1,048 bytes, manifest says 4,408 (and 1 more)"
     )
 
 
@@ -262,8 +262,8 @@ def _pin(run, _):
 def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, act, trouble):
     support.save(run, attempt, 1000, 2000, 3000)
     if trouble == "newer format":
-        (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 3}\n')
-        (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 3}\n')
+        (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 4}\n')
+        (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 4}\n')
     before = support.names_in(run)
 
     doubts = (FileSystemFault, NewerFormat)
@@ -275,7 +275,7 @@ def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, a
 
 def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
     support.save(run, attempt, 1000, 2000)
-    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 3}\n')
+    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 4}\n')
 
     with pytest.raises(NewerFormat, match="checkpoints rm gpt-a 2000 --force"):
         find.choose(run, at_step=1000)

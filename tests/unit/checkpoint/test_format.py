@@ -13,15 +13,14 @@ import safetensors
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from hpctrain.checkpoint.format import manifest, shard, table
-from hpctrain.checkpoint.format.reader import CheckpointSource, Target
+from hpctrain.checkpoint.format import manifest
+from hpctrain.checkpoint.format.reader import CheckpointSource, Target, whole_table
 from hpctrain.checkpoint.format.shard import ShardPiece
-from hpctrain.checkpoint.format.table import assemble, part_of
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import TornCheckpoint
 from hpctrain.run.layout import RunDir
 from tests.support import checkpoints as support
-from tests.support import format_2_reader
+from tests.support import format_2_reader, format_3_reader
 
 SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-2")
 STEP = SAMPLE.checkpoints / "step-0000001000"
@@ -71,7 +70,7 @@ def test_a_reader_that_knows_the_document_alone_gets_every_tensor():
 
 def test_hpctrain_reads_every_tensor_of_the_sample():
     found = find.look(SAMPLE, 1000)
-    chunks = table.load(STEP, found.manifest)
+    chunks = whole_table(STEP, found.manifest)
     targets = {
         entry.name: Target(
             ShardPiece(entry.name, entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape),
@@ -153,7 +152,7 @@ def test_everything_in_a_manifest_of_format_2_is_still_understood():
 # ---- what this version writes -------------------------------------------------------------------
 
 
-def test_the_manifest_that_this_version_writes_is_byte_for_byte_format_2(tmp_path):
+def test_a_manifest_of_format_2_is_written_again_as_it_was(tmp_path):
     written = tmp_path / manifest.MANIFEST_NAME
 
     manifest.dump(manifest.load(STEP / manifest.MANIFEST_NAME), written)
@@ -161,42 +160,12 @@ def test_the_manifest_that_this_version_writes_is_byte_for_byte_format_2(tmp_pat
     assert written.read_bytes() == (STEP / manifest.MANIFEST_NAME).read_bytes()
 
 
-def test_the_shards_and_the_table_that_this_version_writes_are_byte_for_byte_format_2(tmp_path):
-    listed = find.look(SAMPLE, 1000).manifest
-    chunks = table.load(STEP, listed)
-    parts = []
-    for number, name in enumerate(SHARDS):
-        content = (STEP / name).read_bytes()
-        rows = range(*chunks.rows_in(number))
-        pieces = [piece_of(listed, chunks, row) for row in rows]
-        sources = [
-            memoryview(content)[chunks.offset[row] : chunks.offset[row] + chunks.nbytes[row]]
-            for row in rows
-        ]
-        report = shard.write(tmp_path / name, pieces, sources, block_bytes=listed.block_bytes)
-        parts.append(part_of(pieces, report))
-        assert (tmp_path / name).read_bytes() == content
-
-    files, tensors, again = assemble(parts, listed.block_bytes)
-
-    assert [*files, table.entry_of(again.dump())] == listed.files
-    assert tensors == listed.tensors
-    assert again.dump() == (STEP / "chunks.table").read_bytes()
-
-
-def piece_of(listed, chunks, row) -> ShardPiece:
-    entry = listed.tensors[chunks.tensor[row]]
-    pairs = slice(chunks.first_dim[row], chunks.first_dim[row + 1])
-    begin, extent = tuple(chunks.begin[pairs].tolist()), tuple(chunks.extent[pairs].tolist())
-    return ShardPiece(entry.name, entry.dtype, entry.shape, begin, extent, bool(chunks.flat[row]))
-
-
 def test_the_other_reader_reads_what_this_version_writes(tmp_path):
     run = support.new_run(tmp_path)
     attempt = support.next_attempt(run)
     (step,) = support.save(run, attempt, 1000)
 
-    read = format_2_reader.tensors_of(step)
+    read = format_3_reader.tensors_of(step)
 
     assert {name: tensor.tobytes() for name, tensor in read.items()} == support.contents(1000)
 

@@ -138,19 +138,19 @@ def test_json_that_is_no_object_is_not_ours(path):
 
 
 def test_a_newer_format_asks_for_a_newer_hpctrain(path):
-    path.write_text('{"format": 3, "something": "else"}\n')
+    path.write_text('{"format": 4, "something": "else"}\n')
 
     with pytest.raises(NewerFormat) as caught:
         manifests.load(path)
     assert str(caught.value) == (
-        f"{path.parent.name}: manifest has format 3, this hpctrain reads up to 2; use a newer "
+        f"{path.parent.name}: manifest has format 4, this hpctrain reads up to 3; use a newer "
         "hpctrain"
     )
 
 
 def test_a_flipped_bit_in_the_formats_number_is_damage_and_no_newer_format(path):
     manifests.dump(support.manifest(1000, [ENTRY]), path)
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
 
     assert reason(path) == "manifest's own digest does not match"
 

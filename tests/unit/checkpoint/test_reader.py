@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format import reader, shard
+from hpctrain.checkpoint.format import index, reader, shard
 from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, TABLE_NAME, TensorEntry
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
@@ -60,16 +60,18 @@ def source(tmp_path):
     tilings.checkpoints(),
     st.sampled_from([8, 24, 64]),
     st.sampled_from([1, 100, 256, MIB]),
-    st.sampled_from([1, 3]),
+    st.sampled_from([(1, 0), (3, 64)]),
 )
-def test_any_region_is_read_from_any_tiling(tmp_path_factory, drawn, block, window, threads):
+def test_any_region_is_read_from_any_tiling(tmp_path_factory, drawn, block, window, way):
+    """Also where each layout has so many files that those near a region are looked for."""
     ranks, wanted = drawn
+    threads, few = way
     directory = tmp_path_factory.mktemp("any")
     whole = support.contents(1, ranks)
     manifest, table = support.bare(directory, ranks, whole, block_bytes=block)
     targets = [target_of(piece) for piece in wanted]
 
-    with mock.patch.object(reader, "WINDOW_BYTES", window):
+    with mock.patch.object(reader, "WINDOW_BYTES", window), mock.patch.object(index, "FEW", few):
         CheckpointSource(directory, manifest, table).read(targets, threads=threads)
 
     for piece, target in zip(wanted, targets, strict=True):
@@ -105,7 +107,7 @@ def test_every_changed_byte_of_a_chunk_is_found_by_a_full_read_and_named(source)
 def test_damage_is_told_with_file_tensor_and_place(source, wanted, said):
     for distance in (1, 600):
         path = source.path / SHARD_1
-        support.flip_bit(path, 8 * (path.stat().st_size - distance))
+        support.flip_bit(path, 8 * (path.stat().st_size - support.PROOF_1 - distance))
 
     with pytest.raises(TornCheckpoint, match=f"^{SHARD_1}: {said}.*manifest says xxh3_64:"):
         source.read([target_of(wanted)])
@@ -113,9 +115,20 @@ def test_damage_is_told_with_file_tensor_and_place(source, wanted, said):
 
 def test_damage_outside_of_the_blocks_that_are_read_is_no_obstacle(source):
     path = source.path / SHARD_1
-    support.flip_bit(path, 8 * (path.stat().st_size - 1))
+    support.flip_bit(path, 8 * (path.stat().st_size - support.PROOF_1 - 1))
 
-    assert source.read([target_of(box((0, 0), (80, 16)))]) == 3584 + 1536
+    read = source.read([target_of(box((0, 0), (80, 16)))])
+
+    assert read == 3584 + support.PROOF_0 + 1536 + support.PROOF_1
+
+
+@pytest.mark.parametrize("distance", [1, 48])
+def test_damage_to_a_shards_digests_is_told_as_such(source, distance):
+    path = source.path / SHARD_1
+    support.flip_bit(path, 8 * (path.stat().st_size - distance))
+
+    with pytest.raises(TornCheckpoint, match=rf"^{SHARD_1}: digests \[3000:3048\]: digest of the"):
+        source.read([target_of(box((90, 3), (1, 5)))])
 
 
 def test_a_damaged_chunk_table_is_found_when_it_is_opened(source):
@@ -139,7 +152,7 @@ def test_a_missing_shard_is_named(source):
 
     with pytest.raises(TornCheckpoint, match=f"^shard {SHARD_1} is missing$"):
         source.read(everything())
-    assert source.read([target_of(box((0, 0), (56, 16)))]) == 3584
+    assert source.read([target_of(box((0, 0), (56, 16)))]) == 3584 + support.PROOF_0
 
 
 def test_an_error_of_the_disk_names_the_file(source, monkeypatch):
@@ -219,7 +232,7 @@ def test_a_shard_of_another_run_is_found(source, tmp_path):
     support.bare(other, support.PIECES, support.contents(2))
     shutil.copy(other / SHARD_0, source.path / SHARD_0)
 
-    with pytest.raises(TornCheckpoint, match=f"^{SHARD_0}: model.w, block 0"):
+    with pytest.raises(TornCheckpoint, match=f"^{SHARD_0}: digests .*damaged bytes"):
         source.read(everything())
 
 
@@ -321,7 +334,8 @@ def test_all_bytes_that_were_read_are_told(source, monkeypatch, threads):
 
     total = source.read(everything(), threads=threads, on_bytes=told.append)
 
-    assert total == sum(told) == sum(len(content) for content in WHOLE.values())
+    proofs = support.PROOF_0 + support.PROOF_1
+    assert total == sum(told) == sum(len(content) for content in WHOLE.values()) + proofs
     blocks = [about for name, about in reached if name == "read.block"]
     assert sum(about["bytes"] for about in blocks) == total
     assert {about["path"].name for about in blocks} == {SHARD_0, SHARD_1}
@@ -377,11 +391,12 @@ def test_neighbouring_chunks_are_read_in_one_call(tmp_path, monkeypatch):
     calls = count_calls(monkeypatch)
 
     source.read([target_of(piece) for piece in pieces])
-    assert len(calls) == 2  # the kernel takes 1,024 buffers, MAX_PARTS keeps below it
+    # The digests once; the kernel takes 1,024 buffers, MAX_PARTS keeps below it.
+    assert len(calls) == 1 + 2
     calls.clear()
     source.read([target_of(piece) for piece in pieces if piece.name != "t7"])
 
-    assert len(calls) == 3
+    assert len(calls) == 1 + 3
 
 
 def test_small_blocks_make_no_more_buffers_than_the_kernel_takes(tmp_path):
@@ -402,7 +417,7 @@ def test_blocks_that_hold_nothing_of_a_column_are_not_read(tmp_path):
     column = ShardPiece("t", "U8", (20, 256), (0, 70), (20, 50))
     target = target_of(column)
 
-    assert source.read([target]) == 20 * 64
+    assert source.read([target]) == 20 * 64 + 8 * (1 + 20 * 256 // 64)
     assert target.buffer == support.bytes_of(column, whole["t"])
 
 

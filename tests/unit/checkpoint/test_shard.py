@@ -78,7 +78,7 @@ def test_plain_safetensors_reads_every_dtype_and_shape(path, dtype, shape):
     written(path, pieces, contents)
 
     with safetensors.safe_open(path, "pt") as file:
-        assert set(file.keys()) == {"model.a", "model.b"}
+        assert set(file.keys()) == {"model.a", "model.b", "digests@shard-00003"}
         for piece, content in zip(pieces, contents, strict=True):
             tensor = file.get_tensor(piece.name)
             assert (tensor.dtype, tuple(tensor.shape)) == (TORCH[dtype], piece.shape)
@@ -127,6 +127,7 @@ def test_torch_is_told_where_boxes_lie_and_that_what_has_a_key_of_its_own_is_by_
         "a@0-2": {"saved_offsets": [0, 0]},
         "b@flat-5": {"saved_offsets": [0]},
         "c": {"saved_offsets": []},
+        "digests@shard-00003": {"saved_offsets": [0]},
     }
     assert (about["format"], about["DCP_VERSION"]) == ("pt", "1.0")
 
@@ -144,17 +145,19 @@ def test_a_second_box_and_a_flat_range_have_keys_of_their_own(path):
 
     with safetensors.safe_open(path, "np") as file:
         read = {key: file.get_tensor(key).tobytes() for key in file.keys()}  # noqa: SIM118 - no dict
+    del read["digests@shard-00003"]
     assert read == dict(zip(["a", "a@0-2", "a@flat-4", "b@flat-5"], contents, strict=True))
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unique=True))
 def test_the_headers_length_is_a_multiple_of_8_whatever_the_names(names):
-    head = shard.header([whole(f"model.{name}", "U8", 1) for name in names])
+    head = shard.header([whole(f"model.{name}", "U8", 1) for name in names], "shard-00000")
 
     (length,) = struct.unpack_from("<Q", head)
     assert length % 8 == 0
     assert len(head) == 8 + length
-    assert {f"model.{name}" for name in names} == json.loads(head[8:]).keys() - {"__metadata__"}
+    beside = {"__metadata__", "digests@shard-00000"}
+    assert {f"model.{name}" for name in names} == json.loads(head[8:]).keys() - beside
 
 
 # ---- the bytes and their digests ----------------------------------------------------------------
@@ -185,16 +188,17 @@ def test_bytes_and_digests_are_the_same_however_they_are_written(
             patch.setattr(os, "pwritev", short_writes(most, os.pwritev))
         report = written(path, pieces, contents, **way)
 
-    head = shard.header(pieces)
-    assert path.read_bytes() == head + b"".join(contents)
+    head = shard.header(pieces, path.name, BLOCK)
+    digests = expected_digests(contents)
+    numbers = [xxhash.xxh3_64_intdigest(head), *digests]
+    row = struct.pack(f"<{len(numbers)}Q", *numbers)
+    assert path.read_bytes() == head + b"".join(contents) + row
+    assert report.head == len(head)
     assert report.size == path.stat().st_size
     assert report.offsets.tolist() == [
         len(head) + sum(map(len, contents[:n])) for n in range(len(pieces))
     ]
-    digests = expected_digests(contents)
     assert report.digests.tolist() == digests
-    numbers = [xxhash.xxh3_64_intdigest(head), *digests]
-    row = struct.pack(f"<{len(numbers)}Q", *numbers)
     assert report.digest == f"xxh3_64-blocks:{xxhash.xxh3_64_hexdigest(row)}"
 
 
@@ -236,7 +240,7 @@ def test_no_call_writes_much_more_than_write_bytes(path, monkeypatch):
 
     written(path, pieces, filled(pieces), write_bytes=256)
 
-    assert max(amounts[1:]) <= 256  # the first is the header
+    assert max(amounts[1:-1]) <= 256  # the first is the header, the last the digests
 
 
 def test_sources_are_asked_for_one_after_the_other_and_never_for_nothing(path):

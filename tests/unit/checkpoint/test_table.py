@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import table
 from hpctrain.checkpoint.format.manifest import TABLE_NAME
+from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.errors import TornCheckpoint
 from tests.support import checkpoints as support
 from tests.support import tilings
-from tests.support.parts import made
+from tests.support.parts import dump_2, made_2
 
 RANKS = [
     [
@@ -36,12 +37,12 @@ RANKS = [
 
 @pytest.fixture
 def whole():
-    return made(RANKS)[0]
+    return made_2(RANKS)[0]
 
 
 @pytest.fixture
 def manifest():
-    return made(RANKS)[1]
+    return made_2(RANKS)[1]
 
 
 def same(one, other):
@@ -58,19 +59,19 @@ def same(one, other):
 @given(tilings.checkpoints())
 def test_any_table_comes_back_as_it_was(drawn):
     ranks, _ = drawn
-    whole, manifest = made(ranks)
+    whole, manifest = made_2(ranks)
 
-    same(table.parse(whole.dump(), manifest), whole)
+    same(table.parse(dump_2(whole), manifest), whole)
 
 
 def test_the_file_is_read_with_its_digest_proved(tmp_path, whole, manifest):
-    (tmp_path / TABLE_NAME).write_bytes(whole.dump())
+    (tmp_path / TABLE_NAME).write_bytes(dump_2(whole))
 
-    same(table.load(tmp_path, manifest), whole)
+    same(open_chunks(tmp_path, manifest), whole)
 
 
 def test_plain_safetensors_reads_the_columns_as_the_document_says(tmp_path, whole):
-    (tmp_path / TABLE_NAME).write_bytes(whole.dump())
+    (tmp_path / TABLE_NAME).write_bytes(dump_2(whole))
 
     with safetensors.safe_open(tmp_path / TABLE_NAME, "np") as file:
         read = {name: file.get_tensor(name).tolist() for name in table.COLUMNS}
@@ -90,7 +91,7 @@ def test_plain_safetensors_reads_the_columns_as_the_document_says(tmp_path, whol
 )
 def test_each_column_takes_the_narrowest_type_that_holds_it(whole, largest, dtype):
     offset = np.array([0, 0, 0, 0, 0, largest], np.int64)
-    content = dataclasses.replace(whole, offset=offset).dump()
+    content = dump_2(dataclasses.replace(whole, offset=offset))
 
     (length,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + length])
@@ -103,9 +104,9 @@ def test_each_column_takes_the_narrowest_type_that_holds_it(whole, largest, dtyp
 
 
 def test_a_checkpoint_without_tensors_has_an_empty_table():
-    whole, manifest = made([])
+    whole, manifest = made_2([])
 
-    read = table.parse(whole.dump(), manifest)
+    read = table.parse(dump_2(whole), manifest)
 
     assert len(read) == 0
     assert (read.rows_of(0).tolist(), read.rows_in(0)) == ([], (0, 0))
@@ -170,8 +171,8 @@ def parsed(content, manifest):
 @given(st.data())
 def test_damaged_bytes_are_a_torn_checkpoint_or_a_table_that_fits_the_manifest(data):
     """Also where their digest is right, as a writer with a mistake would make them."""
-    whole, manifest = made(RANKS)
-    content = bytearray(whole.dump())
+    whole, manifest = made_2(RANKS)
+    content = bytearray(dump_2(whole))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
         content[at] = data.draw(st.integers(0, 255))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
@@ -190,7 +191,7 @@ def test_damaged_bytes_are_a_torn_checkpoint_or_a_table_that_fits_the_manifest(d
 
 @given(st.binary(max_size=200))
 def test_garbage_is_no_table(content):
-    _, manifest = made(RANKS)
+    _, manifest = made_2(RANKS)
     assert "is not a chunk table" in refused(lambda: table.parse(content, manifest))
 
 
@@ -217,7 +218,7 @@ COLUMNS_OF_TROUBLE = [
 def test_a_table_at_odds_with_itself_or_the_manifest_is_refused(
     whole, manifest, column, values, reason
 ):
-    content = dataclasses.replace(whole, **{column: np.array(values, np.int64)}).dump()
+    content = dump_2(dataclasses.replace(whole, **{column: np.array(values, np.int64)}))
 
     assert refused(lambda: table.parse(content, manifest)).startswith(f"{TABLE_NAME} {reason}")
 
@@ -237,15 +238,15 @@ def test_a_chunk_that_lies_behind_the_files_end_or_not_at_its_neighbours_is_refu
 ):
     offset = whole.offset.copy()
     offset[row] += by
-    content = dataclasses.replace(whole, offset=offset).dump()
+    content = dump_2(dataclasses.replace(whole, offset=offset))
 
     assert refused(lambda: table.parse(content, manifest)) == f"{TABLE_NAME} {reason}"
 
 
 def test_rows_that_are_not_sorted_by_file_are_refused_for_rows_in_would_miss_some():
     halves = [ShardPiece("w", "U8", (4, 8), (at, 0), (2, 8)) for at in (0, 2)]
-    whole, manifest = made([[half] for half in halves])
-    content = dataclasses.replace(whole, file=whole.file[::-1]).dump()
+    whole, manifest = made_2([[half] for half in halves])
+    content = dump_2(dataclasses.replace(whole, file=whole.file[::-1]))
 
     reason = refused(lambda: table.parse(content, manifest))
 
@@ -256,26 +257,26 @@ def test_bytes_of_a_file_behind_its_last_chunk_are_refused_for_nothing_proves_th
     longer = dataclasses.replace(manifest.files[0], size=manifest.files[0].size + 1)
     manifest.files[0] = longer
 
-    reason = refused(lambda: table.parse(whole.dump(), manifest))
+    reason = refused(lambda: table.parse(dump_2(whole), manifest))
 
     assert reason == f"{TABLE_NAME} has chunks that do not lie one behind the other in their file"
 
 
 def test_a_table_that_is_missing_damaged_or_unreadable_is_torn(tmp_path, whole, manifest):
     file = tmp_path / TABLE_NAME
-    assert refused(lambda: table.load(tmp_path, manifest)) == "chunks.table is missing"
+    assert refused(lambda: open_chunks(tmp_path, manifest)) == "chunks.table is missing"
 
-    file.write_bytes(whole.dump())
+    file.write_bytes(dump_2(whole))
     support.flip_bit(file, 8 * file.stat().st_size - 1)
-    assert refused(lambda: table.load(tmp_path, manifest)).endswith(
+    assert refused(lambda: open_chunks(tmp_path, manifest)).endswith(
         f"manifest says {manifest.files[-1].digest} (damaged bytes)"
     )
 
     file.unlink()
     file.mkdir()
-    assert refused(lambda: table.load(tmp_path, manifest)).startswith(
+    assert refused(lambda: open_chunks(tmp_path, manifest)).startswith(
         "chunks.table cannot be read: "
     )
 
     del manifest.files[-1]
-    assert refused(lambda: table.load(tmp_path, manifest)) == "manifest names no chunks.table"
+    assert refused(lambda: open_chunks(tmp_path, manifest)) == "manifest names no chunks.table"

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format import table
+from hpctrain.checkpoint.format import index, table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, bytes_digest
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
@@ -139,7 +139,7 @@ def odd_manifest(raw, chance):
 
 def odd_table(path, raw, chance):
     """Something in the chunk table is not what it must be; its digest is."""
-    columns = table._columns((path / TABLE_NAME).read_bytes())
+    columns = table.decode_columns((path / TABLE_NAME).read_bytes(), index.COLUMNS)
     columns = {name: column.astype(np.uint64) for name, column in columns.items()}
     name = chance.choice(list(columns))
     column = columns[name]

@@ -140,11 +140,13 @@ def test_a_shard_and_its_report_are_those_that_the_rank_itself_would_have_made(
     one, arena, tmp_path, threads
 ):
     pieces, offsets = filled(arena, [5, 3 * MIB + 1, 0, 64, 700_000])
-    one.begin(request(tmp_path / "behind", pieces, offsets, threads), arena)
+    behind = tmp_path / "behind" / shard.file_name(0)  # the name stands in the file
+    behind.parent.mkdir()
+    one.begin(request(behind, pieces, offsets, threads), arena)
     report = one.wait(PATIENCE)
     sources = [arena.view(at, piece.nbytes) for piece, at in zip(pieces, offsets, strict=True)]
-    own = shard.write(tmp_path / "own", pieces, sources, block_bytes=BLOCK)
-    assert (tmp_path / "behind").read_bytes() == (tmp_path / "own").read_bytes()
+    own = shard.write(tmp_path / shard.file_name(0), pieces, sources, block_bytes=BLOCK)
+    assert behind.read_bytes() == (tmp_path / shard.file_name(0)).read_bytes()
     assert same(report, own)
 
 
@@ -174,7 +176,7 @@ def test_an_arena_that_has_grown_or_is_another_reaches_the_process(one, arena, t
             one.begin(request(tmp_path / name, pieces, offsets), which)
             one.wait(PATIENCE)
             written = (tmp_path / name).read_bytes()
-            assert written.endswith(bytes(which.view(0, sizes[0])))
+            assert bytes(which.view(0, sizes[0])) in written
     assert one.pid == pid
 
 
@@ -671,4 +673,4 @@ def test_the_process_finds_the_ranks_hpctrain_and_nothing_of_the_current_directo
         [bare, "-I", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert int(run.stdout.split()[0]) == (tmp_path / "shard").stat().st_size
-    assert (tmp_path / "shard").read_bytes().endswith(b"abcd")
+    assert (tmp_path / "shard").read_bytes()[:-16].endswith(b"abcd")

@@ -53,7 +53,7 @@ def test_list_tells_each_state_with_its_reason(run, attempt):
         ("2000", "torn: shard chunks.table is missing"),
         ("1000", "ok"),
     ]
-    assert "8.5 KiB" in out.splitlines()[4]
+    assert "9.1 KiB" in out.splitlines()[4]
     assert "fsdp2" in out.splitlines()[4]
 
 
@@ -95,7 +95,7 @@ def test_show_prints_the_manifest(run, attempt):
     _, as_json = call(run, "show", "gpt-a", 1000, "--json")
 
     assert '{"dp_shard": 2}' in out
-    assert "shard-00001.safetensors  2,872  xxh3_64-blocks:" in out
+    assert "shard-00001.safetensors  3,048  xxh3_64-blocks:" in out
     shown = json.loads(as_json)
     assert shown["attempt"] == 1
     assert shown["state"] == "ok"
@@ -152,7 +152,7 @@ def test_verify_of_whole_checkpoints_ends_well_and_says_what_it_read(run, attemp
 def test_verify_names_file_tensor_and_place_and_exits_7(run, attempt):
     paths = support.save(run, attempt, 1000, 2000, 3000)
     shard = paths[0] / support.SHARD_1
-    support.flip_bit(shard, 8 * (shard.stat().st_size - 1))
+    support.flip_bit(shard, 8 * (shard.stat().st_size - support.PROOF_1 - 1))
     (paths[1] / MANIFEST_NAME).unlink()
 
     code, out = call(run, "verify", "gpt-a", "--deep")
@@ -199,7 +199,7 @@ def test_verify_as_json_lists_problems_and_exits_7(run, attempt, deep):
             {
                 "step": 1000,
                 "name": "step-0000001000",
-                "problems": ["shard chunks.table is 1 bytes, manifest says 636"],
+                "problems": ["shard chunks.table is 1 bytes, manifest says 814"],
                 "unreadable": [],
             }
         ],
@@ -229,13 +229,13 @@ def test_what_cannot_be_read_is_told_and_is_not_called_damaged(run, attempt, poi
 
 def test_a_newer_format_is_shown_as_what_it_is(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    (path / "MANIFEST.json").write_text('{"format": 3}\n')
+    (path / "MANIFEST.json").write_text('{"format": 4}\n')
 
     code, out = call(run, "list", "gpt-a")
 
     assert code == 0
     assert (
-        "newer format: step-0000001000: manifest has format 3, this hpctrain reads up to 2" in out
+        "newer format: step-0000001000: manifest has format 4, this hpctrain reads up to 3" in out
     )
 
 
