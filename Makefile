@@ -139,6 +139,10 @@ torch-versions: $(STAMP) ## engines and whole stories on the oldest and the newe
 bench: $(STAMP) ## measure speed; prints ratios
 	@for program in benchmarks/[a-z]*.py; do echo "# $$program"; python "$$program" || exit 1; done
 
+.PHONY: scale
+scale: $(STAMP) ## what hpctrain adds at 64 to 16,384 ranks: laws, and real points
+	@python -m benchmarks.scale
+
 .PHONY: cluster
 cluster: slurm ## a SLURM of four nodes on this machine, to try things on; Ctrl-C ends it
 	@python -m tests.support.slurm_cluster up

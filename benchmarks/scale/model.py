@@ -1,0 +1,116 @@
+"""How what hpctrain adds grows with ranks: one law for each measure."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+RANKS_PER_NODE = 8
+FAN_OUT = 32
+MONTH_S = 30 * 86400.0
+STEP_MARK_BYTES = 300
+"""A step mark of the ledger, as a line."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What one thing takes; names end with their unit, operations are counted."""
+
+    hop_s: float
+    merge_s: float
+    look_s: float
+    status_base_s: float
+    status_mb_s: float
+    start_rank_operations: float
+    start_node_operations: float
+    start_operations: float
+    save_rank_operations: float
+    save_operations: float
+    resume_rank_operations: float
+    resume_operations: float
+    import_node_operations: float
+    import_rank_operations: float
+    network_s: float
+    shared_look_s: float
+    shared_operations_per_s: float
+
+
+def constants() -> Constants:
+    """As they stand in constants.toml."""
+    told = tomllib.loads(Path(__file__).with_name("constants.toml").read_text())
+    values = {**told["measured"], **told["thought"]}
+    return Constants(**{field.name: float(values[field.name]) for field in fields(Constants)})
+
+
+def nodes(ranks: int) -> int:
+    """Of so many ranks."""
+    return -(-ranks // RANKS_PER_NODE)
+
+
+def depth(nodes: int, fan_out: int = FAN_OUT) -> int:
+    """Levels below the root of a tree of nodes in which each has so many children at most."""
+    levels, here, width = 0, 1, 1
+    while here < nodes:
+        width *= fan_out
+        here += width
+        levels += 1
+    return levels
+
+
+def agreement_s(ranks: int, given: Constants) -> float:
+    """Up to the root and down again: depth x (hop + network + fan-out x merge), twice the hops."""
+    levels = depth(nodes(ranks))
+    first = given.hop_s + min(ranks, RANKS_PER_NODE) * given.merge_s
+    each = given.hop_s + given.network_s + FAN_OUT * given.merge_s
+    return 2 * (first + levels * each)
+
+
+def start_operations(ranks: int, given: Constants) -> float:
+    """On the run's directory: a + b x ranks + c x nodes."""
+    by_nodes = given.start_node_operations * nodes(ranks)
+    return given.start_operations + given.start_rank_operations * ranks + by_nodes
+
+
+def import_operations(ranks: int, given: Constants) -> float:
+    """On the environment, where it lies on the shared file system: c x nodes + b x ranks."""
+    by_nodes = given.import_node_operations * nodes(ranks)
+    return by_nodes + given.import_rank_operations * ranks
+
+
+def save_operations(ranks: int, given: Constants) -> float:
+    """On the run's directory: a + b x ranks."""
+    return given.save_operations + given.save_rank_operations * ranks
+
+
+def resume_operations(ranks: int, given: Constants) -> float:
+    """On the run's directory: a + b x ranks."""
+    return given.resume_operations + given.resume_rank_operations * ranks
+
+
+def looks_of_commit_s(ranks: int, given: Constants, *, shared: bool) -> float:
+    """Rank 0 looks at each rank's file twice before the rename: 2 x ranks x look."""
+    return 2 * ranks * (given.shared_look_s if shared else given.look_s)
+
+
+def status_s(ranks: int, given: Constants, *, shared: bool, days: float = 30.0) -> float:
+    """Of a run so old: base + MB x parse + ranks x look at the newest checkpoint's files."""
+    look = given.shared_look_s if shared else given.look_s
+    megabytes = ledger_bytes(days) / 1e6
+    return given.status_base_s + megabytes * given.status_mb_s + ranks * look
+
+
+def ledger_bytes(days: float) -> float:
+    """Step marks: one a minute from the third hour on, whatever the number of ranks."""
+    return days * 1440 * STEP_MARK_BYTES
+
+
+def samples_bytes(ranks: int, days: float = 30.0) -> float:
+    """`ranks.jsonl`: a line of all ranks, as often as the code's own budget allows."""
+    from hpctrain.runtime.telemetry import LINE_BYTES, RANK_BYTES, sample_every_s
+
+    size, age, total = LINE_BYTES + RANK_BYTES * ranks, 60.0, 0.0
+    while age < days * 86400:
+        age += sample_every_s(age, 5.0, ranks)
+        total += size
+    return total
