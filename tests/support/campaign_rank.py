@@ -258,9 +258,11 @@ def _add_bulk() -> None:
 def _join(part: Part) -> Any:
     import torch.distributed as dist
 
+    from hpctrain.world import GlooExchange
+
     limit = timedelta(seconds=PATIENCE_S)
     # A file, no server: one in the parent has a thread, which a forked rank's garbage collector
     # would wait for, and aborts on.
     common = dist.FileStore(str(part.run.root / f"store-{part.number}"), RANKS)
     dist.init_process_group("gloo", store=common, rank=part.rank, world_size=RANKS, timeout=limit)
-    return dist.new_group(backend="gloo", timeout=limit)
+    return GlooExchange(PATIENCE_S)

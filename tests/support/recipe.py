@@ -132,7 +132,7 @@ def _path(target: Any) -> str:
 
 
 def full_state(run: RunDir, step: int) -> dict[str, Any]:
-    """Every tensor of a committed checkpoint, whole, by its name; without the ranks' generators.
+    """Every tensor of a committed checkpoint, whole, by its name; none of a rank's or a file's own.
 
     Read by torch's own reader of safetensors, not by ours.
     """
@@ -147,7 +147,9 @@ def full_state(run: RunDir, step: int) -> dict[str, Any]:
         _load_state_dict(
             state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
         )
-    return {name: value for name, value in state.items() if not name.startswith("rng.")}
+    return {
+        name: value for name, value in state.items() if not name.startswith(("rng.", "digests@"))
+    }
 
 
 def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:

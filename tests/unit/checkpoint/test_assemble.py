@@ -293,6 +293,15 @@ def test_what_does_not_cover_its_tensor_once_is_refused_by_its_name(pieces, reas
     assert reason in refused(pieces[:1], pieces[1:])
 
 
+def test_a_tensor_is_not_taken_for_another_of_the_same_shape_that_other_ranks_wrote():
+    """Each is looked at once for all that are laid out alike; these two are not."""
+    shape = (3, 4)
+    right = [[box((row, 0), (1, 4), shape, "a")] for row in (0, 1, 2)]
+    wrong = [[box((row, 0), (1, 4), shape, "b")] for row in (0, 1, 1)]
+
+    assert "b overlap" in refused(*right, *wrong)
+
+
 def test_a_rank_whose_part_is_missing_is_told_by_its_tensors():
     ranks = [[box((rank, 0), (1, 4), (2, 4), f"model.{n}") for n in range(5)] for rank in range(2)]
     assert refused(ranks[0], []) == (
