@@ -4,7 +4,7 @@ A tick is one call of the agreement. Ranks say where they are and what they wish
 ticks a little ahead of the fastest one. What is to hold for all ranks is put at the first tick that
 nobody was granted so far: no rank can be past it, and the lease that lets a rank begin that tick
 holds the decision. A stop is a tick behind which nothing is granted. docs/control-plane.md tells it
-with a picture; tests/unit/control/test_lease.py holds the promises.
+with a picture; tests/unit/control/test_model.py explores all that can happen.
 
 Reports and leases are states, not events: what is lost is said again by the next, what comes twice
 or late changes nothing. No clocks of two machines are compared: seconds are told as "so long ago".
@@ -221,15 +221,19 @@ class Lease:
     horizon: int
     decisions: tuple[Decision, ...] = ()
 
+    def covers(self, tick: int) -> bool:
+        """Whether a rank may begin a tick, or has nothing to wait for: it is behind a stop."""
+        return tick <= self.horizon or self.stops
+
     def at(self, tick: int) -> tuple[Decision, ...]:
-        """What is to be done at a tick; behind a stop, that stop."""
+        """What is to be done at a tick that it covers; behind a stop, that stop."""
         if tick > self.horizon:
             return tuple(decision for decision in self.decisions if decision.kind == "stop")
         return tuple(decision for decision in self.decisions if decision.tick == tick)
 
     @property
     def stops(self) -> bool:
-        """Whether the horizon is the last tick of all: behind it nobody has to wait."""
+        """Whether the horizon is the last tick of all."""
         return any(decision.kind == "stop" for decision in self.decisions)
 
     def to_plain(self) -> list[object]:

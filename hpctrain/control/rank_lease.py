@@ -122,7 +122,7 @@ class RankLease:
         if newer is not None:
             self._stamp, self._lease = newer
             self._horizon = self._lease.horizon
-        return tick <= self._horizon or self._lease.stops
+        return self._lease.covers(tick)
 
     def _wait(self, tick: int) -> None:
         """Until the lease covers a tick. A step begins when this ends: it is none of its time."""
