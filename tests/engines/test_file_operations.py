@@ -75,7 +75,7 @@ def test_training_asks_nothing_of_the_file_system_but_on_rank_0(run, asked):
 def test_a_save_is_one_file_of_each_rank(run, asked, phase):
     told = tally(asked, phase=phase, below=run, kinds=[*METADATA, *DATA])
 
-    assert [told[rank] for rank in OTHERS] == [{"open": 1, "write": 2, "flush": 1}] * len(OTHERS)
+    assert [told[rank] for rank in OTHERS] == [{"open": 1, "write": 3, "flush": 1}] * len(OTHERS)
     assert "agent 1" not in told
     assert told["rank 0"]["list"] <= 5
 
