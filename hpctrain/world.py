@@ -64,9 +64,6 @@ class Exchange(Protocol):
     def apart(self, timeout_s: float) -> Exchange:
         """The same ranks' values, independent of this one's."""
 
-    def close(self) -> None:
-        """Nothing more is said; harmless when repeated. Not collective."""
-
 
 @dataclass(frozen=True)
 class World:
@@ -108,12 +105,8 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     if not dist.is_initialized():
         dist.init_process_group(group_backend(device), timeout=timedelta(seconds=timeout_s))
     ranks, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), dist.get_world_size()
-    control = _exchange(timeout_s)
+    control = GlooExchange(timeout_s)
     return World(dist.get_rank(), local_rank, size, device, control, ranks or size)
-
-
-def _exchange(timeout_s: float) -> Exchange:
-    return GlooExchange(timeout_s)
 
 
 def broadcast(world: World, value: Any) -> Any:
@@ -208,9 +201,6 @@ class GlooExchange:
 
     def apart(self, timeout_s: float) -> GlooExchange:  # noqa: D102
         return GlooExchange(timeout_s)
-
-    def close(self) -> None:
-        """The group ends with the process."""
 
 
 class _GlooRows:
