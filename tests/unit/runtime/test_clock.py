@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ from hpctrain.base.records import StopCause
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
 from hpctrain.run import events as ledger
-from hpctrain.runtime.agreement import STOP_TERM, WARNED, StopRequest
+from hpctrain.runtime.agreement import STOP_CLOCK, STOP_TERM, STOP_USER, WARNED, StopRequest
 from hpctrain.runtime.program import Program
 from hpctrain.runtime.save_policy import LEAVE_S, JobClock
+from hpctrain.runtime.signals import RankSignals
 from hpctrain.runtime.stops import Stops
 from tests.support.gloo import launch
 from tests.support.ledger_runs import Story
@@ -176,6 +178,41 @@ def test_a_warning_is_kept_until_all_ranks_have_heard_it(job_clock, agreed, hear
     stops.exchange(save=False, tell=False)
 
     assert (signals.warned, len(warnings)) == (heard, asked)
+
+
+def recorded(steps_ahead=0):
+    """An agreement by which nothing holds, and what it was told."""
+    said = []
+    tick = lambda request: said.append(request.stop) or StopRequest()  # noqa: E731
+    return SimpleNamespace(steps_ahead=steps_ahead, tick=tick, wish=said.append), said
+
+
+def test_what_a_thread_hears_is_said_at_once_and_not_only_at_the_next_step(job_clock):
+    """Where ranks are granted steps ahead, the step after a long one would begin before."""
+    signals, requests = RankSignals(), SimpleNamespace(stop=0, profile=0)
+    agreement, said = recorded()
+    stops_of(job_clock, grace=False, signals=signals, requests=requests, agreement=agreement)
+
+    requests.stop = STOP_USER
+    requests.on_stop()
+    signals.note(signal.SIGTERM)
+    signals.on_heard()
+
+    assert said == [STOP_USER, STOP_TERM]
+
+
+@pytest.mark.parametrize(("steps_ahead", "said"), [(0, 0), (1, STOP_CLOCK)])
+def test_what_holds_only_steps_later_is_said_as_much_earlier(job_clock, steps_ahead, said):
+    job_clock.save_s = 0.0
+    job_clock.stepped(1000.0)
+    job_clock.end_time = time.time() + job_clock.lead_s() + 500.0
+    agreement, stops_said = recorded(steps_ahead)
+    signals = SimpleNamespace(interrupted=False, term=False, warned=False)
+    stops = stops_of(job_clock, grace=False, signals=signals, agreement=agreement)
+
+    stops.exchange(save=False, tell=False)
+
+    assert stops_said == [said]
 
 
 def _share(kind):

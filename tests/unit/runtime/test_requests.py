@@ -108,6 +108,18 @@ def test_a_request_to_stop_is_heard_after_a_look_that_failed(tmp_path, bad):
     assert (requests.stop, disk.looks) == (STOP_USER, 3)
 
 
+def test_a_stop_is_told_on_once_it_is_known(tmp_path):
+    control = Scheduler(RUNNING)
+    requests, told = watching(tmp_path, control=control), threading.Event()
+    requests.on_stop = told.set
+    control.answer = PREEMPTED
+
+    requests.warn()
+
+    assert told.wait(PATIENCE_S)
+    assert requests.stop == STOP_WARNED
+
+
 @pytest.mark.parametrize("bad", [errno.ESTALE, errno.EIO, errno.EACCES, "[]", '{"job_id": 1}'])
 def test_a_preemption_is_heard_beside_files_that_cannot_be_read(tmp_path, bad):
     stop, profile = Disk(tmp_path / "s", bad), Disk(tmp_path / "p", bad)

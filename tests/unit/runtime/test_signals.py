@@ -45,3 +45,17 @@ def test_spawned_and_forked_children_have_the_stop_signals_blocked_and_the_rank_
     )
 
     assert (done.returncode, done.stdout.split()) == (0, ["True"] * 3), done.stderr
+
+
+def test_a_signal_is_told_on_while_the_main_thread_does_something_else():
+    """In a process of its own: what is blocked here stays blocked."""
+    program = """
+import os, signal, threading
+from hpctrain.runtime.signals import RankSignals
+signals, told = RankSignals(), threading.Event()
+signals.start()
+signals.on_heard = told.set
+os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(0 if told.wait(30) and signals.term else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
