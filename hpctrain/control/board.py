@@ -23,6 +23,8 @@ from hpctrain.errors import HpctrainError
 if TYPE_CHECKING:
     from pathlib import Path
 
+BOARD, SOCKET = "board", "socket"
+"""In the folder of a round: this, and where the node's process is met."""
 _MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
 _VERSION = 1
 _WORD = 8

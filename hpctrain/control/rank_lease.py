@@ -62,7 +62,8 @@ class RankLease:
         self._words, at = board.words, board.at(local_rank)
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
         self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
-        self._tick = -1
+        # Where a program comes twice in one round (a script that starts it again), it goes on.
+        self._tick = self._words[at + TICK] - 1
         self._began_ns = 0
         self._step_ns = 0
         self._lease, self._stamp = Lease(0, -1), 0

@@ -128,12 +128,11 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
         ClusterError: no port is free on this node.
     """
     job_id, restarts = own_job_id(env), own_restarts(env)
-    nodelist = env.get("SLURM_JOB_NODELIST", "")
-    nodes = read_nodes(nodelist)
+    nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
     variables = {
         HPCTRAIN_PORT: str(free_port(job_id, restarts)),
         HPCTRAIN_RESTARTS: str(restarts),
-        HPCTRAIN_NODES: nodelist,  # all names would be too long for one variable
+        HPCTRAIN_NODES: ",".join(nodes),
         HPCTRAIN_BATCH_VERSION: VERSION,
     }
     variables |= _asked(job_id, nodes)

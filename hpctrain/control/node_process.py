@@ -1,0 +1,215 @@
+"""The process of a node that carries the control plane, as the node's agent handles it.
+
+It is forked from the agent, while that has one thread, and serves one round of ranks after another
+(`node_server.py`), as it is told over a line. It ends with the agent. The agent itself could not do
+it: it waits in torch's and the scheduler's calls, and ranks would wait with it.
+tests/unit/control/test_node_process.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpctrain.base.process import die_with_parent
+from hpctrain.control.node_server import NodeServer, TreePlace
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    from typing import Self
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
+PREFIX = f"hpctrain-control-{os.getuid()}-"
+ANSWER_S = 60.0
+"""So long may the process take to do what it is told."""
+_LINE_BYTES = 1 << 20
+
+
+class NodeProcess:
+    """The agent's side: tells the process what to serve.
+
+    Attributes:
+        folder: Of the newest round: `HPCTRAIN_CONTROL` of its ranks.
+        pid: Of the process; 0 after `stop`.
+    """
+
+    def __init__(self) -> None:
+        """Fork it; nothing is served yet. To be made while this process has one thread."""
+        self.folder = Path()
+        self._line, theirs = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            _serve_until_killed(theirs, parent)
+        theirs.close()
+
+    def begin(self, place: TreePlace, *, secret: str, about: str, address: str) -> int:
+        """Serve a new round of ranks; the one before it ends.
+
+        Args:
+            place: This node's.
+            secret: Of the attempt; the same on all nodes.
+            about: Which round it is; the same words on all nodes.
+            address: Of this node, under which its children reach it.
+
+        Returns:
+            The port for the node's children; 0 where it has none.
+
+        Raises:
+            ControlLost: it cannot be served, or the process is gone.
+        """
+        self._remove_folder()
+        parent = MEMORY if os.access(MEMORY, os.W_OK) else None
+        _remove_left_over(parent or Path(tempfile.gettempdir()))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        except OSError as error:
+            raise ControlLost(f"no folder for the ranks' agreement: {error}") from error
+        order = {"folder": str(self.folder), "place": asdict(place), "secret": secret}
+        port = self._told({"begin": {**order, "about": about, "address": address}})
+        return int(port)
+
+    def join(self, address: str, port: int) -> None:
+        """Have it go to the node's parent; not on node 0.
+
+        Args:
+            address: The parent's.
+            port: What the parent's `begin` returned.
+
+        Raises:
+            ControlLost: the parent cannot be reached, is another, or the process is gone.
+        """
+        self._told({"join": [address, port]})
+
+    def fail(self, why: str) -> None:
+        """Tell all ranks, on all nodes, that the round has failed.
+
+        Raises:
+            ControlLost: the process is gone.
+        """
+        self._told({"fail": why})
+
+    def stop(self) -> None:
+        """End it. Harmless when repeated."""
+        if self.pid > 0:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            self._line.close()
+            self.pid = 0
+        self._remove_folder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _told(self, order: dict[str, Any]) -> Any:
+        answer = b""
+        self._line.settimeout(ANSWER_S)
+        try:
+            self._line.sendall(json.dumps(order).encode() + b"\n")
+            while not answer.endswith(b"\n"):
+                piece = self._line.recv(_LINE_BYTES)
+                if not piece:
+                    raise ConnectionResetError("it is gone")
+                answer += piece
+        except OSError as error:
+            raise ControlLost(f"the process that carries the ranks' agreement: {error}") from error
+        said = json.loads(answer)
+        if said.get("error"):
+            raise ControlLost(said["error"])
+        return said.get("port", 0)
+
+    def _remove_folder(self) -> None:
+        if self.folder != Path():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = Path()
+
+
+def _remove_left_over(parent: Path) -> None:
+    """Rounds whose process was killed together with its agent."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        for signum in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGHUP,
+        ):
+            signal.signal(signum, signal.SIG_IGN)  # SLURM's reach every process of the step
+        die_with_parent(parent)
+        asyncio.run(_Rounds(line).serve())
+    except BaseException:  # noqa: BLE001 - the agent and the ranks see that it is gone, not why
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+class _Rounds:
+    """What the process does: one round after another."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._server: NodeServer | None = None
+        self._folder = -1
+
+    async def serve(self) -> None:
+        reader, writer = await asyncio.open_connection(sock=self._line, limit=_LINE_BYTES)
+        while order := await reader.readline():
+            try:
+                answer: dict[str, Any] = {"port": await self._do(json.loads(order))}
+            except (OSError, TimeoutError, ControlLost) as error:
+                answer = {"error": str(error) or type(error).__name__}
+            writer.write(json.dumps(answer).encode() + b"\n")
+
+    async def _do(self, order: dict[str, Any]) -> int:
+        if begin := order.get("begin"):
+            return await self._begin(**begin)
+        if self._server is None:
+            raise ControlLost("no round was begun")
+        if join := order.get("join"):
+            await self._server.join(*join)
+        if why := order.get("fail"):
+            self._server.fail(why)
+        return 0
+
+    async def _begin(
+        self, folder: str, place: dict[str, Any], *, secret: str, about: str, address: str
+    ) -> int:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            os.close(self._folder)
+        # As long as it is locked, no other agent of this user takes it for left over.
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._folder, fcntl.LOCK_EX)
+        server = NodeServer(Path(folder), TreePlace(**place), secret=secret, about=about)
+        self._server = server
+        return await server.start(address)

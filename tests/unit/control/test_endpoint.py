@@ -1,0 +1,158 @@
+"""A node's door: children come in once, strangers never, however many of them knock."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from hpctrain.control import endpoint
+from hpctrain.control.endpoint import ChildrenDoor, meet_parent
+from hpctrain.control.wire import GREETING_BYTES, Greeting, framed, packed
+from hpctrain.errors import ControlLost
+
+HERE = "127.0.0.1"
+
+
+def greeting(secret: str = "s") -> Greeting:
+    return Greeting(secret, "round")
+
+
+class Door:
+    """A parent of nodes 1 and 2 that listens. An asynchronous context manager."""
+
+    def __init__(self) -> None:
+        self.inside: dict[int, endpoint.Endpoint] = {}
+        self.heard: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+        self.door = ChildrenDoor({1, 2}, greeting, self.let_in)
+
+    def let_in(self, node, child):
+        self.inside[node] = child
+        child.on_message = lambda _, message: self.heard.put_nowait((node, message))
+        child.on_end = lambda _, why: self.ended.put_nowait(why)
+
+    async def __aenter__(self):
+        loop = asyncio.get_running_loop()
+        self.server = await loop.create_server(self.door.knock, HERE, 0, backlog=1024)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+        self.door.close()
+        for child in self.inside.values():
+            child.close()
+
+
+def run(act):
+    async def within():
+        async with asyncio.timeout(20), Door() as door:
+            return await act(door)
+
+    return asyncio.run(within())
+
+
+def test_a_child_comes_in_and_is_heard_and_spoken_to():
+    async def act(door):
+        child = await meet_parent(HERE, door.port, greeting(), 2)
+        heard = asyncio.Queue()
+        child.on_message = lambda _, message: heard.put_nowait(message)
+        child.say(b"up")
+        assert await door.heard.get() == (2, b"up")
+        door.inside[2].say(b"d" * 3_000_000)
+        assert await heard.get() == b"d" * 3_000_000
+        child.close()
+        assert await door.ended.get() == "it has closed the connection"
+
+    run(act)
+
+
+@pytest.mark.parametrize("node", [1, 3, 0])
+def test_a_node_comes_in_once_and_no_other_ones_child(node):
+    async def act(door):
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        with pytest.raises(ControlLost, match=f"is not the parent of node {node}: it has closed"):
+            await meet_parent(HERE, door.port, greeting(), node)
+        child.say(b"still here")
+        assert await door.heard.get() == (1, b"still here")
+        child.close()
+
+    run(act)
+
+
+def test_who_does_not_know_the_secret_stays_outside():
+    async def act(door):
+        with pytest.raises(ControlLost, match="it has closed the connection"):
+            await meet_parent(HERE, door.port, greeting("another"), 1)
+        assert door.inside == {}
+
+    run(act)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        framed(b""),
+        framed(packed({"node": 1})),
+        framed(bytes(GREETING_BYTES + 1)),
+        (GREETING_BYTES + 1).to_bytes(4, "big"),
+    ],
+)
+def test_strangers_words_end_their_connection_and_nothing_else(said):
+    async def act(door):
+        reader, writer = await asyncio.open_connection(HERE, door.port)
+        writer.write(said)
+        await reader.read()  # until it is closed
+        writer.close()
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        child.close()
+        assert list(door.inside) == [1]
+
+    run(act)
+
+
+def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_STRANGERS", 8)
+
+    async def act(door):
+        strangers = [await asyncio.open_connection(HERE, door.port) for _ in range(20)]
+        for reader, _ in strangers[:12]:
+            await reader.read()  # the oldest were closed
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        assert list(door.inside) == [1]
+        for _, writer in strangers:
+            writer.close()
+        child.close()
+
+    run(act)
+
+
+def test_a_stranger_may_not_stay_silent_for_ever(monkeypatch):
+    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
+
+    async def act(door):
+        reader, writer = await asyncio.open_connection(HERE, door.port)
+        await reader.read()
+        writer.close()
+
+    run(act)
+
+
+def test_a_parent_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
+    with socket.create_server((HERE, 0)) as silent, pytest.raises(TimeoutError):
+        asyncio.run(meet_parent(HERE, silent.getsockname()[1], greeting(), 1))
+
+
+def test_a_child_that_says_what_nobody_sealed_is_ended():
+    async def act(door):
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        child.codes = None
+        child.say(b"not sealed")
+        assert "without the code of this attempt" in await door.ended.get()
+        child.close()
+
+    run(act)

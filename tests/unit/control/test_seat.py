@@ -1,0 +1,305 @@
+"""Ranks of several nodes' processes agree and say values to each other; a loss is said once to all.
+
+Each rank is a thread here, each node a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from hpctrain.control import rank_lease
+from hpctrain.control.seat import Seat
+from hpctrain.errors import ControlLost, HpctrainError
+from tests.support.control_tree import ControlTree
+
+NODES, PER_NODE = 3, 2
+RANKS = NODES * PER_NODE
+
+
+@pytest.fixture
+def tree():
+    with ControlTree(NODES, PER_NODE) as tree:
+        yield tree
+
+
+def every(act, tree):
+    """What each rank's `act(seat)` returns or raises, all at once, in rank order."""
+
+    def rank(number):
+        try:
+            with closing(Seat(tree.folder(number), number)) as seat:
+                return act(seat)
+        except HpctrainError as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(rank, range(RANKS)))
+
+
+def test_values_go_between_the_ranks_of_all_nodes(tree):
+    def values(seat):
+        exchange = seat.exchange(30)
+        first = exchange.broadcast({"of": seat.rank})
+        gathered = exchange.gather(seat.rank**2)
+        on_0 = exchange.gather_on_0((seat.rank, b"x" * 100_000))
+        return first, gathered, [(number, len(text)) for number, text in on_0]
+
+    squares = [rank**2 for rank in range(RANKS)]
+    on_0 = [(rank, 100_000) for rank in range(RANKS)]
+    assert every(values, tree) == [
+        ({"of": 0}, squares, [] if rank else on_0) for rank in range(RANKS)
+    ]
+
+
+def test_rows_travel_while_other_values_are_said(tree):
+    def values(seat):
+        exchange = seat.exchange(30)
+        rows = exchange.send_to_0([seat.rank, 0.5])
+        beside = exchange.apart(30).gather(seat.rank)
+        gathered = exchange.gather(1)
+        if seat.rank == 0:
+            while not rows.is_done():
+                time.sleep(0.001)
+        return beside, gathered, rows.is_done(), rows.values()
+
+    rows = [[float(rank), 0.5] for rank in range(RANKS)]
+    assert every(values, tree) == [
+        (list(range(RANKS)), [1] * RANKS, True, [] if rank else rows) for rank in range(RANKS)
+    ]
+
+
+def test_exchanges_made_in_one_order_do_not_meet(tree):
+    assert every(_in_threads, tree) == [(["a"] * RANKS, ["b"] * RANKS)] * RANKS
+
+
+def _in_threads(seat):
+    """Odd ranks come to the second exchange first."""
+    first, second = seat.exchange(30), seat.exchange(30)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [(first, "a"), (second, "b")]
+        if seat.rank % 2:
+            calls.reverse()
+        found = {value: pool.submit(exchange.gather, value) for exchange, value in calls}
+        return found["a"].result(), found["b"].result()
+
+
+def ticks_until_stop(seat, step_s, *, wish_at=None):
+    for tick in range(100_000):
+        if tick == wish_at:
+            seat.lease.wish(stop=3)
+        if any(decision.kind == "stop" for decision in seat.lease.tick()):
+            return tick
+        time.sleep(step_s)
+    return -1
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.002, 0.05])
+def test_all_ranks_stop_at_one_tick_whoever_wished_it(tree, step_s):
+    stopped = every(
+        lambda seat: ticks_until_stop(seat, step_s, wish_at=10 if seat.rank == 3 else None), tree
+    )
+
+    assert len(set(stopped)) == 1
+    assert stopped[0] >= 10
+
+
+def test_a_wish_in_a_long_step_is_heard_before_that_step_ends(tree):
+    """SIGTERM's thread says it while the main thread computes."""
+    begun, said = threading.Event(), threading.Event()
+
+    def act(seat):
+        seat.lease.tick()
+        if seat.rank == 1:
+            begun.wait(10)
+            seat.lease.wish(stop=3)
+            said.set()
+        begun.set()
+        said.wait(10)  # all are within their first step
+        return [[decision.kind for decision in seat.lease.tick()] for _ in range(3)]
+
+    found = every(act, tree)
+    assert found == [found[0]] * RANKS
+    assert ["stop"] in found[0][:2]
+
+
+def test_where_a_nodes_process_dies_every_rank_hears_it_soon(tree):
+    def act(seat):
+        exchange = seat.exchange(30)
+        exchange.gather(0)
+        if seat.rank == 2:
+            os.kill(tree.nodes[2].pid, signal.SIGKILL)
+        exchange.gather(1) if seat.rank != 2 else ticks_until_stop(seat, 0.001)
+
+    began_s = time.monotonic()
+    found = every(act, tree)
+    assert time.monotonic() - began_s < 10
+    assert [type(error) for error in found] == [ControlLost] * RANKS
+    assert str(found[4]) == "the node's control process is gone: it has closed the connection"
+    assert re.match("n0 has lost n2: (it has closed|.*reset)", str(found[0]))
+    assert str(found[2]) == str(found[0])
+
+
+def test_ranks_of_a_node_that_is_stopped_for_a_while_are_waited_for(tree):
+    pid = tree.nodes[2].pid
+
+    def act(seat):
+        seat.lease.tick()
+        if seat.rank == 0:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+        return ticks_until_stop(seat, 0.001, wish_at=1000 if seat.rank == 4 else None)
+
+    stopped = every(act, tree)
+    assert len(set(stopped)) == 1
+    assert stopped[0] >= 1000
+
+
+def test_ranks_do_not_wait_for_ever_for_one_that_does_not_come(tree):
+    def act(seat):
+        return seat.exchange(0.5).gather(0) if seat.rank != 5 else None
+
+    found = every(act, tree)
+    assert {str(error) for error in found[:5]} == {
+        "not all ranks came to a gather within 0.5 s: is one of them stuck?"
+    }
+
+
+def test_ranks_that_do_not_do_the_same_are_told_so(tree):
+    def act(seat):
+        exchange = seat.exchange(30)
+        return exchange.gather(0) if seat.rank else exchange.gather_on_0(0)
+
+    found = every(act, tree)
+    assert {type(error) for error in found} == {ControlLost}
+    assert " where another rank does a gather" in str(found[0])
+
+
+def test_a_second_process_is_not_the_same_rank(tree):
+    with closing(Seat(tree.folder(1), 1)) as first:
+        with pytest.raises(HpctrainError, match="another process is rank 1 already"):
+            Seat(tree.folder(1), 1)
+        assert first.ranks_in_all == RANKS
+
+
+def test_a_rank_that_comes_again_goes_on_where_it_was(tree):
+    def twice(seat):
+        seat.lease.tick()
+        return seat.lease.tick()
+
+    every(twice, tree)
+    again = every(lambda seat: ticks_until_stop(seat, 0, wish_at=3), tree)
+    assert len(set(again)) == 1
+    assert again[0] >= 3
+
+
+def test_a_process_has_one_seat(tree):
+    with closing(Seat.take(tree.folder(0), 0)) as seat:
+        assert Seat.take(tree.folder(0), 0) is seat
+        with pytest.raises(HpctrainError, match="this process is rank 0 already, and not rank 1"):
+            Seat.take(tree.folder(0), 1)
+
+
+def test_a_rank_of_another_node_is_not_let_in(tree):
+    with pytest.raises(ControlLost):
+        Seat(tree.folder(0), 4)
+
+
+def test_where_there_is_no_process_a_rank_says_so(tmp_path):
+    with pytest.raises(ControlLost, match=r"cannot be reached: .*No such file"):
+        Seat(tmp_path, 0)
+
+
+def test_a_new_round_begins_without_the_old_ones_ranks(tree):
+    with closing(Seat(tree.folder(0), 0)) as old_seat:
+        old = old_seat.exchange(30)
+        tree.begin("round 1")
+
+        found = every(lambda seat: seat.exchange(30).gather(seat.rank), tree)
+        assert found == [list(range(RANKS))] * RANKS
+        with pytest.raises(ControlLost):
+            old.gather(0)
+
+
+def test_a_node_of_another_round_is_not_let_in(tree, monkeypatch):
+    monkeypatch.setattr("hpctrain.control.node_server.JOIN_S", 0.0)
+    with ControlTree(2, 1) as strangers:
+        port = strangers.nodes[0].begin(
+            strangers.place(0), secret="ours", about="round 0", address="127.0.0.1"
+        )
+        strangers.nodes[1].begin(
+            strangers.place(1), secret="theirs", about="round 0", address="127.0.0.1"
+        )
+        with pytest.raises(ControlLost, match=f"127.0.0.1:{port} is not the parent of node 1"):
+            strangers.nodes[1].join("127.0.0.1", port)
+
+
+def test_a_failure_that_an_agent_reports_reaches_every_rank(tree):
+    def act(seat):
+        exchange = seat.exchange(30)
+        exchange.gather(0)
+        if seat.rank == 5:
+            tree.nodes[2].fail("n2: rank 5 is gone")
+        return exchange.gather(1)
+
+    assert {str(error) for error in every(act, tree)} == {"n2: rank 5 is gone"}
+
+
+def test_a_stopped_tree_leaves_nothing_behind():
+    with ControlTree(2, 1) as tree:
+        folders = [tree.folder(rank) for rank in range(2)]
+        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 2
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_what_a_killed_agent_left_is_removed_by_the_next_one():
+    with ControlTree(1, 1) as tree:
+        left = tree.folder(0)
+        os.kill(tree.nodes[0].pid, signal.SIGKILL)
+        os.waitpid(tree.nodes[0].pid, 0)
+        with ControlTree(1, 1) as next_one:
+            assert not left.exists()
+            with ControlTree(1, 1):
+                assert next_one.folder(0).exists()
+
+
+def test_a_silent_node_is_given_up(monkeypatch):
+    monkeypatch.setattr("hpctrain.control.node_server.PATIENCE_S", 0.5)
+    monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.1)
+    with ControlTree(NODES, PER_NODE) as tree:
+
+        def act(seat):
+            exchange = seat.exchange(30)
+            exchange.gather(0)
+            exchange.gather_on_0(0)
+            if seat.rank == 0:  # the others of that node have heard all that they wait for
+                os.kill(tree.nodes[1].pid, signal.SIGSTOP)
+            return None if seat.rank in {2, 3} else exchange.gather(1)
+
+        found = every(act, tree)
+        assert {str(found[rank]) for rank in (0, 1, 4, 5)} == {
+            "n0 has lost n1: it was silent for 0 s"
+        }
+
+
+def test_a_quiet_tree_is_not_taken_for_dead(monkeypatch):
+    """No rank says anything for longer than a node may be silent: the nodes speak by themselves."""
+    monkeypatch.setattr("hpctrain.control.node_server.PATIENCE_S", 0.5)
+    monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.1)
+    monkeypatch.setattr(rank_lease, "PATIENCE_S", 0.5)
+    with ControlTree(NODES, PER_NODE) as tree:
+
+        def act(seat):
+            exchange = seat.exchange(30)
+            if seat.rank == 0:
+                threading.Event().wait(1.5)  # nothing to await: that nothing happens is the point
+            return exchange.gather(seat.rank)
+
+        assert every(act, tree) == [list(range(RANKS))] * RANKS
