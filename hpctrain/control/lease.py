@@ -257,6 +257,14 @@ class Lease:
         return lease
 
 
+def most_ahead(step_s: float, lead_s: float = MOST_LEAD_S) -> int:
+    """Ticks that a rank in the middle of a step may be granted, however long that step takes.
+
+    Otherwise one long step would have the root grant many, and a stop would wait for them all.
+    """
+    return min(AHEAD, 1 + math.floor(lead_s / max(step_s, _SHORTEST_STEP_S)))
+
+
 class Root:
     """Grants ticks and decides. There is one, on node 0, for each round of ranks."""
 
@@ -313,7 +321,7 @@ class Root:
         """When `lease` will have something new though no report comes; None for never."""
         report, step_s = self._report, max(self._report.step_s, _SHORTEST_STEP_S)
         further = self._lease.horizon - report.arrived + 1
-        if self._lease.stops or report.step_s == 0 or further > self._most_ahead(step_s):
+        if self._lease.stops or report.step_s == 0 or further > most_ahead(step_s, self.lead_s):
             return None
         return self._heard_s + further * step_s - self.lead_s - report.began_ago_s + 1e-6
 
@@ -326,15 +334,8 @@ class Root:
             step_s = max(report.step_s, _SHORTEST_STEP_S)
             elapsed_s = report.began_ago_s + max(0.0, now_s - self._heard_s)
             ahead = math.floor((elapsed_s + self.lead_s) / step_s)
-            ahead = min(ahead, self._most_ahead(step_s))
+            ahead = min(ahead, most_ahead(step_s, self.lead_s))
         return max(self._lease.horizon, report.arrived + ahead)
-
-    def _most_ahead(self, step_s: float) -> int:
-        """Ticks that a rank in the middle of a step may be granted, however long that step takes.
-
-        Otherwise one long step would have the root grant many, and a stop would wait for them all.
-        """
-        return min(AHEAD, 1 + math.floor(self.lead_s / step_s))
 
     def _open_decisions(self) -> tuple[Decision, ...]:
         """Those that some rank may not have read: one that was never heard will need all."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.control.board import ARRIVED, BEAT, FIRST_WISH, STEP, TICK, WAITS
-from hpctrain.control.lease import Lease, Wishes
+from hpctrain.control.lease import Lease, Wishes, most_ahead
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
@@ -48,7 +48,11 @@ class Waker(Protocol):
 
 
 class RankLease:
-    """What a rank may do and has to do, tick by tick."""
+    """What a rank may do and has to do, tick by tick.
+
+    Attributes:
+        done: Up to which numbers wishes were decided at the ticks that this rank has begun.
+    """
 
     def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
         """Stand before the first tick.
@@ -58,6 +62,7 @@ class RankLease:
             local_rank: This rank's number on it.
             waker: Of this rank.
         """
+        self.done = Wishes()
         self._board, self._local_rank, self._waker = board, local_rank, waker
         self._words, at = board.words, board.at(local_rank)
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
@@ -116,7 +121,23 @@ class RankLease:
         words[self._at_tick] = tick + 1
         if tick > self._horizon and not self._is_covered(tick):
             self._wait(tick)
-        return self._lease.at(tick) if self._lease.decisions else ()
+        decisions = self._lease.at(tick) if self._lease.decisions else ()
+        if decisions:
+            self.done = replace(self.done, **{one.kind: one.value for one in decisions})
+        return decisions
+
+    @property
+    def wished(self) -> Wishes:
+        """What this rank has asked for so far."""
+        return self._board.wishes(self._local_rank)
+
+    @property
+    def ticks_ahead(self) -> int:
+        """What is first wished in the next tick is done at most so many ticks after that one.
+
+        Where all ranks are in step: one that is further on was granted more.
+        """
+        return 1 + (most_ahead(self._step_ns / 1e9) if self._step_ns else 0)
 
     def _is_covered(self, tick: int) -> bool:
         newer = self._board.newer_lease(self._stamp)

@@ -1,7 +1,7 @@
 """The agreement of all ranks on stops and saves: at the same step, whoever heard of it first.
 
 Each rank says what it wishes, and what holds for all comes back at the same tick on every rank.
-tests/engines/test_agreement.py holds the promises.
+tests/engines/test_agreement.py and tests/unit/runtime/test_leased_agreement.py hold the promises.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hpctrain.base.records import StopCause
 from hpctrain.world import GlooExchange
 
 if TYPE_CHECKING:
+    from hpctrain.control.lease import Decision
+    from hpctrain.control.rank_lease import RankLease
     from hpctrain.world import World
 
 LATENCY_S = 0.25
@@ -58,14 +60,15 @@ class StopRequest:
         return CODES[self.stop] if self.stop > WARNED else None
 
 
+NOTHING = StopRequest()
+
+
 class Agreement(Protocol):
-    """How requests of one rank become what all ranks do.
+    """How requests of one rank become what all ranks do."""
 
-    Attributes:
-        steps_ahead: A wish that is first said in a tick holds only so many ticks later.
-    """
-
-    steps_ahead: int
+    @property
+    def steps_ahead(self) -> int:
+        """A wish that is first said in the next tick holds at most so many ticks after it."""
 
     def tick(self, request: StopRequest) -> StopRequest:
         """Contribute this rank's request, and learn what all ranks agreed on by now.
@@ -146,6 +149,71 @@ class GlooAgreement:
         now = time.monotonic()
         self._tick_s += 0.3 * (now - self._last_tick - self._tick_s)
         self._last_tick = now
+
+
+class LeasedAgreement:
+    """By the lease of this rank's node (`control.rank_lease`): in the loop nobody waits for others.
+
+    What a rank wishes on and on until it is done is wished once, by its number: the first save that
+    nobody has seen done. So whoever wishes it too, meanwhile, wishes the same one.
+    """
+
+    def __init__(self, lease: RankLease) -> None:
+        """Go on with the numbers that this rank has come to.
+
+        Args:
+            lease: This rank's.
+        """
+        self._lease = lease
+        self._warned = lease.wished.warned
+        self._is_warning = False
+
+    @property
+    def steps_ahead(self) -> int:
+        """See `Agreement`."""
+        return self._lease.ticks_ahead
+
+    def tick(self, request: StopRequest) -> StopRequest:
+        """See `Agreement`.
+
+        Raises:
+            ControlLost: nobody can say any more what all ranks do.
+        """
+        if request.stop or request.save or request.tell or request.profile:
+            self._say(request)
+        decisions = self._lease.tick()
+        return self._agreed(decisions) if decisions else NOTHING
+
+    def wish(self, stop: int) -> None:
+        """See `Agreement`."""
+        if stop > WARNED:
+            self._lease.wish(stop=stop)
+
+    def _say(self, request: StopRequest) -> None:
+        self.wish(request.stop)
+        wishes: dict[str, int] = {}
+        if request.stop == WARNED and not self._is_warning:
+            self._is_warning = True
+            self._warned += 1
+            wishes["warned"] = self._warned
+        done = self._lease.done
+        for kind in ("save", "tell", "profile"):
+            if getattr(request, kind):
+                wishes[kind] = getattr(done, kind) + 1
+        self._lease.wish(**wishes)
+
+    def _agreed(self, decisions: tuple[Decision, ...]) -> StopRequest:
+        values = {decision.kind: decision.value for decision in decisions}
+        stop = 0
+        if "warned" in values:
+            # Perhaps another rank's alone: what is warned of from now on is told of once more.
+            self._is_warning = False
+            stop = WARNED
+        if "stop" in values:
+            # No tick is granted behind it: what nobody here knows must stop this rank, too.
+            is_known = WARNED < values["stop"] < len(CODES)
+            stop = values["stop"] if is_known else STOP_TERM
+        return StopRequest(stop, "save" in values, "tell" in values, values.get("profile", 0))
 
 
 def _both(first: StopRequest, other: StopRequest) -> StopRequest:
