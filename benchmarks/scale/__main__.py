@@ -72,7 +72,7 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         ),
         row(
             "looks before the rename, this disk, s",
-            "2 x ranks x look",
+            "a listing and a sample of files",
             seconds([model.looks_of_commit_s(ranks, given, shared=False) for ranks in RANKS]),
         ),
         row(
@@ -81,13 +81,18 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
             seconds([model.looks_of_commit_s(ranks, given, shared=True) for ranks in RANKS]),
         ),
         row(
+            "looks at what is chosen, a shared one, s",
+            "ranks x look / lookers; " + shared,
+            seconds([model.looks_of_choice_s(ranks, given, shared=True) for ranks in RANKS]),
+        ),
+        row(
             "resume, operations",
             "a + b x ranks",
             counts([model.resume_operations(ranks, given) for ranks in RANKS]),
         ),
         row(
             "status of 30 days, this disk, s",
-            "base + MB x parse + ranks x look",
+            "base + MB x parse + a sample's looks",
             seconds([model.status_s(ranks, given, shared=False) for ranks in RANKS]),
         ),
         row(

@@ -79,25 +79,52 @@ def import_operations(ranks: int, given: Constants) -> float:
 
 
 def save_operations(ranks: int, given: Constants) -> float:
-    """On the run's directory: a + b x ranks."""
-    return given.save_operations + given.save_rank_operations * ranks
+    """On the run's directory: a + b x ranks, two listings, and two looks at a sample of files."""
+    by_ranks = given.save_rank_operations * ranks
+    return given.save_operations + by_ranks + 2 * (listing(ranks) + sample(ranks))
+
+
+def listing(files: int) -> float:
+    """Calls for the names in a folder: 32 KiB of them at a time."""
+    return files / 500
+
+
+def sample(files: int) -> int:
+    """Files whose sizes are looked at where a server must not be asked for each."""
+    from hpctrain.checkpoint.store.find import SAMPLE
+
+    return min(files, SAMPLE)
 
 
 def resume_operations(ranks: int, given: Constants) -> float:
-    """On the run's directory: a + b x ranks."""
+    """On the run's directory: a + b x ranks; in b rank 0's look at each file."""
     return given.resume_operations + given.resume_rank_operations * ranks
 
 
 def looks_of_commit_s(ranks: int, given: Constants, *, shared: bool) -> float:
-    """Rank 0 looks at each rank's file twice before the rename: 2 x ranks x look."""
-    return 2 * ranks * (given.shared_look_s if shared else given.look_s)
+    """Before the rename rank 0 lists the folder and looks at a sample of the files."""
+    look = given.shared_look_s if shared else given.look_s
+    return (listing(ranks) + sample(ranks)) * look
+
+
+def looks_of_choice_s(ranks: int, given: Constants, *, shared: bool) -> float:
+    """Before a restore rank 0 looks at each file, many at once: ranks x look / lookers.
+
+    A shared server answers so many in a second and no more.
+    """
+    if not shared:
+        return ranks * given.look_s
+    from hpctrain.checkpoint.store.find import LOOKERS
+
+    each = max(given.shared_look_s / LOOKERS, 1 / given.shared_operations_per_s)
+    return ranks * each
 
 
 def status_s(ranks: int, given: Constants, *, shared: bool, days: float = 30.0) -> float:
-    """Of a run so old: base + MB x parse + ranks x look at the newest checkpoint's files."""
-    look = given.shared_look_s if shared else given.look_s
+    """Of a run so old: base + MB x parse + a listing and a sample of the newest checkpoint."""
     megabytes = ledger_bytes(days) / 1e6
-    return given.status_base_s + megabytes * given.status_mb_s + ranks * look
+    looks = looks_of_commit_s(ranks, given, shared=shared)
+    return given.status_base_s + megabytes * given.status_mb_s + looks
 
 
 def ledger_bytes(days: float) -> float:

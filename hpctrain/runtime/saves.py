@@ -353,6 +353,7 @@ class Saves:
                 best_is=keep.best_is,
                 attempt=self._place.attempt,
                 rows_by_step=self._rows_by_step,
+                committed=saved.step,
                 evaluations=self._evaluations.now(),
             )
         except (CheckpointError, OSError) as error:

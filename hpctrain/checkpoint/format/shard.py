@@ -11,6 +11,7 @@ tests/unit/checkpoint/test_shard.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -204,7 +205,7 @@ def write(
         step: For the fault points only.
 
     Raises:
-        OSError: the file system refused; a part of the file may lie there.
+        OSError: the file system refused, or has another length; a part of the file may lie there.
     """
     head = header(pieces, path.name, block_bytes)
     sizes = [piece.nbytes for piece in pieces]
@@ -225,12 +226,24 @@ def write(
                 job.write(window)
         _put(file, [memoryview(end := proof(head, digests))], int(offsets[-1]))
         points.reach("shard.flush", path=path, fd=file, step=step)
-        os.fsync(file)
+        size = _flush(file, int(offsets[-1]) + len(end))
     finally:
         os.close(file)
     points.reach("shard.done", path=path, step=step)
-    size = int(offsets[-1]) + len(end)
     return ShardReport(path.name, size, proof_digest(end), len(head), offsets[:-1], digests)
+
+
+def _flush(file: int, size: int) -> int:
+    """To disk; the file is then as long as it was written, and that is returned.
+
+    Its writer asks, so that rank 0 need not ask for all ranks. Of the open file, after the flush:
+    there a file system says what it has dropped or cut.
+    """
+    os.fsync(file)
+    there = os.fstat(file).st_size
+    if there != size:
+        raise OSError(errno.EIO, f"is {there:,} bytes after its flush, {size:,} were written")
+    return size
 
 
 @dataclass(frozen=True)

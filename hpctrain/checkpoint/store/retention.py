@@ -364,6 +364,7 @@ def prune(
     attempt: Attempt | None = None,
     idle: LedgerState | None = None,
     rows_by_step: dict[int, CheckpointRow] | None = None,
+    committed: int | None = None,
     evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
     """Delete what need not be kept, and return its steps.
@@ -383,6 +384,8 @@ def prune(
         idle: See `in_use`.
         rows_by_step: What this process has found valid before, and need not look at again; what it
             finds now is put into it. Looking costs as many calls as there are ranks.
+        committed: The step that this process has just committed: all its files must be there, and
+            of many a sample has its sizes looked at, which its writers have seen a moment ago.
         evaluations: What must stay for them, and their metrics.
 
     Raises:
@@ -393,10 +396,11 @@ def prune(
     rows_by_step = {} if rows_by_step is None else rows_by_step
     enough = None if keep_best else keep_last
     try:
-        _looked_at(run, enough, rows_by_step)  # before the lock: saves wait for that
+        _looked_at(run, enough, rows_by_step, committed)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else used_steps(run, idle)
-            rows = _with_metrics(_looked_at(run, enough, rows_by_step), evaluations)
+            rows = _looked_at(run, enough, rows_by_step, committed)
+            rows = _with_metrics(rows, evaluations)
             kept = why_kept(rows, rules, used | set(protect), evaluations.awaited)
             going = _unpinned(run, sorted(step for step, why in kept.items() if not why))
             renamed = dict(zip(going, _renamed(run, going), strict=True))
@@ -572,7 +576,10 @@ def _barred(run: RunDir, attempt: Attempt) -> list[str]:
 
 
 def _looked_at(
-    run: RunDir, enough: int | None, rows_by_step: dict[int, CheckpointRow]
+    run: RunDir,
+    enough: int | None,
+    rows_by_step: dict[int, CheckpointRow],
+    committed: int | None = None,
 ) -> list[CheckpointRow]:
     """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
 
@@ -583,7 +590,7 @@ def _looked_at(
     for step in find.steps(run):
         pinned = carries(find.step_path(run, step))
         if step not in rows_by_step and (enough is None or valid < enough):
-            checkpoint = find.look(run, step)
+            checkpoint = find.look(run, step, looks=find.SAMPLE if step == committed else None)
             if checkpoint.problem is None and checkpoint.manifest is not None:
                 rows_by_step[step] = CheckpointRow(
                     step, valid=True, metrics=checkpoint.manifest.metrics

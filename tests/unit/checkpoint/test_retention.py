@@ -579,9 +579,9 @@ def test_each_save_looks_at_the_files_of_one_checkpoint_and_before_it_takes_the_
             yield
             locked.clear()
 
-    def size_problems(path, files):
+    def size_problems(path, files, **how):
         looked.append((path.name, bool(locked)))
-        return real(path, files)
+        return real(path, files, **how)
 
     monkeypatch.setattr(find, "size_problems", size_problems)
     monkeypatch.setattr(retention, "publishing", publishing)

@@ -346,3 +346,21 @@ def test_what_the_support_module_cuts_out_is_what_is_written(tmp_path):
 
     with safetensors.safe_open(tmp_path / file_name(0), "np") as file:
         assert file.get_tensor("w").tolist() == [[5, 6], [9, 10]]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_is_not_as_long_as_it_was_written_is_an_error_of_its_writer(
+    path, monkeypatch, change
+):
+    """Rank 0 does not look at it before the commit."""
+    size = written(path.with_name(file_name(4)), [whole("w", "U8", 9)], [bytes(9)]).size
+    real = os.fsync
+
+    def drop(file):
+        real(file)
+        os.ftruncate(file, size + change)
+
+    monkeypatch.setattr(os, "fsync", drop)
+    said = f"is {size + change} bytes after its flush, {size} were written"
+    with pytest.raises(OSError, match=said):
+        written(path, [whole("w", "U8", 9)], [bytes(9)])

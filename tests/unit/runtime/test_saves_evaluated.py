@@ -140,3 +140,19 @@ def test_a_run_without_evaluations_reads_no_ledger(tmp_path, monkeypatch):
     now = EvaluationsTail(run, EvaluateSettings()).now()
 
     assert (now.awaited, now.metrics) == (frozenset(), {})
+
+
+def test_a_prune_looks_at_all_files_but_of_what_was_just_committed(tmp_path, monkeypatch):
+    life = Training(tmp_path, every=1)
+    real, looked = find.look, []
+
+    def look(run, step, *, looks=None):
+        looked.append((step, looks))
+        return real(run, step, looks=looks)
+
+    monkeypatch.setattr(find, "look", look)
+    checkpoints.save(life.run, life.attempt, 10, 20)
+
+    life.saves._prune(SimpleNamespace(step=20))
+
+    assert looked == [(20, find.SAMPLE), (10, None)]

@@ -39,7 +39,12 @@ def test_samples_of_a_month_stay_small_whatever_the_ranks():
     assert all(model.samples_bytes(ranks) < 120e6 for ranks in RANKS)
 
 
-def test_a_save_is_four_operations_for_each_rank_more():
+def test_a_save_is_one_operation_for_each_rank_more():
     more = model.save_operations(16384, GIVEN) - model.save_operations(8192, GIVEN)
 
-    assert more / 8192 <= 4
+    assert 1 <= more / 8192 <= 1.01
+
+
+def test_looks_before_the_rename_and_at_what_is_chosen_are_far_below_their_goals():
+    assert model.looks_of_commit_s(16384, GIVEN, shared=True) < 0.1
+    assert model.looks_of_choice_s(16384, GIVEN, shared=True) < 1
