@@ -102,7 +102,7 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         ),
         row(
             "samples of ranks in 30 days, MB",
-            "the code's own budget",
+            "the code's own rule",
             seconds([model.samples_bytes(ranks) / 1e6 for ranks in RANKS]),
         ),
         row(

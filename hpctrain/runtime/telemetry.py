@@ -49,10 +49,11 @@ log = logging.getLogger("hpctrain.runtime")
 SECONDS = ("wall_s", "data_s", "own_s")
 WHOLE = ("mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
 STRETCH = 10
-"""A sample for each so-manieth of the run's age, until the file's budget says less often."""
+"""At most so many samples while a run's age grows e-fold, until it is old; see `sample_every_s`."""
 MONTH_S = 30 * 86400.0
+YOUNG_S = 60.0
 BUDGET_BYTES = 20e6
-"""Of a month's samples, roughly: a line grows with the ranks, so lines come less often."""
+"""Of a month's samples: a line grows with the ranks, so lines come less often."""
 LINE_BYTES, RANK_BYTES = 140, 52
 LOOK_BACK = 20
 """Attempts: those that died before their first sample left no file."""
@@ -425,10 +426,17 @@ class ComputeTime:
 
 
 def sample_every_s(run_age_s: float, log_every_s: float, world_size: int) -> float:
-    """Seconds between samples of all ranks in a run of this age."""
+    """Seconds between samples of all ranks in a run of this age.
+
+    The budget says how many lines a month may have. Half of them at most tell of the run's youth,
+    at equal parts of its age (`STRETCH` of each e-fold at most; at 16,384 ranks, whose lines are 23
+    a month, each time that its age has doubled); the others are spread over the month.
+    """
     least = mark_every_s(run_age_s, log_every_s)
-    most = MONTH_S * (LINE_BYTES + RANK_BYTES * world_size) / BUDGET_BYTES
-    return max(least, min(run_age_s / STRETCH, most))
+    lines = BUDGET_BYTES / (LINE_BYTES + RANK_BYTES * world_size)
+    folds = math.log(MONTH_S / YOUNG_S)
+    young = min(STRETCH * folds, lines / 2)
+    return max(least, min(run_age_s * folds / young, MONTH_S / (lines - young)))
 
 
 MEMORY = {

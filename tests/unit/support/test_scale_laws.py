@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scale import model
+from hpctrain.runtime.telemetry import sample_every_s
 
 RANKS = (64, 256, 1024, 4096, 16384)
 GIVEN = model.constants()
@@ -35,8 +36,22 @@ def test_a_stop_is_agreed_on_within_a_second_at_16384_ranks():
     assert model.agreement_s(16384, GIVEN) < 1
 
 
-def test_samples_of_a_month_stay_small_whatever_the_ranks():
-    assert all(model.samples_bytes(ranks) < 120e6 for ranks in RANKS)
+@pytest.mark.parametrize("days", [1, 7, 30])
+@pytest.mark.parametrize("ranks", [1, 8, *RANKS, 8192])
+def test_samples_of_a_month_keep_their_budget_whatever_the_ranks(ranks, days):
+    """And are not so few that nothing is known: half of what the budget allows is used."""
+    written = model.samples_bytes(ranks, days)
+
+    assert written < 22e6
+    assert written > 8e6 or days < 30 or ranks < 64
+
+
+@pytest.mark.parametrize("ranks", [64, 16384])
+def test_a_young_run_is_sampled_more_often_than_an_old_one(ranks):
+    minute, day = (sample_every_s(age, 5.0, ranks) for age in (60.0, 86400.0))
+
+    assert minute < 120
+    assert day > 2 * minute
 
 
 def test_a_save_is_one_operation_for_each_rank_more():
