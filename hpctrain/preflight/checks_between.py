@@ -9,13 +9,14 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from hpctrain.preflight.facts import by_value
-from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
+from hpctrain.preflight.report import FAIL, OK, SHOWN_NODES, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.shared import COHERENT, LOCAL, NONE
+from hpctrain.preflight.sight import ALL_UP_TO, missed, standing_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.preflight.rendezvous import Skew
+    from hpctrain.preflight.clocks import Skew
 
 SKEW_S = 1.0
 LOGIN = "@login"
@@ -58,22 +59,27 @@ def check_clocks(first: str, skews: Mapping[str, Skew]) -> list[Result]:
 
 
 def check_names(unresolved: Mapping[str, Sequence[str]]) -> list[Result]:
-    """Every node finds the others by name.
+    """Every node finds the others by name; of many, those that are its neighbours.
 
     Args:
         unresolved: Node to the hosts whose names it cannot turn into addresses.
     """
-    blind = {node: ", ".join(hosts) for node, hosts in unresolved.items() if hosts}
+    blind = {node: names(hosts) for node, hosts in unresolved.items() if hosts}
     hint = "some launchers and libraries go by name: add them to DNS or /etc/hosts"
     results = [
         Result("names", WARN, f"cannot resolve {hosts}", nodes, hint)
         for hosts, nodes in by_value(blind).items()
     ]
-    return results or [Result("names", OK, "every node finds the others by name")]
+    if len(unresolved) <= ALL_UP_TO:
+        return results or [Result("names", OK, "every node finds the others by name")]
+    return results or [Result("names", OK, "every node finds the first and its neighbours by name")]
 
 
 def check_shared(
-    folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[str]]
+    folder: str,
+    errors: Mapping[str, str],
+    unseen: Mapping[str, Sequence[str]],
+    looked: Mapping[str, Sequence[str]],
 ) -> list[Result]:
     """Every node writes into the directory and sees what the others wrote.
 
@@ -81,6 +87,7 @@ def check_shared(
         folder: The directory.
         errors: Node to why it could not write, "" where it could.
         unseen: Node to the names whose files it does not see; `LOGIN` is the submitting host.
+        looked: Node to the names that it has looked for; see `sight`.
     """
     hint = f"{folder} must be one directory, on every node: choose another with --runs"
     failed = {node: why for node, why in errors.items() if why}
@@ -92,12 +99,21 @@ def check_shared(
     if lost:
         text = "does not see what the submitting host wrote there"
         results.append(Result("shared directory", FAIL, text, lost, hint))
-    heard = [node for node in unseen if node not in failed and node not in lost]
-    results += _one_sided(_blind(heard, unseen), heard, hint)
-    return results or [Result("shared directory", OK, f"{folder}: every node sees all files")]
+    left_out = {*failed, *lost}
+    heard = [node for node in unseen if node not in left_out]
+    results += _one_sided(heard, looked, missed(heard, unseen), hint)
+    seen = "every node sees all files"
+    if len(unseen) > ALL_UP_TO:
+        seen = "the first node sees all files, every other one the first's and its neighbours'"
+    return results or [Result("shared directory", OK, f"{folder}: {seen}")]
 
 
-def apart(folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[str]]) -> str:
+def apart(
+    folder: str,
+    errors: Mapping[str, str],
+    unseen: Mapping[str, Sequence[str]],
+    looked: Mapping[str, Sequence[str]],
+) -> str:
     """Why these nodes cannot train together, whichever are left behind; "" where they can.
 
     Half of them or more do not see, or are not seen in, what was renamed into place: no checkpoint
@@ -108,10 +124,11 @@ def apart(folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[
         folder: The directory.
         errors: See `check_shared`.
         unseen: See `check_shared`.
+        looked: See `check_shared`.
     """
     heard = [node for node in unseen if not errors.get(node) and node not in unseen[node]]
-    blind = _blind(heard, unseen)
-    results = _one_sided(blind, heard, "")
+    blind = missed(heard, unseen)
+    results = _one_sided(heard, looked, blind, "")
     involved = {*blind, *(other for others in blind.values() for other in others)}
     if not results or results[0].nodes or 2 * len(involved) < len(heard):
         return ""
@@ -121,20 +138,21 @@ def apart(folder: str, errors: Mapping[str, str], unseen: Mapping[str, Sequence[
     )
 
 
-def _blind(heard: Sequence[str], unseen: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    missing = {node: tuple(other for other in unseen[node] if other in heard) for node in heard}
-    return {node: others for node, others in missing.items() if others}
-
-
-def _one_sided(blind: Mapping[str, Sequence[str]], heard: Sequence[str], hint: str) -> list[Result]:
+def _one_sided(
+    heard: Sequence[str],
+    looked: Mapping[str, Sequence[str]],
+    blind: Mapping[str, Sequence[str]],
+    hint: str,
+) -> list[Result]:
     """Nodes that miss most of the others, and nodes that most others miss."""
-    missed = {node: [n for n, others in blind.items() if node in others] for node in heard}
-    half = (len(heard) - 1) / 2
-    bad = [n for n in heard if len(blind.get(n, ())) > half or len(missed[n]) > half]
+    bad = standing_apart(heard, looked, blind)
     if bad and len(bad) * 2 < len(heard):
         text = "its files are not seen elsewhere, or others' not there"
         return [Result("shared directory", FAIL, text, bad, hint)]
-    summary = "; ".join(f"{node} does not see {names(list(o))}" for node, o in blind.items())
+    lines = [f"{node} does not see {names(others)}" for node, others in blind.items()]
+    summary = "; ".join(lines[:SHOWN_NODES])
+    if len(lines) > SHOWN_NODES:
+        summary += f"; and {len(lines) - SHOWN_NODES} more"
     return [Result("shared directory", FAIL, summary, [], hint)] if summary else []
 
 

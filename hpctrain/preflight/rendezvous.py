@@ -25,13 +25,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.base.process import raise_limit
 from hpctrain.base.secret import Forged, code, is_code, sign, verify
+from hpctrain.preflight.clocks import PINGS, ask_clocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from io import BufferedReader
 
+    from hpctrain.preflight.clocks import Skew
+
     Decide = Callable[[dict[int, Any]], Any]
+    DecideEach = Callable[[dict[int, Any]], Mapping[int, Any]]
 
 HELLO_BYTES = 4096
 """More than any line before both ends know each other."""
@@ -43,8 +48,11 @@ HELLO_S = 5.0
 STRANGERS = 256
 """So many may be silent at once; then whoever came first has to go. A node answers at once."""
 RETRY_S = 0.05
-PINGS = 5
-BACKLOG = 1024
+LONGEST_RETRY_S = 0.5
+"""Thousands that wait for a first node which is late are no storm of look-ups of its name."""
+BACKLOG = 4096
+TURN_S = 600.0
+"""So long may it take until the first node asks this one for the time."""
 MARGIN_S = 5.0
 """How much longer than the first node the others wait for its word."""
 
@@ -55,19 +63,6 @@ class Stranger(ConnectionError):
 
 class Alone(Exception):
     """The first node cannot be reached, or has gone."""
-
-
-@dataclass(frozen=True)
-class Skew:
-    """How far a node's clock is from the first node's.
-
-    Attributes:
-        offset_s: Positive where it is ahead.
-        bound_s: By so much the offset may be wrong: half of the exchange's time.
-    """
-
-    offset_s: float
-    bound_s: float
 
 
 class Coordinator:
@@ -93,6 +88,7 @@ class Coordinator:
             OSError: the port is taken.
         """
         self.missing: dict[int, str] = {}
+        raise_limit()  # each node is an open file here
         with listen(address, port, BACKLOG) as server:
             self._peers = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
         for rank in range(1, size):
@@ -108,30 +104,11 @@ class Coordinator:
         self.close()
 
     def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
-        """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
-        skews = {}
-        for rank in list(self._peers):
-            samples = [self._ping(rank, clock) for _ in range(PINGS)]
-            answered = [sample for sample in samples if sample is not None]
-            if answered:
-                skews[rank] = min(answered, key=lambda skew: skew.bound_s)
-        return skews
+        """Each other node's clock against this one's, by the midpoint of the quickest exchange.
 
-    def _ping(self, rank: int, clock: Callable[[], float]) -> Skew | None:
-        line = self._peers.get(rank)
-        if line is None:
-            return None
-        began, mark = clock(), time.monotonic()
-        answer = self._with(rank, lambda: self._asked(line, "clock"))
-        if answer is None:
-            return None
-        took = time.monotonic() - mark
-        return Skew(round(answer - (began + took / 2), 6), round(took / 2, 6))
-
-    @staticmethod
-    def _asked(line: Connection, what: str) -> float:
-        line.tell({"ask": what})
-        return float(line.hear(HELLO_S))
+        Some are asked at a time: see `ask_clocks`.
+        """
+        return ask_clocks(dict(self._peers), clock, self._leave_out)
 
     def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
@@ -141,26 +118,50 @@ class Coordinator:
             decide: Rank to value, without those who were silent, to the answer.
             timeout_s: How long the others have for theirs.
         """
+        values = self._heard(own, timeout_s)
+        answer = decide(values)
+        self._tell_each(dict.fromkeys(self._peers, answer))
+        return answer
+
+    def agree_each(self, own: Any, decide: DecideEach, timeout_s: float) -> Any:
+        """The same with an answer for each node, as large as what that node needs.
+
+        One answer with something about every node, to every node, grows with their square.
+
+        Args:
+            own: This node's value.
+            decide: Rank to value to rank to answer, for each rank that it was given.
+            timeout_s: How long the others have for theirs.
+        """
+        answers = decide(self._heard(own, timeout_s))
+        self._tell_each({rank: answers.get(rank) for rank in self._peers})
+        return answers.get(0)
+
+    def _heard(self, own: Any, timeout_s: float) -> dict[int, Any]:
         deadline = time.monotonic() + timeout_s
         values = {0: own}
         for rank, line in list(self._peers.items()):
             heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
             if heard is not None:
                 values[rank] = heard["value"]
-        answer = decide(values)
-        for rank, line in list(self._peers.items()):
-            self._with(rank, partial(line.tell, {"answer": answer}))
-        return answer
+        return values
+
+    def _tell_each(self, answers: Mapping[int, Any]) -> None:
+        for rank, answer in answers.items():
+            self._with(rank, partial(self._peers[rank].tell, {"answer": answer}))
 
     def _with(self, rank: int, act: Callable[[], Any]) -> Any:
         """What `act` returns; a node with which it fails is left out from here on."""
         try:
             return act()
         except (OSError, ValueError, TypeError) as error:
-            self._peers.pop(rank).close()
-            silent = isinstance(error, TimeoutError)
-            self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
+            self._leave_out(rank, error)
             return None
+
+    def _leave_out(self, rank: int, error: Exception) -> None:
+        self._peers.pop(rank).close()
+        silent = isinstance(error, TimeoutError)
+        self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
 
     def close(self) -> None:
         """Let all go."""
@@ -177,7 +178,7 @@ class Peer:
         Raises:
             Alone: it could not be reached in time; the text says why.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, pause_s = time.monotonic() + timeout_s, RETRY_S
         while True:
             line_or_why = _meet(rank, address, port, key)
             if isinstance(line_or_why, Connection):
@@ -185,7 +186,8 @@ class Peer:
                 return
             if time.monotonic() > deadline:
                 raise Alone(f"{address} port {port} {line_or_why}")
-            time.sleep(RETRY_S)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_RETRY_S)
 
     def __enter__(self) -> Self:
         """Nothing more: the first node is there."""
@@ -219,7 +221,7 @@ class Peer:
         """
         try:
             for _ in range(count):
-                self._line.hear(HELLO_S * BACKLOG)  # it asks one node after the other
+                self._line.hear(TURN_S)  # it asks a few at a time
                 self._line.tell(clock())
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
@@ -315,6 +317,10 @@ class Connection:
             raise Stranger("somebody else has spoken in its place") from None
         self._heard += 1
         return value
+
+    def fileno(self) -> int:
+        """For a selector. What the other end says next has not been read: it speaks when asked."""
+        return self._connection.fileno()
 
     def close(self) -> None:
         """Leave."""
@@ -416,43 +422,48 @@ class Acceptor:
     def admit(self, deadline: float) -> dict[int, Connection]:
         """Rank to connection of those who have come before the deadline, of the monotonic clock."""
         self._server.settimeout(0)
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, None)
         try:
             while len(self._peers) < self._size - 1:
-                until = min([deadline, *(guest.until for guest in self._guests.values())])
+                until = min(deadline, self._first_to_go().until if self._guests else deadline)
                 ready = self._selector.select(max(until - time.monotonic(), 0.0))
                 if time.monotonic() >= deadline:
                     break
-                self._serve([key.fileobj for key, _ in ready])
+                self._serve([key.data for key, _ in ready])
         finally:
             for connection in list(self._guests):
                 self._send_away(connection)
             self._selector.close()
         return self._peers
 
-    def _serve(self, ready: list[object]) -> None:
-        for connection, guest in list(self._guests.items()):
-            if connection in ready:
+    def _serve(self, ready: list[_Guest | None]) -> None:
+        """Of those who have spoken; None for somebody new. Looks at no others: they may be many."""
+        for guest in ready:
+            if guest is None:
+                self._greet()
+            elif guest.connection in self._guests:  # `_greet` may have sent it away
                 self._listen_to(guest)
-            elif time.monotonic() >= guest.until:
-                self._send_away(connection)
-        if self._server in ready:
-            self._greet()
+        while self._guests and time.monotonic() >= self._first_to_go().until:
+            self._send_away(self._first_to_go().connection)
+
+    def _first_to_go(self) -> _Guest:
+        """All may stay equally long, and stand in the order in which they came."""
+        return next(iter(self._guests.values()))
 
     def _greet(self) -> None:
         if len(self._guests) >= STRANGERS + self._size:
-            self._send_away(next(iter(self._guests)))
+            self._send_away(self._first_to_go().connection)
         try:
             connection = self._server.accept()[0]
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left, or it has gone again
             if self._guests:
-                self._send_away(next(iter(self._guests)))
+                self._send_away(self._first_to_go().connection)
             return
         guest = _Guest(connection, challenge(), time.monotonic() + HELLO_S)
         self._guests[connection] = guest
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ, guest)
         try:
             connection.settimeout(0)
             connection.send(json.dumps({"challenge": guest.challenge}).encode() + b"\n")

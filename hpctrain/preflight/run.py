@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
-from hpctrain.preflight import shared
+from hpctrain.preflight import shared, sight
 from hpctrain.preflight.bounded import START_S, CollectiveProcess, Unanswered, bounded
 from hpctrain.preflight.checks import Order, check_facts
 from hpctrain.preflight.facts import NodeFacts, changed, seconds
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from hpctrain.preflight.rendezvous import Skew
+    from hpctrain.preflight.clocks import Skew
     from hpctrain.preflight.slow_nodes import Tests
 
     Say = Callable[[str], None]
@@ -128,12 +128,12 @@ def _first(
         skews = coordinator.skews(lambda: time.time() + seconds(faults, "skew"))
         with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
             say("looking at each node")
-            facts_of_all = coordinator.agree(node.facts(), judge.facts, FACTS_S)
+            task = coordinator.agree_each(node.facts(), judge.facts, FACTS_S)
             say("looking at the shared directory")
-            tests = coordinator.agree(node.look(facts_of_all), judge.look, _looking_s(order))
-            while tests:
-                say(f"all-reduce of {order.ranks} x {[len(one['nodes']) for one in tests]}")
-                tests = coordinator.agree(node.reduce(tests), judge.reduced, _reducing_s(order))
+            part = coordinator.agree_each(node.look(task), judge.look, _looking_s(order))
+            while part is not None:
+                say(f"all-reduce of {order.ranks} x {judge.sizes}")
+                part = coordinator.agree_each(node.reduce(part), judge.reduced, _reducing_s(order))
             report = judge.report(coordinator.missing, time.monotonic() - began)
             verdict = NodesVerdict(report.bad, judge.apart)
             coordinator.agree(None, lambda _: asdict(verdict), LOOK_S)
@@ -146,10 +146,10 @@ def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
         order = Order.from_plain(peer.agree(None, _nobody, LOOK_S))
         peer.tell_time(lambda: time.time() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
-            facts_of_all = peer.agree(node.facts(), _nobody, FACTS_S)
-            tests = peer.agree(node.look(facts_of_all), _nobody, _looking_s(order))
-            while tests:
-                tests = peer.agree(node.reduce(tests), _nobody, _reducing_s(order))
+            task = peer.agree(node.facts(), _nobody, FACTS_S)
+            part = peer.agree(node.look(task), _nobody, _looking_s(order))
+            while part is not None:
+                part = peer.agree(node.reduce(part), _nobody, _reducing_s(order))
             return NodesVerdict(**peer.agree(None, _nobody, LOOK_S))
 
 
@@ -193,14 +193,14 @@ class _Node:
         error = shared.write(self._folder, node, nonce)
         return {"facts": facts.plain(), "nonce": nonce, "error": error}
 
-    def look(self, facts_of_all: dict[str, Any]) -> dict[str, Any]:
-        """What is seen from here of what the others are and have written."""
-        hosts = [str(host) for host in facts_of_all["hosts"]]
+    def look(self, task: dict[str, Any]) -> dict[str, Any]:
+        """What is seen from here of the others that this node is to look for."""
+        hosts = [str(host) for host in task["hosts"]]
         try:
             lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
         except Unanswered:
             lost = hosts
-        unseen = shared.unseen(self._folder, facts_of_all["nonces"])
+        unseen = shared.unseen(self._folder, task["nonces"], listed=bool(task["list"]))
         first = self._place.rank == 0
         lock = "" if first or unseen else shared.try_lock(self._folder)
         error = ""
@@ -209,19 +209,18 @@ class _Node:
             error = self._collective.ready(host=first, address=where[0], port=where[1])
         return {"unresolved": lost, "unseen": unseen, "lock": lock, "collective": error}
 
-    def reduce(self, tests: Tests) -> dict[str, Any]:
+    def reduce(self, part: dict[str, Any]) -> dict[str, Any]:
         """Take part in the group that this node is in, if it is in one."""
         place, ranks = self._place, self._order.ranks
-        test_of_node = next((test for test in tests if place.node in test["nodes"]), None)
-        if test_of_node is None or self._collective is None:
+        if not part or self._collective is None:
             return {}
         order = {
-            "name": test_of_node["name"],
+            "name": part["name"],
             "address": "localhost" if place.rank == 0 else place.address,
             "port": place.port + STORE_PORT,
             "ranks": ranks,
-            "first": ranks * test_of_node["nodes"].index(place.node),
-            "world": ranks * len(test_of_node["nodes"]),
+            "first": ranks * part["place"],
+            "world": ranks * part["size"],
             "size_mib": self._order.expected.size_mib,
             "timeout_s": self._order.timeout_s,
             "slow_s": seconds(self._faults, "slow"),
@@ -241,7 +240,9 @@ class _Judge:
         )
         self._facts: list[NodeFacts] = []
         self._errors: dict[str, str] = {}
+        self._looked: dict[str, list[str]] = {}
         self.apart = ""
+        self.sizes: list[int] = []
         self._lock: shared.HeldLock | None = None
         self._search: SlowNodeSearch | None = None
 
@@ -252,30 +253,46 @@ class _Judge:
         if self._lock is not None:
             self._lock.release()
 
-    def facts(self, values: dict[int, Any]) -> dict[str, Any]:
-        """Judge the nodes one by one; what each needs to look at the others."""
+    def facts(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Judge the nodes one by one; whom each is to look for."""
         by_node = self._named(values)
         self._facts = [NodeFacts.from_plain(value["facts"]) for value in by_node.values()]
         self._results += check_facts(self._facts, self._order.expected)
         self._errors = {node: str(value["error"]) for node, value in by_node.items()}
-        written = {n: str(v["nonce"]) for n, v in by_node.items() if not v["error"]}
-        if self._order.nonce:
-            written[between.LOGIN] = self._order.nonce
         if len(by_node) > 1 and not self._errors[self._place.node]:
             self._lock = shared.HeldLock(self._place.folder)  # before anybody tries to take it
-        return {"nonces": written, "hosts": sorted({one.host for one in self._facts})}
+        ranks = sorted(values)
+        hosts = {rank: one.host for rank, one in zip(ranks, self._facts, strict=True)}
+        nonces = {rank: str(values[rank]["nonce"]) for rank in ranks if not values[rank]["error"]}
+        return {rank: self._task(number, ranks, nonces, hosts) for number, rank in enumerate(ranks)}
 
-    def look(self, values: dict[int, Any]) -> Tests:
-        """Judge what lies between the nodes; the first groups to try."""
+    def _task(
+        self, number: int, ranks: list[int], nonces: dict[int, str], hosts: dict[int, str]
+    ) -> dict[str, Any]:
+        """Whom one of the nodes that answered looks for: files with what is in them, and names."""
+        rank, nodes = ranks[number], self._place.nodes
+        sought = [rank, *(ranks[other] for other in sight.looked_for(number, len(ranks)))]
+        files = {nodes[other]: nonces[other] for other in sought if other in nonces}
+        self._looked[nodes[rank]] = list(files)
+        if self._order.nonce:
+            files[between.LOGIN] = self._order.nonce
+        near = [rank, *(ranks[other] for other in sight.neighbours(number, len(ranks)))]
+        listed = number == 0 or len(ranks) <= sight.ALL_UP_TO
+        named = sorted({hosts[other] for other in near})
+        return {"nonces": files, "hosts": named, "list": listed}
+
+    def look(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Judge what lies between the nodes; each one's part in the first groups to try."""
         by_node = self._named(values)
         self._results += between.check_names({n: v["unresolved"] for n, v in by_node.items()})
         unseen = {node: value["unseen"] for node, value in by_node.items()}
-        self._results += between.check_shared(str(self._place.folder), self._errors, unseen)
-        self.apart = between.apart(str(self._place.folder), self._errors, unseen)
+        seen = str(self._place.folder), self._errors, unseen, self._looked
+        self._results += between.check_shared(*seen)
+        self.apart = between.apart(*seen)
         kinds = {node: value["lock"] for node, value in by_node.items() if value["lock"]}
         held = self._lock is not None and self._lock.held
         self._results += between.check_locks(kinds, held=held)
-        return self._begin(by_node) if self._order.bandwidth else []
+        return self._parts(values, self._begin(by_node) if self._order.bandwidth else [])
 
     def _begin(self, by_node: dict[str, Any]) -> Tests:
         """Without the first node there is no store, and no search."""
@@ -288,9 +305,22 @@ class _Judge:
         self._search = SlowNodeSearch(able, self._order.expected.limits())
         return self._search.begin()
 
-    def reduced(self, values: dict[int, Any]) -> Tests:
-        """Take a round's measurements; the next groups to try."""
-        return [] if self._search is None else self._search.go_on(self._named(values))
+    def reduced(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Take a round's measurements; each node's part in the next groups to try."""
+        tests = [] if self._search is None else self._search.go_on(self._named(values))
+        return self._parts(values, tests)
+
+    def _parts(self, values: dict[int, Any], tests: Tests) -> dict[int, Any]:
+        """Rank to its place in its group, {} for none, and None for all where all is known."""
+        self.sizes = [len(test["nodes"]) for test in tests]
+        if not tests:
+            return dict.fromkeys(values)
+        parts = {
+            node: {"name": test["name"], "place": place, "size": len(test["nodes"])}
+            for test in tests
+            for place, node in enumerate(test["nodes"])
+        }
+        return {rank: parts.get(self._place.nodes[rank], {}) for rank in values}
 
     def report(self, missing: dict[int, str], took_s: float) -> PreflightReport:
         """Everything, the nodes that did not answer first."""

@@ -1,8 +1,8 @@
 """Tries of the shared directory and its locks by all nodes; each look in a child, with a time-out.
 
 Every node writes a file with a nonce of its own as a checkpoint is written (staged, fsync, rename,
-fsync of the folder), and then looks for those of all others. Then the first node holds a lock that
-the others try to take.
+fsync of the folder), and then looks for those of others (`sight` says whose). Then the first node
+holds a lock that the others try to take.
 tests/unit/preflight/test_probe.py holds the promises.
 """
 
@@ -14,19 +14,21 @@ import fcntl
 import os
 import select
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.run.fence import look_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
     from pathlib import Path
 
 TIMEOUT_S = 20.0
 SEE_S = 10.0
 """So long may a file take to be seen on another node that asks the server anew."""
 POLL_S = 0.1
+LONGEST_POLL_S = 1.0
 LOCK = "@lock"
 COHERENT, LOCAL, NONE, UNKNOWN = "coherent", "local", "none", "unknown"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -53,6 +55,8 @@ def unseen(
     nonces: Mapping[str, str],
     timeout_s: float = TIMEOUT_S,
     wait_s: float = SEE_S,
+    *,
+    listed: bool = True,
 ) -> list[str]:
     """The names whose file with its nonce is not seen from here; all of them if nobody can look.
 
@@ -61,9 +65,11 @@ def unseen(
         nonces: Name to the nonce that its file has.
         timeout_s: A mount that hangs is given up after so long.
         wait_s: So long may a file take to come.
+        listed: Whether they must stand in the folder's list too, which has a line for each node.
     """
+    look = partial(_unseen, folder, nonces, wait_s, listed=listed)
     try:
-        missing: list[str] = bounded(lambda: _unseen(folder, nonces, wait_s), timeout_s)
+        missing: list[str] = bounded(look, timeout_s)
     except Unanswered:
         return list(nonces)
     return missing
@@ -124,16 +130,19 @@ def _write(folder: Path, name: str, nonce: str) -> None:
         os.close(parent)
 
 
-def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float) -> list[str]:
-    deadline = time.monotonic() + wait_s
+def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float, *, listed: bool) -> list[str]:
+    deadline, pause_s = time.monotonic() + wait_s, POLL_S
     left = dict(nonces)
     while True:
-        listed = set(os.listdir(folder)) if folder.is_dir() else set()  # noqa: PTH208 - names only
-        left = {n: v for n, v in left.items() if n not in listed or _content(folder / n) != v}
+        there: Container[str] = left
+        if listed:
+            there = set(os.listdir(folder)) if folder.is_dir() else ()  # noqa: PTH208 - names only
+        left = {n: v for n, v in left.items() if n not in there or _content(folder / n) != v}
         if not left or time.monotonic() > deadline:
             return list(left)
         look_anew(folder)  # else this node's client may show the same list for a minute
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
 
 
 def _content(path: Path) -> str:

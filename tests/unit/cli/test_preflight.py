@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
 from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.preflight.sight import ALL_UP_TO
 from hpctrain.scheduler.slurm.preflight import check_accepted, check_options
 from hpctrain.submit.preflight import check_mount, check_room
 
@@ -109,6 +110,21 @@ def test_nodes_on_this_machine_are_looked_at_and_the_sick_one_is_named(
     report = json.loads(capsys.readouterr().out)
     assert list(report["bad_nodes"]) == ["local1"]
     assert report["nodes"] == ["local0", "local1", "local2"]
+
+
+def test_of_more_nodes_than_all_look_for_each_other_the_sick_one_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    args = ["preflight", "--cluster=local", f"--nodes={ALL_UP_TO + 4}", "--no-bandwidth", "--json"]
+    monkeypatch.setenv("HPCTRAIN_NODE_FAULTS", "no-shared:local7; skew:local9,seconds=5")
+
+    assert main(args) == 3
+
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["bad_nodes"]) == {"local7", "local9"}
+    failed = {one["check"]: one["nodes"] for one in report["results"] if one["status"] == "fail"}
+    assert failed == {"shared directory": ["local7"], "clock": ["local9"]}
 
 
 def test_a_misspelt_fault_ends_in_a_report_that_says_so(tmp_path, monkeypatch, capsys):

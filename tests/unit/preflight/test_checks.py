@@ -16,8 +16,8 @@ from hpctrain.preflight.checks_between import (
     check_present,
     check_shared,
 )
+from hpctrain.preflight.clocks import Skew
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
-from hpctrain.preflight.rendezvous import Skew
 from hpctrain.preflight.report import PreflightReport, Result, lines
 from hpctrain.preflight.slow_nodes import SearchResult, check_bandwidth, check_products
 
@@ -219,6 +219,7 @@ def test_names_that_do_not_resolve_are_told_with_who_cannot():
 
 FINE = dict.fromkeys(NODES, "")
 SEES = dict.fromkeys(NODES, ())
+ALL = {node: [*NODES, "n5"] for node in [*NODES, "n5"]}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ SEES = dict.fromkeys(NODES, ())
     ids=["all well", "cannot write", "own mount", "sees none", "unseen by all", "two halves"],
 )
 def test_the_node_with_another_directory_is_named(errors, unseen, named):
-    found = check_shared("/runs", FINE | errors, SEES | unseen)
+    found = check_shared("/runs", FINE | errors, SEES | unseen, ALL)
 
     assert [r.nodes for r in found if r.status == "fail"] == named
 
@@ -328,7 +329,7 @@ def test_facts_and_orders_travel_as_json_and_a_newer_nodes_key_is_left_out():
     ],
 )
 def test_nodes_that_share_no_directory_are_refused_and_nobody_else(errors, unseen, who):
-    told = apart("/runs", errors, unseen)
+    told = apart("/runs", errors, unseen, ALL)
 
     assert told == who or told.startswith(f"/runs is not one directory for all nodes ({who}): ")
     assert bool(told) == bool(who)

@@ -189,6 +189,14 @@ def test_a_file_that_is_missing_or_has_other_content_is_not_seen(tmp_path):
     assert shared.unseen(tmp_path, {"n1": "new", "n2": "x"}, wait_s=0.1) == ["n1", "n2"]
 
 
+def test_a_node_that_is_not_to_list_the_folder_does_not(tmp_path, monkeypatch):
+    shared.write(tmp_path, "n1", "a")
+    monkeypatch.setattr(os, "listdir", lambda _: [])
+
+    assert shared.unseen(tmp_path, {"n1": "a"}, listed=False) == []
+    assert shared.unseen(tmp_path, {"n1": "a"}, wait_s=0.0) == ["n1"]
+
+
 def test_a_directory_that_is_not_there_or_hangs_is_told_and_waits_for_nobody(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
 
