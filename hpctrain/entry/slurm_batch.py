@@ -128,11 +128,12 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
         ClusterError: no port is free on this node.
     """
     job_id, restarts = own_job_id(env), own_restarts(env)
-    nodes = read_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    nodelist = env.get("SLURM_JOB_NODELIST", "")
+    nodes = read_nodes(nodelist)
     variables = {
         HPCTRAIN_PORT: str(free_port(job_id, restarts)),
         HPCTRAIN_RESTARTS: str(restarts),
-        HPCTRAIN_NODES: ",".join(nodes),
+        HPCTRAIN_NODES: nodelist,  # all names would be too long for one variable
         HPCTRAIN_BATCH_VERSION: VERSION,
     }
     variables |= _asked(job_id, nodes)

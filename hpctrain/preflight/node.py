@@ -25,7 +25,8 @@ from hpctrain.base.env import (
     HPCTRAIN_PREFLIGHT_KEY,
 )
 from hpctrain.base.files import read_plain
-from hpctrain.errors import ChecksFailed, HpctrainError
+from hpctrain.base.host_list import expand_nodes
+from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError
 from hpctrain.preflight.bounded import Unanswered, start
 from hpctrain.preflight.checks import Order
 from hpctrain.preflight.rendezvous import Alone
@@ -47,7 +48,11 @@ def main(argv: Sequence[str]) -> int:
     if why := distrust(folder) or distrust(folder / ORDER):
         print(f"hpctrain: error: {folder} {why}: it says what this job starts", file=sys.stderr)
         return ChecksFailed.exit_code
-    place = place_of(folder, rank, os.environ)
+    try:
+        place = place_of(folder, rank, os.environ)
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr)
+        return error.exit_code
     try:
         order = Order.from_plain(json.loads((folder / ORDER).read_text())) if rank == 0 else None
         report, _ = run_checks(place, order, lambda text: _say(folder, text))
@@ -64,8 +69,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def place_of(folder: Path, rank: int, environ: Mapping[str, str]) -> NodePlace:
-    """This node's place in the job, as the job's script has exported it."""
-    nodes = environ[HPCTRAIN_NODES].split(",")
+    """This node's place in the job, as the job's script has exported it.
+
+    Raises:
+        ClusterError: the nodes' list cannot be read, or has no node of that rank.
+    """
+    listed = environ[HPCTRAIN_NODES]
+    try:
+        nodes = expand_nodes(listed)
+    except ValueError as error:
+        raise ClusterError(f"{error}: nobody can say which nodes the job has") from None
+    if rank >= len(nodes):
+        raise ClusterError(f"{HPCTRAIN_NODES} names {len(nodes)} nodes, and this is number {rank}")
     return NodePlace(
         nodes=nodes,
         rank=rank,

@@ -8,10 +8,12 @@ tests/unit/scheduler/test_slurm_command.py holds the promises.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The 
 moment until the trap stands."""
 QUERY_TIMEOUT_S = 20.0
 CLUSTER_NAME_TIMEOUT_S = 3.0
+SILENCE_S = 10.0
+"""A slurmctld that did not tell its cluster's name is not asked for it again for so long."""
 RETRY_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 4.0
 """Between two tries of a job, which may be one of thousands that wait for the same slurmctld."""
@@ -221,17 +225,26 @@ def cluster_name() -> str | None:
 
 
 _KNOWN: dict[tuple[str | None, ...], str] = {}
+_SILENT_AT: dict[tuple[str | None, ...], float] = {}
+_ASKING = threading.Lock()
 
 
 def name_here() -> str:
-    """The same, asked once in a process; "" where it is not known."""
+    """The same, asked once in a process, whichever of its threads want it; "" where not known.
+
+    After no answer nobody is asked again for `SILENCE_S`.
+    """
     whose = tuple(os.environ.get(name) for name in ("PATH", "SLURM_CONF", "SLURM_CLUSTERS"))
-    if whose not in _KNOWN:
-        cluster = cluster_name()
-        if cluster is None:
-            return ""
-        _KNOWN[whose] = cluster
-    return _KNOWN[whose]
+    with _ASKING:  # `status` asks about a job and its accounts at once, and both want the name
+        if whose not in _KNOWN:
+            if time.monotonic() < _SILENT_AT.get(whose, -math.inf) + SILENCE_S:
+                return ""
+            cluster = cluster_name()
+            if cluster is None:
+                _SILENT_AT[whose] = time.monotonic()
+                return ""
+            _KNOWN[whose] = cluster
+        return _KNOWN[whose]
 
 
 def submitted_here(answer: str) -> str:

@@ -17,14 +17,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base.host_list import expand_nodes
 from hpctrain.base.records import EndReason, JobFacts
+from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, run_until
 from hpctrain.scheduler.slurm.jobs import job_facts
 from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
-    expand_nodes,
     parse_jobs,
     parse_sacct,
 )
@@ -108,7 +109,7 @@ class SlurmControl:
         deadline = time.monotonic() + self.timeout_s
         before = self._record(deadline).get("ExcNodeList", "")
         kept_out = [*_names("" if before in NOTHING else before), *nodes]
-        names = ",".join(dict.fromkeys(kept_out))
+        names = fold_nodes(list(dict.fromkeys(kept_out)))
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
         run_until(update, deadline=deadline)
 
@@ -163,7 +164,7 @@ class SlurmControl:
         """Whether a node of this start is down."""
         if not self.nodes:
             return False
-        named = f"--nodes={','.join(self.nodes)}"
+        named = f"--nodes={fold_nodes(self.nodes)}"  # one by one too long for one argument
         try:
             states = run(["sinfo", "--noheader", "--Node", named, "--format=%T"])
         except ClusterError:  # the reason stays unknown, and what follows is the same

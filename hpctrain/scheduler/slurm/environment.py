@@ -22,9 +22,9 @@ from hpctrain.base.env import (
     HPCTRAIN_TOKEN,
     OF_ONE_JOB,
 )
+from hpctrain.base.host_list import expand_nodes
 from hpctrain.base.process import first_port
 from hpctrain.errors import ClusterError
-from hpctrain.scheduler.slurm.parse import expand_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

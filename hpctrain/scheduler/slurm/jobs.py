@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpctrain.base.host_list import expand_nodes
 from hpctrain.base.records import JobFacts, JobInfo, JobStart, JobState
 from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     AccountRow,
-    expand_nodes,
     parse_count,
     parse_state,
     parse_time,

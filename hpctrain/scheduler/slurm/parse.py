@@ -12,12 +12,12 @@ import re
 import time
 from typing import NamedTuple
 
+from hpctrain.base.host_list import expand_nodes
+
 log = logging.getLogger("hpctrain.scheduler")
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=")
 _COUNT = re.compile(r"[0-9]{1,11}")
-MOST_NAMES = 100_000
-"""Hosts of one node list: a few damaged digits would ask for all memory."""
 _WHOLE_LINE = frozenset(
     {
         "AdminComment",
@@ -161,68 +161,13 @@ def parse_sacct(text: str) -> list[AccountRow]:
     ]
 
 
-def expand_nodes(nodelist: str) -> list[str]:
-    """Host names of a node list such as ``n[1-3,07],gpu01``, in SLURM's order.
-
-    Raises:
-        ValueError: brackets that do not match, ranges that are none, or too many names.
-    """
-    names: list[str] = []
-    for group in _split_groups(nodelist):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", group):
-            parts = _expand_ranges(ranges) if ranges else [literal]
-            _refuse_many(len(expanded) * len(parts))
-            expanded = [head + part for head in expanded for part in parts]
-        names += expanded
-        _refuse_many(len(names))
-    return names
-
-
 def read_nodes(nodelist: str) -> list[str]:
-    """The same; none, and a word about it, for a list that cannot be read."""
+    """The names of a node list; none, and a word about it, for one that cannot be read."""
     try:
         return expand_nodes(nodelist)
     except ValueError as error:
         log.warning("%s; going on without it", error)
         return []
-
-
-def _refuse_many(count: int) -> None:
-    if count > MOST_NAMES:
-        raise ValueError(f"a node list of {count} names; there are {MOST_NAMES} at most")
-
-
-def _split_groups(nodelist: str) -> list[str]:
-    """The parts between commas that stand outside of brackets."""
-    groups, depth, start = [], 0, 0
-    for position, char in enumerate(nodelist):
-        depth += (char == "[") - (char == "]")
-        if depth not in {0, 1}:
-            break
-        if char == "," and depth == 0:
-            groups.append(nodelist[start:position])
-            start = position + 1
-    if depth != 0:
-        raise ValueError(f"node list {nodelist!r} has brackets that do not match")
-    groups.append(nodelist[start:])
-    return [group for group in groups if group]
-
-
-def _expand_ranges(ranges: str) -> list[str]:
-    """``1-3,07`` as ``1 2 3 07``; leading zeros are kept."""
-    numbers = []
-    for part in ranges.split(","):
-        low, dash, high = part.partition("-")
-        if dash:
-            first, last = parse_count(low), parse_count(high)
-            if first is None or last is None:
-                raise ValueError(f"a node list with the range {part!r}")
-            _refuse_many(last - first)
-            numbers += [f"{n:0{len(low)}d}" for n in range(first, last + 1)]
-        else:
-            numbers.append(low)
-    return numbers
 
 
 def parse_config_seconds(text: str, name: str) -> float | None:
