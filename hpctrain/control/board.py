@@ -35,7 +35,9 @@ SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
 _LEASE_BYTES = 4096
 
-MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT = range(5)
+MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS = range(6)
+"""Words of the head. FREE_TICKS: so many ticks from the first on are granted, and whoever has not
+begun them yet has nothing to do at them. Nearly always that is all that a rank has to know."""
 TICK, ARRIVED, STEP, WAITS, BEAT, FIRST_WISH = range(6)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 
@@ -170,6 +172,8 @@ class Board:
         if lease.number <= self._put[0]:
             return False
         self._lease.write(json.dumps(lease.to_plain()).encode())
+        ticks = (decision.tick for decision in lease.decisions)
+        self.words[FREE_TICKS] = min(ticks, default=lease.horizon + 1)
         self._put = (lease.number, time.monotonic_ns())
         return True
 

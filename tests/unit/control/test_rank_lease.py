@@ -144,3 +144,35 @@ def test_where_the_process_is_gone_a_rank_does_not_go_past_its_lease(board):
     assert [rank.tick() for _ in range(3)] == [()] * 3
     with pytest.raises(ControlLost):
         rank.tick()
+
+
+def test_where_nothing_is_to_be_done_no_lease_is_read(board, monkeypatch):
+    board.put_lease(Lease(1, 5, (Decision(2, "save", 1),)))
+    rank = RankLease(board, 0, Silent(board))
+    told = [rank.tick() for _ in range(6)]
+    board.put_lease(Lease(2, 9))
+    monkeypatch.setattr(Board, "newer_lease", None)
+    told += [rank.tick() for _ in range(4)]
+
+    assert told == [(), (), (Decision(2, "save", 1),), *[()] * 7]
+
+
+def test_a_decision_behind_ticks_at_which_nothing_is_to_be_done_is_returned(board):
+    rank = RankLease(board, 0, Silent(board))
+    told = []
+    board.put_lease(Lease(1, 1))
+    told += [rank.tick() for _ in range(2)]
+    board.put_lease(Lease(2, 4, (Decision(3, "save", 1), Decision(4, "tell", 1))))
+    told += [rank.tick() for _ in range(3)]
+    board.put_lease(Lease(3, 6, (Decision(4, "tell", 1), Decision(6, "stop", 3))))
+    told += [rank.tick() for _ in range(2)]
+
+    assert told == [
+        (),
+        (),
+        (),
+        (Decision(3, "save", 1),),
+        (Decision(4, "tell", 1),),
+        (),
+        (Decision(6, "stop", 3),),
+    ]
