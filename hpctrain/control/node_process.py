@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
@@ -141,11 +142,16 @@ class NodeProcess:
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Rounds whose process was killed together with its agent."""
+    """Rounds whose process was killed together with its agent.
+
+    A young one may be another agent's, whose process has yet to lock it.
+    """
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if abs(time.time() - os.fstat(descriptor).st_mtime) < ANSWER_S:
+                    continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
