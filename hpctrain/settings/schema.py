@@ -234,7 +234,9 @@ class CheckpointSettings(Table):
     write_mib: int = setting(4, "MiB handed to the file system at a time", least=1, most=1024)
     write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
     read_once: bool = setting(
-        True, "state that all ranks hold is read once and broadcast, not read by each rank"
+        True,
+        "state that several ranks hold (all, or those of a mesh's axis of copies) is read once and "
+        "broadcast among them, not read by each",
     )
     keep_last: int = setting(
         3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2

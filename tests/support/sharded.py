@@ -59,7 +59,7 @@ def spread(world: Any, engine: str, step: int | None, mesh: Any = None) -> dict[
             whole = torch.full_like(whole, 1 if whole.dtype is torch.bool else -1)
         if engine == "fsdp2" and name not in PLAIN and world.is_distributed:
             state[name] = distribute_tensor(whole, mesh, [Shard(0)])
-        elif engine == "hsdp" and name not in PLAIN:
+        elif engine.startswith("hsdp") and name not in PLAIN:
             state[name] = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
         else:
             state[name] = whole
@@ -74,6 +74,8 @@ def mesh_of(world: Any, engine: str) -> Any:
         return dist.init_device_mesh("cpu", (world.world_size,))
     if engine == "hsdp":
         return dist.init_device_mesh("cpu", (2, world.world_size // 2))
+    if engine == "hsdp 4x1":  # every rank has all of it, as one shard
+        return dist.init_device_mesh("cpu", (4, 1))
     return None
 
 

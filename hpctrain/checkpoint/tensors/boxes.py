@@ -131,6 +131,25 @@ def _held(
     return replace(box, replica=copy * box.replicas + box.replica, replicas=count * box.replicas)
 
 
+def sharers(tensor: torch.Tensor | Flat) -> Any:
+    """The process group whose ranks all hold this rank's box of a tensor; None without one.
+
+    Of a DTensor that is copied along several axes of its mesh, the group of the longest: torch has
+    made one for each axis, and none for two together.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    copied = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate) and mesh.size(axis) > 1
+    ]
+    if not copied or mesh.get_coordinate() is None:
+        return None
+    return mesh.get_group(max(copied, key=mesh.size))
+
+
 def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
     """This rank's part of all boxes: what several ranks hold is spread over them, once each.
 

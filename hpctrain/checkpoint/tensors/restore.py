@@ -2,8 +2,9 @@
 
 Collective: every rank calls `restore`. Rank 0 looks and the choice is broadcast, since ranks can
 see a shared file system at different moments. Each rank reads just the boxes that it holds, and
-proves each block while it reads it; what all ranks hold alike is read once and broadcast. On damage
-all agree, rank 0 sets the checkpoint aside, and the next older one is tried.
+proves each block while it reads it; what several ranks hold alike (all of them, or those along an
+axis of copies of a device mesh) is read once and broadcast among them. On damage all agree, rank 0
+sets the checkpoint aside, and the next older one is tried.
 
 Nothing of value is touched before all ranks have agreed that all is whole: weights are read into
 host memory first, and straight into place only what holds nothing yet (a new optimizer's moments).
@@ -27,7 +28,7 @@ from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
-from hpctrain.checkpoint.tensors.boxes import bytes_of, held
+from hpctrain.checkpoint.tensors.boxes import bytes_of, held, sharers
 from hpctrain.device import has_host_backend
 from hpctrain.errors import (
     CheckpointError,
@@ -63,6 +64,8 @@ BATCH_BYTES = 256 << 20
 """Host memory for what cannot be read straight into place, such as a device's memory."""
 SMALL_BYTES = 1 << 20
 """Tensors below this are broadcast together."""
+SMALL_TOGETHER_BYTES = 32 << 20
+"""Of which there may be thousands: so much memory at a time."""
 WEIGHTS = "model."
 """How the names of a model's tensors begin; see docs/checkpoint-format.md."""
 
@@ -283,6 +286,47 @@ def _require_all_weights(source: CheckpointSource, state: State) -> None:
         raise CheckpointError(f"{left[0]}{more} is in the checkpoint and not in the model")
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Boxes that the same ranks hold, each of which reads a part of them.
+
+    Attributes:
+        ranks: Who, by number among all ranks.
+        group: By which they speak to each other; None for all ranks.
+        boxes: Which; the same on each of these ranks, in the same order.
+    """
+
+    ranks: tuple[int, ...]
+    group: Any
+    boxes: list[Held]
+
+    def parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
+        """What one of the ranks reads."""
+        pieces = [box.piece for box in self.boxes]
+        parts = my_part(pieces, self.ranks.index(rank), len(self.ranks))
+        return [(self.boxes[number], piece) for number, piece in parts]
+
+
+def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
+    """What this rank holds together with others that it can speak to, by who they are.
+
+    In the order of the ranks' numbers: two ranks that share two groups take them in the same order,
+    else each would wait for the other in another one.
+    """
+    everyone = tuple(range(world.world_size))
+    found: dict[tuple[int, ...], _Shared] = {}
+    for box in boxes:
+        if box.replicas == world.world_size and _is_plain(box):
+            ranks, group = everyone, None
+        else:
+            group = sharers(state.shared[box.piece.name]) if box.replicas > 1 else None
+            if group is None:
+                continue
+            ranks = tuple(dist.get_process_group_ranks(group))
+        found.setdefault(ranks, _Shared(ranks, group, [])).boxes.append(box)
+    return [found[ranks] for ranks in sorted(found)]
+
+
 class _Filling:
     """Reads boxes from a checkpoint into a program's tensors, in two steps.
 
@@ -298,14 +342,10 @@ class _Filling:
         self._used = 0
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         boxes = [box for box in held(wanted.state, world) if box.piece.nbytes]
-        everywhere = once and world.is_distributed and world.world_size > 1
-        self._common = [
-            box
-            for box in boxes
-            if everywhere and box.replicas == world.world_size and _is_plain(box)
-        ]
-        common = {id(box) for box in self._common}
-        self._alone = [box for box in boxes if id(box) not in common]
+        shares = once and world.is_distributed and world.world_size > 1
+        self._shared = _shared(boxes, wanted.state, world) if shares else []
+        shared = {id(box) for among in self._shared for box in among.boxes}
+        self._alone = [box for box in boxes if id(box) not in shared]
 
     def read(self, source: CheckpointSource) -> int:
         """Read and prove this rank's boxes; returns the bytes read.
@@ -314,7 +354,8 @@ class _Filling:
             TornCheckpoint: some bytes are not what the manifest says.
             CheckpointError: the checkpoint does not fit.
         """
-        jobs = [(box, box.piece) for box in self._alone] + self._parts_of(self._world.rank)
+        jobs = [(box, box.piece) for box in self._alone]
+        jobs += [job for among in self._shared for job in among.parts_of(self._world.rank)]
         straight, later, through = [], [], []
         for box, piece in jobs:
             view = _view(box, piece)
@@ -337,15 +378,10 @@ class _Filling:
         for live, host in self._staged:
             live.copy_(host)
         self._staged.clear()
-        for rank in range(self._world.world_size if self._common else 0):
-            views = [_view(box, piece) for box, piece in self._parts_of(rank)]
-            _broadcast_views(views, rank, self._world)
-
-    def _parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
-        """What a rank reads of that which all ranks hold."""
-        pieces = [box.piece for box in self._common]
-        parts = my_part(pieces, rank, self._world.world_size)
-        return [(self._common[number], piece) for number, piece in parts]
+        for among in self._shared:
+            for rank in among.ranks:
+                views = [_view(box, piece) for box, piece in among.parts_of(rank)]
+                _broadcast_views(views, rank, self._world, among.group)
 
     def _stage(self, view: torch.Tensor, piece: ShardPiece) -> Target:
         host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
@@ -416,33 +452,45 @@ def _read_through(
     return count
 
 
-def _broadcast_views(views: Sequence[torch.Tensor], rank: int, world: World) -> None:
-    """From one rank to all; small ones travel together. Collective."""
-    small = [view for view in views if view.nbytes < SMALL_BYTES and view.device.type == "cpu"]
+def _broadcast_views(
+    views: Sequence[torch.Tensor], rank: int, world: World, group: Any = None
+) -> None:
+    """From one rank to all of a group; small ones travel together. Collective in the group."""
+    small: list[torch.Tensor] = []
+    nbytes = 0
     for view in views:
         if view.nbytes >= SMALL_BYTES or view.device.type != "cpu":
             whole = view.contiguous()
-            _broadcast(whole, rank, world)
+            _broadcast(whole, rank, world, group)
             if whole is not view:
                 view.copy_(whole)
-    if not small:
-        return
-    together = torch.cat([view.contiguous().reshape(-1).view(torch.uint8) for view in small])
-    _broadcast(together, rank, world)
-    parts = torch.split(together, [view.nbytes for view in small])
-    for view, part in zip(small, parts, strict=True):
+            continue
+        small.append(view)
+        nbytes += view.nbytes
+        if nbytes >= SMALL_TOGETHER_BYTES:
+            _broadcast_together(small, rank, world, group)
+            small, nbytes = [], 0
+    if small:
+        _broadcast_together(small, rank, world, group)
+
+
+def _broadcast_together(views: Sequence[torch.Tensor], rank: int, world: World, group: Any) -> None:
+    together = torch.cat([view.contiguous().reshape(-1).view(torch.uint8) for view in views])
+    _broadcast(together, rank, world, group)
+    parts = torch.split(together, [view.nbytes for view in views])
+    for view, part in zip(views, parts, strict=True):
         view.copy_(part.clone().view(view.dtype).view(view.shape))
 
 
-def _broadcast(tensor: torch.Tensor, rank: int, world: World) -> None:
-    """Bytes of a checkpoint are data, and go through the ranks' own group."""
+def _broadcast(tensor: torch.Tensor, rank: int, world: World, group: Any) -> None:
+    """Bytes of a checkpoint are data, and go through the ranks' own groups."""
     flat = tensor.view(-1).view(torch.uint8)
     if flat.device.type == "cpu" and not has_host_backend():
         staged = flat.to(world.device)
-        dist.broadcast(staged, src=rank)
+        dist.broadcast(staged, src=rank, group=group)
         flat.copy_(staged)
     else:
-        dist.broadcast(flat, src=rank)
+        dist.broadcast(flat, src=rank, group=group)
 
 
 def _begin_anew(
