@@ -314,7 +314,7 @@ def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
     else each would wait for the other in another one.
     """
     everyone = tuple(range(world.world_size))
-    found: dict[tuple[int, ...], _Shared] = {}
+    shared: dict[tuple[int, ...], _Shared] = {}
     for box in boxes:
         if box.replicas == world.world_size and _is_plain(box):
             ranks, group = everyone, None
@@ -323,8 +323,8 @@ def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
             if group is None:
                 continue
             ranks = tuple(dist.get_process_group_ranks(group))
-        found.setdefault(ranks, _Shared(ranks, group, [])).boxes.append(box)
-    return [found[ranks] for ranks in sorted(found)]
+        shared.setdefault(ranks, _Shared(ranks, group, [])).boxes.append(box)
+    return [shared[ranks] for ranks in sorted(shared)]
 
 
 class _Filling:

@@ -1,0 +1,153 @@
+"""A look at the ranks of this node: harmless, and without any help of theirs. The agent's side.
+
+tests/engines/test_look.py holds the promises, with ranks that hang in nine ways.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.base.files import read_plain
+from hpctrain.hangs.evidence import RankEvidence, frames_of, process_state, recorded_of
+from hpctrain.hangs.witness import LOOK_SIGNAL, groups_path, recorder_path, stacks_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.hangs.evidence import Frame, Recorded
+
+ANSWER_S = 1.0
+"""So long is waited for a rank's answer; one that is stopped gives none."""
+AT_ONCE = 16
+"""Ranks of a node that are asked at the same time."""
+MOST_STACKS_BYTES = 4 << 20
+_STACKS_POLL_S, _STACKS_UNCHANGED = 0.005, 4
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank of this node.
+
+    Attributes:
+        rank: Its number.
+        pid: Its process.
+        step: The step it is in; None for not known.
+        phase: Such as "data"; "" for not known.
+        has_returned: Its program has ended by itself.
+    """
+
+    rank: int
+    pid: int
+    step: int | None = None
+    phase: str = ""
+    has_returned: bool = False
+
+
+def look(folder: Path, node: str, ranks: Sequence[RankProcess]) -> list[RankEvidence]:
+    """What can be known of each rank, in at most about `ANSWER_S`. Nothing of it disturbs a rank.
+
+    But a program's own `time.sleep` in C or `poll` may end early by the signal.
+
+    Args:
+        folder: Where the ranks have set up their witnesses.
+        node: This node's name.
+        ranks: Its ranks.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda rank: _look_at(folder, node, rank), ranks))
+
+
+def _look_at(folder: Path, node: str, rank: RankProcess) -> RankEvidence:
+    state = "" if rank.has_returned else _state(rank.pid)
+    evidence = RankEvidence(
+        rank.rank,
+        node,
+        state,
+        step=rank.step,
+        phase=rank.phase,
+        has_returned=rank.has_returned,
+    )
+    if state in {"", "Z"}:
+        return evidence
+    return replace(
+        evidence,
+        recorded=_recorded(recorder_path(folder, rank.rank)),
+        groups=_groups(groups_path(folder, rank.rank)),
+        frames=_frames(stacks_path(folder, rank.rank), rank.pid),
+    )
+
+
+def _state(pid: int) -> str:
+    try:
+        return process_state((_PROC / str(pid) / "stat").read_text(errors="replace"))
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _frames(path: Path, pid: int) -> tuple[Frame, ...] | None:
+    """The rank's stack of now; None where it does not write one, or not in time."""
+    if not _handles(pid):
+        return None
+    with suppress(OSError):
+        before = path.stat().st_size
+        os.kill(pid, LOOK_SIGNAL)
+        deadline_s, size, unchanged = time.monotonic() + ANSWER_S, before, 0
+        while time.monotonic() < deadline_s and unchanged < _STACKS_UNCHANGED:
+            time.sleep(_STACKS_POLL_S)  # a signal handler tells nobody that it is done
+            last, size = size, path.stat().st_size
+            unchanged = unchanged + 1 if last == size > before else 0
+        text = read_plain(path, MOST_STACKS_BYTES)[before:].decode(errors="replace")
+        return frames_of(text)
+    return None
+
+
+def _handles(pid: int) -> bool:
+    """Whether the rank has a handler for the signal, of which it would die without one."""
+    with suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(value, 16) >> (LOOK_SIGNAL - 1) & 1)
+    return False
+
+
+def _recorded(path: Path) -> Recorded | None:
+    connection = _UnixConnection(path)
+    try:
+        connection.request("POST", "/handler/fr_trace_json")
+        return recorded_of(connection.getresponse().read())
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _groups(path: Path) -> Mapping[str, tuple[int, ...]]:
+    try:
+        plain: Any = json.loads(read_plain(path))
+        return {str(name): tuple(map(int, members)) for name, members in plain.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP on a Unix socket: how torch's worker server is asked."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect(str(self._path))
