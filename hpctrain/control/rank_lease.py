@@ -54,7 +54,8 @@ class RankLease:
     """What a rank may do and has to do, tick by tick.
 
     Attributes:
-        done: Up to which numbers wishes were decided at the ticks that this rank has begun.
+        done: Up to which numbers wishes were decided at the ticks that this rank has begun; to
+            begin with, what it had asked for.
     """
 
     def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
@@ -65,12 +66,13 @@ class RankLease:
             local_rank: This rank's number on it.
             waker: Of this rank.
         """
-        self.done = Wishes()
         self._board, self._local_rank, self._waker = board, local_rank, waker
+        # Where a program comes twice in one round (a script that starts it again), it goes on: with
+        # numbers that its first time has used up, nothing that it wishes would be decided.
+        self.done = self.wished
         self._words, at = board.words, board.at(local_rank)
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
         self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
-        # Where a program comes twice in one round (a script that starts it again), it goes on.
         self._tick = self._words[at + TICK] - 1
         self._began_ns = 0
         self._step_ns = 0

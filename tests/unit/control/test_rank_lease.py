@@ -176,3 +176,16 @@ def test_a_decision_behind_ticks_at_which_nothing_is_to_be_done_is_returned(boar
         (),
         (Decision(6, "stop", 3),),
     ]
+
+
+def test_a_program_that_comes_again_wishes_with_new_numbers(board):
+    node = NodeOnCall(board)
+    first = RankLease(board, 0, node)
+    first.wish(save=first.done.save + 1)
+    kinds = [decision.kind for _ in range(100) for decision in first.tick()]
+    assert kinds == ["save"]
+
+    again = RankLease(board, 0, node)
+    again.wish(save=again.done.save + 1)
+    assert [decision.kind for _ in range(100) for decision in again.tick()] == ["save"]
+    assert board.report(1).arrived == 199
