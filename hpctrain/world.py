@@ -1,31 +1,41 @@
 """This rank's place among the ranks, and the exchanges by which they agree.
 
 Flags and plans never go through the program's own process group, whose collectives must keep their
-order, but through gloo groups of their own.
-tests/engines/test_world.py holds the promises.
+order. An agent's ranks have its control plane for them (`control.seat`); others make gloo groups of
+their own. tests/engines/test_world.py holds the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hpctrain.base import process
+from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.control.seat import Seat, why_none
 from hpctrain.device import device_of_rank, group_backend
 from hpctrain.errors import CheckpointError, FileSystemFault, HpctrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 
+log = logging.getLogger("hpctrain.runtime")
+
 COLLECTIVE_TIMEOUT_S = 600.0
+LAZY_ABOVE = 64
+"""With more ranks gloo connects two of them when they first speak to each other: with all at once
+each rank would have a connection to every other in each group."""
 
 _ANSWERS = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
@@ -103,10 +113,38 @@ def join_world(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_of_rank(local_rank)
     if not dist.is_initialized():
-        dist.init_process_group(group_backend(device), timeout=timedelta(seconds=timeout_s))
-    ranks, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), dist.get_world_size()
-    control = GlooExchange(timeout_s)
-    return World(dist.get_rank(), local_rank, size, device, control, ranks or size)
+        with _connecting(int(os.environ.get("WORLD_SIZE", "0"))):
+            dist.init_process_group(group_backend(device), timeout=timedelta(seconds=timeout_s))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    control = _exchange(rank, size, timeout_s)
+    return World(rank, local_rank, size, device, control, ranks or size)
+
+
+def _exchange(rank: int, world_size: int, timeout_s: float) -> Exchange:
+    """Through the agents' control plane where it is these ranks', else through gloo. Collective."""
+    name = os.environ.get(HPCTRAIN_CONTROL)
+    if not name:
+        return GlooExchange(timeout_s)
+    if why := why_none(Path(name), rank, world_size):
+        if rank == 0:
+            log.info("ranks agree through gloo groups: %s", why)
+        return GlooExchange(timeout_s)
+    return Seat.take(Path(name), rank).exchange(timeout_s)
+
+
+@contextlib.contextmanager
+def _connecting(world_size: int) -> Iterator[None]:
+    """How gloo connects the ranks of a group that is made meanwhile."""
+    name = "TORCH_GLOO_LAZY_INIT"
+    if world_size <= LAZY_ABOVE or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def broadcast(world: World, value: Any) -> Any:
@@ -177,7 +215,8 @@ class GlooExchange:
         Args:
             timeout_s: Of each call.
         """
-        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        with _connecting(dist.get_world_size()):
+            self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast(self, value: Any) -> Any:
         """See `Exchange`; so below."""

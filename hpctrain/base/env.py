@@ -22,6 +22,9 @@ HPCTRAIN_BATCH_VERSION = "HPCTRAIN_BATCH_VERSION"
 """Version of hpctrain outside of containers. Set by the batch script; read by agents."""
 HPCTRAIN_CLUSTER = "HPCTRAIN_CLUSTER"
 """Which scheduler there is: slurm or local. Set by agents; read by ranks."""
+HPCTRAIN_CONTROL = "HPCTRAIN_CONTROL"
+"""Folder on this node in which the ranks reach the process that carries their agreement.
+Set by agents; read by ranks."""
 HPCTRAIN_JOB_END = "HPCTRAIN_JOB_END"
 """When the job ends, in seconds since the epoch.
 Set by the batch script and agents; read by agents and ranks."""

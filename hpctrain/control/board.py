@@ -35,10 +35,10 @@ SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
 _LEASE_BYTES = 4096
 
-MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS = range(6)
+MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL = range(7)
 """Words of the head. FREE_TICKS: so many ticks from the first on are granted, and whoever has not
 begun them yet has nothing to do at them. Nearly always that is all that a rank has to know."""
-TICK, ARRIVED, STEP, WAITS, BEAT, FIRST_WISH = range(6)
+TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 
 _FRAME = struct.Struct("@qqq")
@@ -52,6 +52,7 @@ class Board:
     Attributes:
         first_rank: The number of the first rank of this node among all ranks.
         ranks: How many there are on this node.
+        ranks_in_all: How many all nodes have.
         words: The memory as words of 64 bits.
     """
 
@@ -61,6 +62,7 @@ class Board:
         self._bytes = memoryview(memory)
         self.words = self._bytes.cast("q")
         self.first_rank, self.ranks = first_rank, ranks
+        self.ranks_in_all = self.words[RANKS_IN_ALL]
         self._put = (0, time.monotonic_ns())
         at = (_HEAD + ranks * _ROW) * _WORD
         self._lease = _Cell(self._bytes, at, _LEASE_BYTES)
@@ -69,13 +71,14 @@ class Board:
         self._samples = [_Cell(self._bytes, at + n * size, SAMPLE_BYTES) for n in range(ranks)]
 
     @classmethod
-    def create(cls, path: Path, first_rank: int, ranks: int) -> Board:
+    def create(cls, path: Path, first_rank: int, ranks: int, ranks_in_all: int = 0) -> Board:
         """Make a board that nobody but this user can open.
 
         Args:
             path: Of a file that is not there yet, in /dev/shm or on the node's own disk.
             first_rank: The number of this node's first rank.
             ranks: How many this node has.
+            ranks_in_all: How many all nodes have; 0 where this node has all.
 
         Raises:
             OSError: there is something, or no room: said here, where it would else be a SIGBUS.
@@ -91,6 +94,7 @@ class Board:
         finally:
             os.close(descriptor)
         board.beat()
+        board.ranks_in_all = board.words[RANKS_IN_ALL] = ranks_in_all or ranks
         for word, value in ((VERSION, _VERSION), (FIRST_RANK, first_rank), (RANKS, ranks)):
             board.words[word] = value
         board.words[MAGIC] = _MAGIC
@@ -153,6 +157,14 @@ class Board:
         arrived, began_ago_s, step_s = pace
         seen = (number, (now_ns - put_ns) / 1e9)
         return Report(version, arrived, behind, began_ago_s, step_s, wishes, ranks, *seen)
+
+    def process_of(self, rank: int) -> int:
+        """The number of the first process that has sat down as a rank of this node; 0 for none."""
+        return self.words[self.at(rank - self.first_rank) + PROCESS]
+
+    def sit_down(self, rank: int) -> None:
+        """This process is that rank of this node."""
+        self.words[self.at(rank - self.first_rank) + PROCESS] = os.getpid()
 
     def wishes(self, local_rank: int) -> Wishes:
         """What a rank wishes."""

@@ -113,7 +113,9 @@ class NodeServer:
         self._children = children_of(place.node, place.nodes)
         ranks = range(place.first_rank, place.first_rank + place.ranks)
         is_root = place.node == 0
-        self._board = Board.create(folder / BOARD, place.first_rank, place.ranks)
+        self._board = Board.create(
+            folder / BOARD, place.first_rank, place.ranks, place.ranks_in_all
+        )
         self._leases = NodeLeases(self._board, place.ranks_in_all if is_root else None)
         self._collectives = Collectives(ranks, self._children, is_root=is_root)
         self._ranks = ranks

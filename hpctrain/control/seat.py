@@ -15,6 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.control.board import BOARD, SOCKET, Board
 from hpctrain.control.collectives import Call, entries_of
 from hpctrain.control.rank_lease import RankLease
@@ -29,6 +30,43 @@ if TYPE_CHECKING:
 
 CONNECT_S = 60.0
 _PIECE = 1 << 16
+
+
+def why_none(folder: Path, rank: int, world_size: int) -> str:
+    """Why this process has no place at its node's process; "" where it has.
+
+    The same on all ranks of a program: what makes the difference is how they were started.
+
+    Args:
+        folder: Of the round.
+        rank: What this process is among the program's ranks.
+        world_size: How many those are.
+
+    Raises:
+        ControlLost: all ranks but this one may have one.
+    """
+    try:
+        board = Board.open(folder / BOARD)
+    except FileNotFoundError:
+        return f"{folder} is not seen from here: is this a container with a /dev/shm of its own?"
+    except OSError as error:
+        raise ControlLost(f"{folder}: {error}") from error
+    except HpctrainError as error:  # another version's
+        return str(error)
+    try:
+        if board.ranks_in_all != world_size:
+            return f"the agents have started {board.ranks_in_all} ranks, and these are {world_size}"
+        if not board.first_rank <= rank < board.first_rank + board.ranks:
+            raise ControlLost(
+                f"this process is rank {rank}, and this node's agent has started ranks "
+                f"{board.first_rank} to {board.first_rank + board.ranks - 1}: unset "
+                f"{HPCTRAIN_CONTROL} where another launcher has numbered the ranks anew"
+            )
+        if board.process_of(rank) not in {0, os.getpid()}:
+            return f"another process was rank {rank} before"
+    finally:
+        board.close()
+    return ""
 
 
 class Seat:
@@ -52,6 +90,7 @@ class Seat:
         self._lines = [self._waker.line]
         self.ranks_in_all = self._waker.ranks_in_all
         self._board = Board.open(folder / BOARD)
+        self._board.sit_down(rank)
         self.lease = RankLease(self._board, rank - self._board.first_rank, self._waker)
 
     @classmethod
@@ -224,6 +263,7 @@ class TreeExchange:
         self.seat = seat
         self._channel, self._timeout_s = channel, timeout_s
         self._line = seat.connect(channel)
+        self._lost = ""
         self._calls = self._aparts = 0
         self._arrived: dict[Call, bytes] = {}
 
@@ -264,14 +304,18 @@ class TreeExchange:
             while call not in self._arrived:
                 self._take(self._line.hear(deadline_s - time.monotonic()))
         except TimeoutError:
-            raise ControlLost(
+            # Ranks that come later would take this one's next call for this one.
+            self._lost = (
                 f"not all ranks came to a {call.kind} within {self._timeout_s:g} s: "
                 "is one of them stuck?"
-            ) from None
+            )
+            raise ControlLost(self._lost) from None
         values = sorted(entries_of(self._arrived.pop(call)))
         return [pickle.loads(value) for _, value in values]  # noqa: S301 - of ranks of this attempt
 
     def _give(self, kind: CallKind, value: Any, *, says: bool = True) -> Call:
+        if self._lost:
+            raise ControlLost(f"{self._lost} What was said after that has no answer")
         call = Call(self._channel, self._calls, kind)
         self._calls += 1
         if says:

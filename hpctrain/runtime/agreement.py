@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.records import StopCause
+from hpctrain.control.seat import TreeExchange
 from hpctrain.world import GlooExchange
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class Agreement(Protocol):
 
 def agreement_of(world: World) -> Agreement:
     """By what these ranks agree."""
+    control = world.control
+    if isinstance(control, TreeExchange):
+        return LeasedAgreement(control.seat.lease)
     return GlooAgreement(world)
 
 

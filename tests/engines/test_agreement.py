@@ -1,4 +1,4 @@
-"""All ranks stop at the same step, whoever heard of it first, on real gloo groups."""
+"""All ranks stop at the same step, whoever heard of it first: by gloo groups, and by leases."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 
 from tests.support.gloo import launch
 
+STEPS = 400
+TREES = pytest.mark.parametrize("tree", [0, 1, 2], ids=["gloo", "a node", "two nodes"])
 
-def _rounds(count: int, signum: int, step_s: float) -> list[int]:
+
+def _rounds(count: int, signum: int, step_s: float, seed: int = 7) -> list[int]:
     """`count` times one rank is signalled at a random moment; the steps at which this one stops."""
     from hpctrain.runtime.agreement import STOP_TERM, StopRequest, agreement_of
     from hpctrain.runtime.signals import RankSignals
@@ -22,7 +25,7 @@ def _rounds(count: int, signum: int, step_s: float) -> list[int]:
     rank_signals.start()
     world = join_world()
     rng = random.Random(world.rank)
-    plan = random.Random(7)
+    plan = random.Random(seed)
     stopped = []
     for _ in range(count):
         agreement = agreement_of(world)
@@ -51,6 +54,20 @@ def test_one_signalled_rank_stops_all_at_the_same_step(step_s, signum):
     assert all(step >= 3 for step in ranks[0])
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("step_s", [0.002, 0.12], ids=["short steps", "long ones"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+def test_one_signalled_rank_stops_all_ranks_of_all_nodes_at_the_same_step(step_s, signum, nodes):
+    """By a lease a rank stops once: each round has ranks of its own."""
+    for seed in range(3):
+        ranks = launch(
+            _rounds, 4, tree=nodes, count=1, signum=signum, step_s=step_s, seed=seed + signum
+        )
+
+        assert all(steps == ranks[0] for steps in ranks)
+        assert all(step >= 3 for step in ranks[0])
+
+
 def _saves(save_from: int) -> list[int]:
     from hpctrain.runtime.agreement import StopRequest, agreement_of
     from hpctrain.world import join_world
@@ -58,15 +75,16 @@ def _saves(save_from: int) -> list[int]:
     world = join_world()
     agreement = agreement_of(world)
     saved = []
-    for step in range(60):
+    for step in range(STEPS):
         time.sleep(0.001 * (world.rank + 1))
         if agreement.tick(StopRequest(0, world.rank == 0 and step >= save_from)).save:
             saved.append(step)
     return saved
 
 
-def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step():
-    ranks = launch(_saves, 3, save_from=10)
+@TREES
+def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step(tree):
+    ranks = launch(_saves, 4, tree=tree, save_from=10)
 
     assert ranks[0]
     assert all(saved == ranks[0] for saved in ranks)
@@ -81,7 +99,7 @@ def _wishes(name: str) -> list[int]:
     world = join_world()
     agreement = agreement_of(world)
     agreed: list[int] = []
-    for step in range(60):
+    for step in range(STEPS):
         time.sleep(0.001)
         wishes = world.rank == 0 and step >= 10 and not agreed
         if getattr(agreement.tick(StopRequest(**{name: wishes})), name):
@@ -89,9 +107,10 @@ def _wishes(name: str) -> list[int]:
     return agreed
 
 
+@TREES
 @pytest.mark.parametrize("name", ["save", "tell", "profile"])
-def test_what_was_agreed_is_done_once_although_short_steps_exchange_behind_them(name):
-    ranks = launch(_wishes, 2, name=name)
+def test_what_was_agreed_is_done_once_although_short_steps_exchange_behind_them(name, tree):
+    ranks = launch(_wishes, 2, tree=tree, name=name)
 
     assert len(ranks[0]) == 1
     assert ranks[0] == ranks[1]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from hpctrain.base.env import HPCTRAIN_CONTROL
+from tests.support.control_tree import ControlTree
 from tests.support.gloo import launch
 
 
@@ -42,8 +47,9 @@ def rank(errors):
     return [*said, on_rank_0(world, lambda: "goes on")]
 
 
-def test_any_error_of_rank_0_is_raised_on_every_rank():
-    zero, one = launch(rank, 2, errors=RAISED)
+@pytest.mark.parametrize("tree", [0, 2], ids=["gloo", "two nodes"])
+def test_any_error_of_rank_0_is_raised_on_every_rank(tree):
+    zero, one = launch(rank, 2, tree=tree, errors=RAISED)
 
     assert zero[-1] == one[-1] == "goes on"
     assert [(kind, text) for kind, text, _ in zero[:-1]] == [
@@ -83,3 +89,74 @@ def stage_rank(root):
     except HpctrainError as error:
         return str(error)
     return ""
+
+
+def exchanging(folder="", before=None):
+    """What carries this rank's values, what its agreement is, and a value of all ranks."""
+    from hpctrain.runtime.agreement import agreement_of
+    from hpctrain.world import apart, gather, join_world
+
+    if folder:
+        os.environ[HPCTRAIN_CONTROL] = folder
+    if before is not None:
+        before()
+    world = join_world(timeout_s=60)
+    beside = apart(world, 60)
+    values = gather(world, world.rank), gather(beside, world.local_rank), world.ranks_per_node
+    return type(world.control).__name__, type(agreement_of(world)).__name__, *values
+
+
+def test_ranks_of_agents_have_their_control_plane():
+    said = launch(exchanging, 4, tree=2)
+
+    expected = "TreeExchange", "LeasedAgreement", [0, 1, 2, 3], [0, 1, 0, 1], 2
+    assert said == [expected] * 4
+
+
+def _another_process_first():
+    from hpctrain.control.seat import Seat
+
+    child = os.fork()
+    if child == 0:
+        Seat.take(Path(os.environ[HPCTRAIN_CONTROL]), int(os.environ["RANK"]))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+GLOO = "GlooExchange", "GlooAgreement", [0, 1], [0, 1], 2
+
+
+def test_a_second_program_of_the_same_ranks_makes_groups_of_its_own():
+    """Its ticks would begin anew, and a stop be put where the first program has come to."""
+    assert launch(exchanging, 2, tree=1, before=_another_process_first) == [GLOO] * 2
+
+
+def test_a_launcher_within_a_rank_has_another_world_and_makes_groups_of_its_own():
+    with ControlTree(1, 3) as tree:
+        assert launch(exchanging, 2, folder=str(tree.folder(0))) == [GLOO] * 2
+
+
+def test_ranks_that_do_not_see_their_nodes_memory_make_groups_of_their_own(tmp_path):
+    assert launch(exchanging, 2, folder=str(tmp_path / "elsewhere")) == [GLOO] * 2
+
+
+def _sockets(lazy_above):
+    import torch
+    import torch.distributed as dist
+
+    from hpctrain import world as module
+
+    module.LAZY_ABOVE = lazy_above
+    world = module.join_world(timeout_s=60)
+    dist.all_reduce(torch.ones(1))
+    module.gather_on_0(world, world.rank)
+    sockets = sum(path.is_socket() for path in list(Path("/proc/self/fd").iterdir()))
+    dist.barrier()
+    return sockets, os.environ.get("TORCH_GLOO_LAZY_INIT")
+
+
+def test_with_many_ranks_gloo_connects_those_that_speak():
+    full, lazy = (launch(_sockets, 6, lazy_above=above) for above in (6, 5))
+
+    assert {variable for _, variable in (*full, *lazy)} == {None}, "others' groups are theirs"
+    assert max(count for count, _ in lazy[1:]) < max(count for count, _ in full[1:])

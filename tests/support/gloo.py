@@ -1,4 +1,7 @@
-"""Real gloo process groups in forked ranks: `launch(fn, world_size)` returns every rank's value."""
+"""Real process groups in forked ranks: `launch(fn, world_size)` returns every rank's value.
+
+Ranks agree through gloo groups, or through as many nodes of a control plane as `tree` says.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ import socket
 import tempfile
 import threading
 import traceback
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hpctrain.base.env import HPCTRAIN_CONTROL
+from tests.support.control_tree import ControlTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,11 +73,17 @@ def _compute_alone() -> None:
 
 
 def launch(
-    fn: Callable[..., Any], world_size: int, *, may_fail: bool = False, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    may_fail: bool = False,
+    tree: int = 0,
+    **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(**kwargs)`` in `world_size` forked ranks with torchrun's environment set.
 
-    With `may_fail` the ranks may die (a test kills them), and nothing is returned.
+    With `may_fail` the ranks may die (a test kills them), and nothing is returned. With `tree` the
+    ranks are those of so many nodes, and agree by a control plane as an agent's ranks do.
 
     Raises:
         AssertionError: a rank failed or hung; with its traceback.
@@ -79,13 +92,22 @@ def launch(
     port = _free_port()
     context = multiprocessing.get_context("fork")
     together = None if may_fail else context.Barrier(world_size)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         out = Path(folder)
+        control = ControlTree(tree, world_size // tree) if tree else None
+        if control is not None:
+            stack.enter_context(control)
         ranks = [
             context.Process(
                 target=_rank,
                 args=(fn, rank, world_size),
-                kwargs={"port": port, "out": out, "together": together, "kwargs": kwargs},
+                kwargs={
+                    "port": port,
+                    "out": out,
+                    "together": together,
+                    "control": control,
+                    "kwargs": kwargs,
+                },
             )
             for rank in range(world_size)
         ]
@@ -131,13 +153,18 @@ def _rank(
     port: int,
     out: Path,
     together: Any,
+    control: ControlTree | None,
     kwargs: dict[str, Any],
 ) -> None:
+    per_node = world_size if control is None else control.ranks_per_node
+    os.environ.pop(HPCTRAIN_CONTROL, None)
+    if control is not None:
+        os.environ[HPCTRAIN_CONTROL] = str(control.folder(rank))
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank % per_node),
         WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )

@@ -28,7 +28,7 @@ from hpctrain.checkpoint.tensors.device_copy import HostCopies, PageLocked, copy
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
 from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
 from hpctrain.testing import points
 from hpctrain.world import apart, one_line
 
@@ -221,6 +221,9 @@ class Saver:
                 started=flight.began,
             )
             flight.outcome = Outcome(step, replace(saved, stall_s=flight.stall_s))
+        except ControlLost as error:  # training will hear of it too
+            text = f"step {step} was not committed: {error}"
+            flight.outcome = Outcome(step, None, CheckpointError(text))
         except HpctrainError as error:
             flight.outcome = Outcome(step, None, error)
         except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too

@@ -16,7 +16,7 @@ from contextlib import closing
 import pytest
 
 from hpctrain.control import rank_lease
-from hpctrain.control.seat import Seat
+from hpctrain.control.seat import Seat, why_none
 from hpctrain.errors import ControlLost, HpctrainError
 from tests.support.control_tree import ControlTree
 
@@ -303,3 +303,52 @@ def test_a_quiet_tree_is_not_taken_for_dead(monkeypatch):
             return exchange.gather(seat.rank)
 
         assert every(act, tree) == [list(range(RANKS))] * RANKS
+
+
+def test_ranks_of_the_agents_have_a_place_and_others_are_told_why_not(tree, tmp_path):
+    folder = tree.folder(2)
+
+    assert why_none(folder, 2, RANKS) == why_none(folder, 3, RANKS) == ""
+    assert why_none(folder, 2, 48) == "the agents have started 6 ranks, and these are 48"
+    assert why_none(tmp_path / "none", 0, RANKS).startswith(
+        f"{tmp_path}/none is not seen from here"
+    )
+    with pytest.raises(ControlLost, match=r"is rank 0, and .* has started ranks 2 to 3: unset"):
+        why_none(folder, 0, RANKS)
+
+
+def test_the_board_of_another_version_is_none(tmp_path):
+    (tmp_path / "board").write_bytes(bytes(1 << 16))
+
+    assert "not a board of version" in why_none(tmp_path, 0, 1)
+
+
+def test_a_rank_has_the_place_of_one_process(tree):
+    child = os.fork()
+    if child == 0:
+        Seat.take(tree.folder(2), 2)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    assert why_none(tree.folder(2), 2, RANKS) == "another process was rank 2 before"
+    assert why_none(tree.folder(2), 3, RANKS) == ""
+    with closing(Seat.take(tree.folder(2), 3)):
+        assert why_none(tree.folder(2), 3, RANKS) == ""
+
+
+def test_behind_a_call_that_not_all_came_to_nothing_is_taken_for_something_else(tree):
+    def act(seat):
+        exchange = seat.exchange(0.3 if seat.rank else 30)
+        if seat.rank:
+            with pytest.raises(ControlLost, match="not all ranks came"):
+                exchange.gather("the first")
+            with pytest.raises(ControlLost, match="said after that has no answer"):
+                exchange.gather("the second")
+            return seat.exchange(30).gather(seat.rank)
+        beside = seat.exchange(30)
+        everyone = beside.gather(seat.rank)  # they have given up by now
+        return exchange.gather("late"), everyone
+
+    late, *others = every(act, tree)
+    assert late == (["late", *["the first"] * 5], list(range(RANKS)))
+    assert others == [list(range(RANKS))] * 5
