@@ -82,11 +82,11 @@ class Endpoint(asyncio.Protocol):
             self._on_made(self)
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
-        self.silent_s = 0.0
         try:
             for message in self.splitter.feed(data):
                 opened = self.codes.opened(message) if self.codes else message
                 if opened is not None:
+                    self.silent_s = 0.0  # bytes alone are no sign of life: nothing may come of them
                     self.on_message(self, opened)
                 if self._transport is None:
                     return
@@ -187,6 +187,7 @@ async def meet_parent(address: str, port: int, greeting: Greeting, node: int) ->
             said, awaited = greeting.answer(challenge, node)
             parent.say(said)
             parent.trust(greeting.trusted(challenge, node, _message(await heard.get()), awaited))
+            _no_more(heard)
     except BaseException as error:
         parent.close()
         if isinstance(error, Garbled):
@@ -200,3 +201,10 @@ def _message(heard: bytes | str) -> bytes:
     if isinstance(heard, str):
         raise Garbled(heard)
     return heard
+
+
+def _no_more(heard: asyncio.Queue[bytes | str]) -> None:
+    """Nothing came behind the greeting: not even an end, of which nobody would hear later."""
+    if not heard.empty():
+        _message(heard.get_nowait())
+        raise Garbled("it says more than it may")

@@ -30,11 +30,13 @@ class ToSend(NamedTuple):
         report: For the parent; None for nothing new.
         lease: For the children; None for nothing new.
         is_urgent: Somebody waits for the answer to that report.
+        is_new: The lease was not said before: it is no mere sign of life.
     """
 
     report: Report | None = None
     lease: Lease | None = None
     is_urgent: bool = False
+    is_new: bool = False
 
 
 class NodeLeases:
@@ -113,7 +115,7 @@ class NodeLeases:
             lease = self._root.lease(now_s)
             if self._board.put_lease(lease):
                 self.lease, self._lease_said_s = lease, now_s
-                return ToSend(lease=lease)
+                return ToSend(lease=lease, is_new=True)
             return ToSend(lease=self._lease_again(now_s))
         is_new = self._report is None or not _same(report, self._report)
         if is_new or now_s - self._report_said_s >= SAY_S:

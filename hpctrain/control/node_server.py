@@ -124,6 +124,7 @@ class NodeServer:
         self._callers = _Outbox([])
         self._wakers: dict[int, Endpoint] = {}
         self._names: dict[Endpoint, str] = {}
+        """Of the nodes that were let in or have let this one in, before they say anything, too."""
         self._door = ChildrenDoor(
             self._children, partial(Greeting, secret, about), self._greet_child
         )
@@ -226,7 +227,7 @@ class NodeServer:
         head, body = unpacked(message)
         match head.get("is"):
             case "here":
-                self._names[peer] = str(head.get("name"))
+                self._names[peer] = _text(head, "name")
                 self._below.connect(child, peer)
                 if self._leases.lease is not None:
                     peer.say(_said(self._leases.lease))
@@ -240,7 +241,7 @@ class NodeServer:
                 call = Call.of_plain(head.get("call"))
                 self._deliver(partial(self._collectives.hear_up, child, call, body))
             case "lost":
-                self.fail(str(head.get("why")))
+                self.fail(_text(head, "why"))
             case _:
                 raise Garbled("a message of no known kind")
 
@@ -252,12 +253,12 @@ class NodeServer:
                 self._board.beat()
                 lease = Lease.of_plain(head.get("lease"))
                 if self._leases.hear_parent(lease, time.monotonic()):
-                    self._send_lease(lease)
+                    self._send_lease(lease, is_new=True)
             case "values":
                 call = Call.of_plain(head.get("call"))
                 self._deliver(partial(self._collectives.hear_down, call, body))
             case "lost":
-                self.fail(str(head.get("why")))
+                self.fail(_text(head, "why"))
             case _:
                 raise Garbled("a message of no known kind")
 
@@ -273,6 +274,8 @@ class NodeServer:
         rank, channel = head.get("rank"), head.get("channel")
         if uid not in {os.getuid(), 0} or type(rank) is not int or rank not in self._ranks:
             raise Garbled("no rank of this node")
+        if not isinstance(channel, str | None):
+            raise Garbled("no channel")
         peer.trust(None)
         if channel is None and rank in self._wakers:
             why = f"another process is rank {rank} already"
@@ -348,14 +351,16 @@ class NodeServer:
             said = {"is": "report", "report": sent.report.to_plain(), "urgent": sent.is_urgent}
             parent.say(packed(said))
         if sent.lease is not None:
-            self._send_lease(sent.lease)
+            self._send_lease(sent.lease, is_new=sent.is_new)
         if self._place.node == 0:
             self._board.beat()
         self._look_in_time()
 
-    def _send_lease(self, lease: Lease) -> None:
+    def _send_lease(self, lease: Lease, *, is_new: bool) -> None:
         for child in self._below.peers():
             child.say(_said(lease))
+        if not is_new:  # a rank that is woken takes its node for one that hears the root
+            return
         for local_rank in self._board.waiting():
             waker = self._wakers.get(self._place.first_rank + local_rank)
             if waker is not None:
@@ -363,11 +368,18 @@ class NodeServer:
 
     def _watch_silence(self, now_s: float) -> None:
         passed_s, self._looked_s = min(_LONGEST_LOOK_S, now_s - self._looked_s), now_s
-        for peer in (*self._above.peers(), *self._below.peers()):
+        for peer in self._names:
             peer.silent_s += passed_s
             if peer.silent_s > PATIENCE_S:
                 self._lose(peer, f"it was silent for {PATIENCE_S:.0f} s")
                 return
+
+
+def _text(head: dict[str, Any], name: str) -> str:
+    text = head.get(name)
+    if not isinstance(text, str):
+        raise Garbled(f"a message without a {name}")
+    return text
 
 
 def _said(lease: Lease) -> bytes:

@@ -119,7 +119,7 @@ def test_signs_of_life_are_given_though_nothing_happens(board, is_root):
 
     assert sent.lease == Lease(0, -1)
     assert (sent.report is None) == is_root
-    assert leases.look(NOW_S + SAY_S + 0.02) == (None, None, False)
+    assert leases.look(NOW_S + SAY_S + 0.02) == (None, None, False, False)
 
 
 def test_a_parent_that_has_just_come_is_told_all(board):
