@@ -106,11 +106,20 @@ class Plan:
         return self.fault.startswith(("kill", "stop"))
 
 
-def drawn(seed: int, fault: str, stopped_s: float | None = None) -> Plan:
-    """A round with a fault."""
+def drawn(
+    seed: int, fault: str, *, most: tuple[int, int] = (5, 3), stopped_s: float | None = None
+) -> Plan:
+    """A round.
+
+    Args:
+        seed: For all that is drawn.
+        fault: What will happen in it.
+        most: Nodes, and ranks of each.
+        stopped_s: How long something is stopped, where that is not drawn.
+    """
     draw = random.Random(seed)
     needs_link = fault in FRAME_FAULTS
-    nodes, per_node = draw.randint(2 if needs_link else 1, 5), draw.randint(1, 3)
+    nodes, per_node = draw.randint(2 if needs_link else 1, most[0]), draw.randint(1, most[1])
     ranks, ticks = nodes * per_node, draw.randint(30, 150)
     is_lasting = fault in LASTING or fault in {"swallow", "flip_length"}
     wishes: dict[tuple[int, int], dict[str, int]] = {}

@@ -260,17 +260,6 @@ def test_a_stopped_tree_leaves_nothing_behind():
     assert not any(folder.exists() for folder in folders)
 
 
-def test_what_a_killed_agent_left_is_removed_by_the_next_one():
-    with ControlTree(1, 1) as tree:
-        left = tree.folder(0)
-        os.kill(tree.nodes[0].pid, signal.SIGKILL)
-        os.waitpid(tree.nodes[0].pid, 0)
-        with ControlTree(1, 1) as next_one:
-            assert not left.exists()
-            with ControlTree(1, 1):
-                assert next_one.folder(0).exists()
-
-
 def test_a_silent_node_is_given_up(monkeypatch):
     monkeypatch.setattr("hpctrain.control.node_server.PATIENCE_S", 0.5)
     monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.1)
