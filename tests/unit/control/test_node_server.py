@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.control import node_server
-from hpctrain.control.board import SOCKET, TICK, WAITS, Board
+from hpctrain.control.board import FIRST_WISH, SOCKET, TICK, WAITS, Board
 from hpctrain.control.collectives import CALL_KINDS, Call
 from hpctrain.control.endpoint import meet_parent
 from hpctrain.control.lease import Decision, Lease, Report, Wishes
@@ -461,7 +461,7 @@ def test_what_was_wished_before_the_parent_was_there_is_said_to_it(run):
         await rank.hear("welcome")
         board = node.server._board
         board.words[board.at(0) + TICK] = 3
-        board.words[board.at(0) + 5] = 4  # the first wish: a stop
+        board.words[board.at(0) + FIRST_WISH] = 4  # a stop
         rank.say({"is": "ask"})
         values = await node.rank(3, "0")
         values.say({"is": "values", "call": ["0", 0, "gather"]}, b"v")
