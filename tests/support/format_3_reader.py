@@ -26,13 +26,14 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
     body, last = content[:-47], content[-47:]
     assert last == f',\n "self_digest": "xxh3_64:{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
     assert (manifest["format"], directory.name) == (3, f"step-{manifest['step']:010d}")
-    files = [(directory / entry["name"]).read_bytes() for entry in manifest["files"]]
-    assert [len(content) for content in files] == [entry["size"] for entry in manifest["files"]]
-    table_at = [entry["name"] for entry in manifest["files"]].index("chunks.table")
+    entries = _entries(manifest["files"])
+    files = [(directory / entry["name"]).read_bytes() for entry in entries]
+    assert [len(content) for content in files] == [entry["size"] for entry in entries]
+    table_at = [entry["name"] for entry in entries].index("chunks.table")
     proof = f"xxh3_64:{xxhash.xxh3_64_hexdigest(files[table_at])}"
-    assert manifest["files"][table_at]["digest"] == proof
+    assert entries[table_at]["digest"] == proof
     found: dict[str, np.ndarray] = {}
-    for name, text in manifest["tensors"].items():
+    for name, text in _texts(manifest):
         word, sizes = text.rstrip("]").split("[")
         found[name] = np.zeros([int(size) for size in sizes.split(",") if size], WORDS[word])
     covered = {name: np.zeros(tensor.shape, int) for name, tensor in found.items()}
@@ -56,10 +57,40 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
             (counts.reshape(-1) if flat else counts)[place] += 1
         assert np.frombuffer(whole[at:], "<u8").tolist() == digests
         digest = f"xxh3_64-blocks:{xxhash.xxh3_64_hexdigest(whole[at:])}"
-        assert manifest["files"][file]["digest"] == digest
+        assert entries[file]["digest"] == digest
     assert sorted(seen) == list(range(len(files)))
     assert all((count == 1).all() for count in covered.values())
     return found
+
+
+def _entries(files: Any) -> list[dict[str, Any]]:
+    """The list of files, or what an object stands for."""
+    if isinstance(files, list):
+        return files
+    pairs = zip(files["sizes"][::2], files["sizes"][1::2], strict=True)
+    sizes = [size for size, count in pairs for _ in range(count)]
+    return [
+        {
+            "name": f"shard-{rank:05d}.safetensors",
+            "size": size,
+            "digest": "xxh3_64-blocks:" + files["digests"][16 * at : 16 * at + 16],
+        }
+        for at, (rank, size) in enumerate(zip(_ranks(files["ranks"]), sizes, strict=True))
+    ] + files["others"]
+
+
+def _texts(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Tensors as they are counted."""
+    yield from manifest["tensors"].items()
+    for rule in manifest.get("own", []):
+        for rank in _ranks(rule["ranks"]):
+            for name, text in rule["tensors"].items():
+                yield name.replace("*", f"{rank:05d}", 1), text
+
+
+def _ranks(numbers: list[int]) -> list[int]:
+    triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    return [first + step * n for first, step, count in triples for n in range(count)]
 
 
 def _columns(content: bytes) -> dict[str, list[int]]:

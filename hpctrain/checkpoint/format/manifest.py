@@ -33,12 +33,13 @@ import math
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from hpctrain.base.files import open_plain, read_plain
+from hpctrain.checkpoint.format import packing
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
 from hpctrain.testing import points
@@ -185,8 +186,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "rng": lambda value: value is None or _dictionary(value),
     "versions": _dictionary,
     "extra": _dictionary,
-    "files": lambda value: type(value) is list,
+    "files": lambda value: type(value) in {list, dict},
     "tensors": _dictionary,
+    "own": lambda value: type(value) is list,
     "metrics": lambda value: _dictionary(value) and all(map(_number, value.values())),
     "self_digest": _text,
 }
@@ -355,6 +357,17 @@ class Manifest:
         """Bytes of all files that it names."""
         return sum(entry.size for entry in self.files)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As few bytes as its file: rank 0 sends the chosen one to all ranks."""
+        return vars(self) | {"packed": _packed(self), "files": None, "tensors": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        packed = state.pop("packed")
+        vars(self).update(state)
+        self.files = _files(packed["files"])
+        self.tensors = _tensors(packed["tensors"], packed.get("own", []))
+
 
 def dump(manifest: Manifest, path: Path) -> None:
     """Write a manifest where none is, flushed to disk; its own digest is filled in.
@@ -453,11 +466,9 @@ def _built(raw: dict[str, Any]) -> Manifest:
     field_names = {f.name for f in fields(Manifest)}
     values = {key: value for key, value in raw.items() if key in field_names}
     try:
-        require(values)
-        values["files"] = [FileEntry(*file_of(file)) for file in raw["files"]]
-        values["tensors"] = [
-            TensorEntry(name, *tensor_of(name, text)) for name, text in raw["tensors"].items()
-        ]
+        require(values | {key: raw[key] for key in raw.keys() & {"own"}})
+        values["files"] = _files(raw["files"])
+        values["tensors"] = _tensors(raw["tensors"], raw.get("own", []))
         manifest = Manifest(**values)
     except (KeyError, TypeError) as error:
         raise TornCheckpoint(f"manifest lacks something: {error}") from error
@@ -467,6 +478,32 @@ def _built(raw: dict[str, Any]) -> Manifest:
     if problem:
         raise TornCheckpoint(problem)
     return manifest
+
+
+def _files(raw: Any) -> list[FileEntry]:
+    """The files of a manifest, from their list or from what stands for it."""
+    if type(raw) is list:
+        return [FileEntry(*file_of(file)) for file in raw]
+    shards, others = packing.unpack_files(raw, BLOCKS_PREFIX)
+    for size in {size for _, size, _ in shards}:
+        if not count(size):
+            raise ValueError(f"a shard has {shown(size)} for its size")
+    return [FileEntry(*file) for file in (*shards, *map(file_of, others))]
+
+
+def _tensors(written: dict[str, Any], own: list[Any]) -> list[TensorEntry]:
+    """The tensors of a manifest: those that are written out, then those that ranks have alone."""
+    entries = [TensorEntry(name, *tensor_of(name, text)) for name, text in written.items()]
+    for tensors, ranks in packing.unpack_tensors(own):
+        alike = [(name.split("*", 1), tensor_of(name, text)) for name, text in tensors.items()]
+        entries += [
+            TensorEntry(f"{head}{rank:05d}{tail}", dtype, shape)
+            for rank in ranks
+            for (head, tail), (dtype, shape) in alike
+        ]
+    if own and len({entry.name for entry in entries}) != len(entries):
+        raise ValueError("a tensor of a rank stands there twice")
+    return entries
 
 
 def files_problem(files: list[FileEntry]) -> str | None:
@@ -489,14 +526,15 @@ def files_problem(files: list[FileEntry]) -> str | None:
 
 def _body(manifest: Manifest) -> bytes:
     """Everything before the last entry; refused where JSON would give back something else."""
-    raw = asdict(manifest)
+    raw = asdict(replace(manifest, files=[], tensors=[]))
     del raw["self_digest"]
-    raw["tensors"] = {entry.name: entry.text for entry in manifest.tensors}
+    raw |= _packed(manifest)
     _require_string_keys(raw, "manifest")
     try:
         require(raw)
-        for entry in manifest.tensors:
-            tensor_of(entry.name, entry.text)
+        for tensors in (raw["tensors"], *(rule["tensors"] for rule in raw.get("own", []))):
+            for name, text in tensors.items():
+                tensor_of(name, text)
     except ValueError as error:  # it would be committed, and never loaded
         raise CheckpointError(f"manifest of step {manifest.step}: {error}") from error
     try:
@@ -506,6 +544,18 @@ def _body(manifest: Manifest) -> bytes:
             f"manifest of step {manifest.step} cannot be written as JSON: {error}"
         ) from error
     return text.removesuffix("\n}").encode("ascii")
+
+
+def _packed(manifest: Manifest) -> dict[str, Any]:
+    """Files and tensors in as few bytes as their number asks for; lists in format 2."""
+    files = [(entry.name, entry.size, entry.digest) for entry in manifest.files]
+    tensors = [(entry.name, entry.text) for entry in manifest.tensors]
+    if manifest.format != FORMAT:
+        return {"files": [vars(entry) for entry in manifest.files], "tensors": dict(tensors)}
+    packed = packing.pack_files(files, BLOCKS_PREFIX)
+    written, own = packing.pack_tensors(tensors)
+    raw = {"files": packed or [vars(entry) for entry in manifest.files], "tensors": dict(written)}
+    return raw | ({"own": own} if own else {})
 
 
 def _seal(digest: str) -> bytes:
