@@ -74,6 +74,8 @@ said still stands there: anybody can change both."""
 LOOK_EACH_S = 0.001
 """For each node so long between two looks: a thousand that report one by one are not a million
 questions. The last one's report is looked for at once."""
+LONGEST_LOOK_S = 2.0
+"""Between two looks of another node's agent for news: a roll call waits longer."""
 GOODBYE_S = 5.0
 """How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
@@ -235,6 +237,7 @@ class NodeAgent(LocalElasticAgent):
         self._to_signal: set[int] = set()
         self._round = 0
         self._news = self._published = 0
+        self._news_looked_at = float("-inf")
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
         self._remaining_restarts = MANY
 
@@ -618,8 +621,12 @@ class NodeAgent(LocalElasticAgent):
 
     def _read_news(self) -> RoundEnd | None:
         """The verdict, if it has come; a roll call is answered, a stop is told to the ranks."""
+        now, each_s = time.monotonic(), min(self._node_count * LOOK_EACH_S, LONGEST_LOOK_S)
+        if self._hooks is None and each_s > POLL_S and now < self._news_looked_at + each_s:
+            return None  # all ask one store; node 0's agent hears itself at once
         raw = self._news_store.get(self._key(f"news/{self._news}"))
         if raw is None:
+            self._news_looked_at = now
             return None
         self._news += 1
         if raw == ROLL_CALL:

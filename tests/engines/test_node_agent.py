@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from hpctrain.agent import signals
 from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask
+from hpctrain.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
 from hpctrain.run.fence import Attempt
 from tests.support.processes import listening
@@ -284,6 +285,61 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch,
 
     assert reports.nodes == set(range(nodes))  # also the last one's, at once
     assert len(asked) <= nodes * 60
+
+
+@pytest.mark.parametrize(("nodes", "most_a_second"), [(4, 10), (100, 10), (1000, 1.1), (9000, 0.6)])
+def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
+    monkeypatch, nodes, most_a_second
+):
+    """They ask one store, that of node 0's agent: at 4 nodes as quick as ever."""
+    asked, moment, news = [], [100.0], {}
+
+    class Store:
+        def get(self, key):
+            asked.append(key)
+            return news.get(key)
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: moment[0])
+    agent = SimpleNamespace(
+        _news_store=Store(),
+        _node_count=nodes,
+        _key=str,
+        _hooks=None,
+        _news=0,
+        _news_looked_at=float("-inf"),
+        _tell_of_stop=lambda _: None,
+    )
+    for _ in range(600):
+        moment[0] += module.POLL_S
+        assert NodeAgent._read_news(agent) is None
+
+    assert 0.4 * 60 <= len(asked) <= most_a_second * 60
+
+    news["news/0"], news["news/1"] = {module.STOP: StopCause.TERM}, asdict(module.RoundEnd("left"))
+    began = moment[0]
+    while (end := NodeAgent._read_news(agent)) is None:
+        moment[0] += module.POLL_S
+    assert end == module.RoundEnd("left")
+    # one wait in all: what has come together is read together
+    assert moment[0] - began <= max(2 * module.POLL_S, min(nodes / 1000, 2.0) + 2 * module.POLL_S)
+
+
+def test_the_first_agent_hears_its_own_news_at_once_on_any_number_of_nodes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
+    agent = SimpleNamespace(
+        _news_store=SimpleNamespace(get=asked.append),
+        _node_count=9000,
+        _key=str,
+        _hooks=object(),
+        _news=0,
+        _news_looked_at=100.0,
+    )
+
+    for _ in range(3):
+        assert NodeAgent._read_news(agent) is None
+
+    assert asked == ["news/0"] * 3
 
 
 def test_the_ranks_of_all_nodes_are_given_what_the_first_agent_has_chosen(start, tmp_path):
