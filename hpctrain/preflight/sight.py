@@ -57,7 +57,7 @@ def standing_apart(heard: Sequence[str], looked: Sights, blind: Sights) -> list[
         blind: `missed`.
     """
     judged = set(heard)
-    lines = {node: [name for name in looked[node] if name in judged] for node in heard}
+    lines = {node: [n for n in looked[node] if n in judged and n != node] for node in heard}
     most = _largest(lines, {node: set(others) for node, others in blind.items()})
     if 2 * len(most) <= len(heard):
         return []

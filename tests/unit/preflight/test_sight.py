@@ -112,6 +112,12 @@ def test_a_node_that_sees_nobody_is_named_though_all_see_it():
     assert found.nodes == ["n7"]
 
 
+def test_a_node_that_sees_one_of_three_others_is_named():
+    names, unseen = names_of(4), {"n3": ("n0", "n1")}
+
+    assert standing_apart(names, looks(4), unseen) == ["n3"]
+
+
 def test_two_halves_of_which_one_sees_the_other_blame_nobody():
     names, unseen = names_of(4), {"n0": (), "n1": (), "n2": ("n0", "n1"), "n3": ("n0", "n1")}
 
