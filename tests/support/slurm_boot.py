@@ -22,9 +22,9 @@ from tests.support import processes
 from tests.support.slurm_config import (
     ACCOUNT,
     CLUSTER,
-    NODES,
     Layout,
     Ports,
+    Shape,
     slurm_conf,
     slurmdbd_conf,
 )
@@ -121,7 +121,8 @@ class PortTakenError(RuntimeError):
 class Daemons:
     """munged, mariadbd, slurmdbd, slurmctld and the slurmd's of one cluster."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, shape: Shape | None = None) -> None:
+        self.shape = shape or Shape()
         self._asked_for = folder
         self._keeper: subprocess.Popen[str] | None = None
         self._pids: dict[str, int] = {}
@@ -223,7 +224,11 @@ class Daemons:
     def configure(self, *, user_signal: bool) -> None:
         """Write slurm.conf; daemons that run read it at `scontrol reconfigure`."""
         text = slurm_conf(
-            self.at, self._taken_ports(), user=getpass.getuser(), user_signal=user_signal
+            self.at,
+            self._taken_ports(),
+            self.shape,
+            user=getpass.getuser(),
+            user_signal=user_signal,
         )
         fresh = self.at.slurm_conf.with_suffix(".fresh")
         fresh.write_text(text)
@@ -231,7 +236,7 @@ class Daemons:
 
     def _taken_ports(self) -> Ports:
         if self._ports is None:
-            self._ports = Ports.pick()
+            self._ports = Ports.pick(len(self.shape.nodes))
         return self._ports
 
     def _make_folder(self) -> None:
@@ -247,7 +252,7 @@ class Daemons:
         if len(str(self.at.munge_socket)) > SOCKET_PATH_MAX:
             raise RuntimeError(f"{folder} is too long a path for a socket: choose a shorter one")
         self._ports = None
-        self.at.create()
+        self.at.create(self.shape.nodes)
 
     def _boot(self) -> None:
         at, user = self.at, getpass.getuser()
@@ -267,13 +272,22 @@ class Daemons:
         self._sacctmgr("add", "account", ACCOUNT, f"cluster={CLUSTER}")  # while it starts
         self._sacctmgr("add", "user", user, f"account={ACCOUNT}", f"cluster={CLUSTER}")
         self._wait_slurmctld()
-        for node in NODES:
+        nodes = self.shape.nodes
+        for node in nodes:
             self.start_slurmd(node)
-        for node in NODES:
-            self._ready(node, functools.partial(self._idle, node), 60)
+        wait_for(self._all_idle, 60 + len(nodes) / 2, "all nodes to be idle")
 
-    def _idle(self, node: str) -> bool:
-        return self.node_states().get(node) == "idle"
+    def _all_idle(self) -> bool:
+        """Whether they are.
+
+        Raises:
+            RuntimeError: a slurmd has ended instead.
+        """
+        states = self.node_states()
+        for node in self.shape.nodes:
+            if states.get(node) != "idle" and not self.alive(node):
+                raise self._ended(node)
+        return set(states.values()) == {"idle"} and len(states) == len(self.shape.nodes)
 
     def node_states(self) -> dict[str, str]:
         """State of each node as sinfo tells it; a trailing * means that it does not answer."""
@@ -353,9 +367,12 @@ class Daemons:
 
         wait_for(settled, timeout, lambda: f"{name}:\n{self._said(name)}")
         if not self.alive(name):
-            said = self._said(name)
-            kind = PortTakenError if TAKEN in said else RuntimeError
-            raise kind(f"{name} ended while starting:\n{said}")
+            raise self._ended(name)
+
+    def _ended(self, name: str) -> RuntimeError:
+        said = self._said(name)
+        kind = PortTakenError if TAKEN in said else RuntimeError
+        return kind(f"{name} ended while starting:\n{said}")
 
     def _said(self, name: str) -> str:
         return f"{tail(self.at.out(name))}\n{tail(self.at.log(name))}"

@@ -1,4 +1,4 @@
-"""A real SLURM cluster of four nodes in one temporary folder, for tests and for trying things.
+"""A real SLURM cluster in one temporary folder, for tests and for trying things.
 
     python -m tests.support.slurm_cluster up [--dir D]      # until Ctrl-C; prints what to export
     python -m tests.support.slurm_cluster run -- CMD...     # starts one, runs CMD in it, ends it
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from tests.support import processes
 from tests.support.slurm_boot import Daemons, missing, tail, wait_for
-from tests.support.slurm_config import NODES, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from tests.support.slurm_config import Layout, Shape
 
 T = TypeVar("T")
 Record = dict[str, str]
@@ -39,19 +40,18 @@ def parse_record(line: str) -> Record:
 
 
 class SlurmCluster:
-    """munged, MariaDB, slurmdbd, slurmctld and four slurmd's, all ours to kill.
+    """munged, MariaDB, slurmdbd, slurmctld and slurmd's, four if not told otherwise, ours to kill.
 
     >>> with SlurmCluster() as cluster:
     ...     job = cluster.sbatch("-N2", "--wrap", "srun hostname")
     ...     cluster.wait_job(job, "COMPLETED", 30)
     """
 
-    nodes = NODES
     missing = staticmethod(missing)
     wait_for = staticmethod(wait_for)
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._daemons = Daemons(folder)
+    def __init__(self, folder: Path | None = None, shape: Shape | None = None) -> None:
+        self._daemons = Daemons(folder, shape)
         self._user_signal = False
 
     def __enter__(self) -> Self:
@@ -64,12 +64,17 @@ class SlurmCluster:
     # -- the whole cluster
 
     def start(self) -> None:
-        """Start everything and return once the four nodes are idle."""
+        """Start everything and return once all nodes are idle."""
         self._daemons.start()
 
     def stop(self) -> None:
         """Kill every process of the cluster, jobs included, and remove its folder."""
         self._daemons.stop()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+        return self._daemons.shape.nodes
 
     @property
     def at(self) -> Layout:

@@ -1,4 +1,4 @@
-"""Writes the configuration of a test cluster: four nodes, three partitions, on free ports."""
+"""Writes the configuration of a test cluster: nodes, three partitions, on free ports."""
 
 from __future__ import annotations
 
@@ -10,14 +10,46 @@ from typing import TYPE_CHECKING
 from hpctrain.base.process import PORT_BASE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 NODES = ("n1", "n2", "n3", "n4")
 CPUS_PER_NODE = 8
 KILL_WAIT_S = 8
+FEW = 32
+"""So many nodes are as quick as four."""
 GRACE_S = 20
 CLUSTER = "hpct"
 ACCOUNT = "lab"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a cluster is, and how patient.
+
+    Attributes:
+        nodes: Their names.
+        kill_wait_s: From SIGTERM to SIGKILL.
+        slurmd_timeout_s: A node that is silent for so long is down.
+        message_timeout_s: Of one request between daemons.
+        credential_s: So long may a step take to reach its last node.
+    """
+
+    nodes: tuple[str, ...] = NODES
+    kill_wait_s: int = KILL_WAIT_S
+    slurmd_timeout_s: int = 30
+    message_timeout_s: int = 10
+    credential_s: int = 5
+
+    @classmethod
+    def of(cls, count: int) -> Shape:
+        """So many nodes, n0001 and so on; many may take their time on few CPUs."""
+        names = tuple(f"n{number:04d}" for number in range(1, count + 1))
+        if count <= FEW:
+            return cls(names)
+        return cls(names, 30, slurmd_timeout_s=600, message_timeout_s=100, credential_s=300)
+
+
 _PORTS = range(10_000, PORT_BASE)
 """Below hpctrain's own, and Linux's ephemeral range: neither a job of the cluster beside this one
 nor an outgoing connection takes a daemon's port."""
@@ -79,14 +111,14 @@ class Layout:
     def spool(self, node: str) -> Path:
         return self.folder / "spool" / node
 
-    def create(self) -> None:
+    def create(self, nodes: Sequence[str]) -> None:
         """Make the folders, private to us but for what other users' jobs must reach."""
         self.folder.chmod(0o755)
         for name in ("db", "log", "state", "work", "run"):
             (self.folder / name).mkdir(mode=0o700)
         for name in ("munge", "spool"):  # munged's socket, the jobs' scripts
             (self.folder / name).mkdir(mode=0o711)
-        for node in NODES:
+        for node in nodes:
             self.spool(node).mkdir()
 
 
@@ -99,12 +131,12 @@ class Ports:
     slurmd: tuple[int, ...]
 
     @classmethod
-    def pick(cls) -> Ports:
-        first, second, *rest = free_ports(2 + len(NODES))
+    def pick(cls, nodes: int) -> Ports:
+        first, second, *rest = free_ports(2 + nodes)
         return cls(first, second, tuple(rest))
 
 
-def slurm_conf(at: Layout, ports: Ports, *, user: str, user_signal: bool) -> str:
+def slurm_conf(at: Layout, ports: Ports, size: Shape, *, user: str, user_signal: bool) -> str:
     """slurm.conf; `user_signal` says whether preemption sends the job's own --signal.
 
     Two clusters on one machine number their jobs differently: a job's ports derive from its id.
@@ -114,9 +146,9 @@ def slurm_conf(at: Layout, ports: Ports, *, user: str, user_signal: bool) -> str
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} {shape}"
         " RealMemory=4000 State=UNKNOWN"
-        for name, port in zip(NODES, ports.slurmd, strict=True)
+        for name, port in zip(size.nodes, ports.slurmd, strict=True)
     )
-    everywhere = f"Nodes={','.join(NODES)} State=UP MaxTime=INFINITE"
+    everywhere = f"Nodes={','.join(size.nodes)} State=UP MaxTime=INFINITE"
     parameters = "SlurmctldParameters=preempt_send_user_signal" if user_signal else ""
     return f"""\
 ClusterName={CLUSTER}
@@ -126,7 +158,7 @@ FirstJobId={ports.slurmctld}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={at.munge_socket},cred_expire=5
+AuthInfo=socket={at.munge_socket},cred_expire={size.credential_s}
 StateSaveLocation={at.folder}/state
 SlurmdSpoolDir={at.folder}/spool/%n
 SlurmctldPidFile={at.folder}/run/slurmctld.pid
@@ -148,11 +180,11 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 KillOnBadExit=0
-KillWait={KILL_WAIT_S}
+KillWait={size.kill_wait_s}
 ReturnToService=2
 SlurmctldTimeout=60
-SlurmdTimeout=30
-MessageTimeout=10
+SlurmdTimeout={size.slurmd_timeout_s}
+MessageTimeout={size.message_timeout_s}
 InactiveLimit=0
 TreeWidth=64
 PropagateResourceLimits=NONE
