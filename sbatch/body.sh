@@ -8,6 +8,7 @@
 #   hpctrain_container   optional function, run after it: sets hpctrain_task, the words in front of a
 #                        task's -m (its python, or what starts a container and the python in it), and
 #                        hpctrain_outside, the words in front of srun; may add to hpctrain_srun_args
+#   hpctrain_stage       optional function, run after that where the run is to be staged: stage.sh's
 # and it ends the script with the run's exit code.
 
 # SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after
@@ -38,6 +39,13 @@ eval "$hpctrain_exports"
 
 hpctrain_task=("$HPCTRAIN_PYTHON") hpctrain_outside=()
 if declare -F hpctrain_container >/dev/null; then hpctrain_container; fi
+if [ -n "${hpctrain_stage_wanted:-}" ] && [ "$hpctrain_term$hpctrain_rc" = 00 ]; then
+  if ! declare -F hpctrain_stage >/dev/null; then
+    # shellcheck source=sbatch/stage.sh
+    source "${BASH_SOURCE[0]%/*}/stage.sh"
+  fi
+  hpctrain_stage
+fi
 
 if [ "$hpctrain_term" = 1 ]; then
   hpctrain_rc=143

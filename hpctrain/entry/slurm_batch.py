@@ -3,6 +3,8 @@
     python -m hpctrain.entry.slurm_batch before RUN TOKEN      prints exports for the shell
     python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1
     python -m hpctrain.entry.slurm_batch relay RUN             asks SLURM for agents in containers
+    python -m hpctrain.entry.slurm_batch staged RUN --way W --seconds N --why TEXT
+                                                               records what stage.sh pipes into it
     python -m hpctrain.entry.slurm_batch body                  prints where body.sh lies
 
 `before` starts in a few hundredths of a second; what scontrol does not answer, or refuses, it does
@@ -48,7 +50,7 @@ from hpctrain.scheduler.slurm.parse import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -61,22 +63,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         match list(argv):
             case ["before", root, _]:
-                if many := one_of_many(os.environ):
-                    raise UsageError(many)
-                if _is_held_back(root):
-                    from hpctrain.plan.decide import EXIT_STOPPED
-
-                    return EXIT_STOPPED
-                spec = _raw_spec(root)
-                for name, value in exports(os.environ, _meeting_point(spec)).items():
-                    print(f"export {name}={shlex.quote(value)}")
-                print(f"hpctrain_evaluate={_evaluates(spec)}")
+                return _before(root)
             case ["after", root, token, "--rc", rc, "--term", term]:
                 from hpctrain.entry.slurm_after import after
 
                 if one_of_many(os.environ):  # `before` has said so
                     return UsageError.exit_code
                 return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
+            case ["staged", root, "--way", way, "--seconds", seconds, "--why", why]:
+                _staged(Path(root), sys.stdin, way=way, seconds=float(seconds), why=why)
             case ["relay", root]:
                 _relay(Path(root), os.environ)
             case ["body"]:
@@ -90,6 +85,23 @@ def main(argv: Sequence[str]) -> int:
     except HpctrainError as error:
         log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
+    return 0
+
+
+def _before(root: str) -> int:
+    """Print what the batch script needs before its srun; the exit code."""
+    if many := one_of_many(os.environ):
+        raise UsageError(many)
+    if _is_held_back(root):
+        from hpctrain.plan.decide import EXIT_STOPPED
+
+        return EXIT_STOPPED
+    spec = _raw_spec(root)
+    for name, value in exports(os.environ, _meeting_point(spec)).items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(f"hpctrain_evaluate={_evaluates(spec)}")
+    for line in _staging(root):
+        print(line)
     return 0
 
 
@@ -224,6 +236,37 @@ def _meeting_point(spec: dict[str, Any]) -> MeetingPoint | None:
         meeting = MeetingPoint(network["rendezvous_host"], network["resolve"])
         return None if meeting == MeetingPoint() else meeting
     return None
+
+
+def _staging(root: str) -> list[str]:
+    """What of staging.json stage.sh needs; none where nothing is to be staged."""
+    from hpctrain.run.layout import RunDir
+
+    run = RunDir(Path(root))
+    if not run.staging.exists():
+        return []
+    from hpctrain.run.staging import Staging, read_staging
+    from hpctrain.scheduler.slurm.staging import shell_variables
+
+    try:
+        staging = read_staging(run)
+    except (OSError, ValueError, TypeError) as error:
+        staging = Staging(why=f"{run.staging} cannot be read: {error}")
+    return shell_variables(staging) if staging else []
+
+
+def _staged(root: Path, lines: Iterable[str], *, way: str, seconds: float, why: str) -> None:
+    """Write down what became of it, in the ledger and in the job's log."""
+    from hpctrain.run import events as ledger
+    from hpctrain.run.layout import RunDir
+    from hpctrain.scheduler.slurm.staging import outcome
+    from hpctrain.status.event_lines import staged
+
+    nodes = read_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
+    job = own_job_id(os.environ), own_restarts(os.environ)
+    fact = outcome(lines, nodes, job, way=way, seconds=seconds, why=why)
+    log.warning("%s", staged(fact)) if fact.not_staged else log.info("%s", staged(fact))
+    ledger.record(RunDir(root), fact)
 
 
 def _evaluates(spec: dict[str, Any]) -> str:

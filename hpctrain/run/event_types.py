@@ -609,6 +609,21 @@ class NodesChecked(LedgerFact):
     collective: str = maybe(check.words, "what is wrong with what was tried between nodes")
 
 
+@event("environment_staged", by="the batch side")
+class EnvironmentStaged(LedgerFact):
+    """Nodes start from a copy of the Python environment, as far as that could be made."""
+
+    staged: int = maybe(check.count, "nodes that have unpacked it", 0)
+    reused: int = maybe(check.count, "nodes that had it already", 0)
+    not_staged: int = maybe(check.count, "nodes that start from the shared environment", 0)
+    why: str = maybe(check.words, "why those do, by node")
+    way: str = maybe(check.words, "`sbcast`, or `read` where each node has read the archive")
+    folder: str = maybe(check.path, "where it lies on a node")
+    seconds: float | None = maybe(check.seconds, "that it took, all nodes")
+    job_id: str = maybe(check.identifier, "the job")
+    restarts: int | None = maybe(check.count, "how often the scheduler had restarted the job")
+
+
 @event("environment", by="the agent of node 0")
 class EnvironmentSet(LedgerFact):
     """What the ranks were given; `attempts/N/environment.json` has the values."""

@@ -80,6 +80,11 @@ class RunDir:
         return self.root / "jobs"
 
     @property
+    def staging(self) -> Path:
+        """The packed environment that nodes start from: see `run/staging.py`."""
+        return self.root / "staging.json"
+
+    @property
     def snapshot(self) -> Path:
         """The code that was submitted."""
         return self.root / "snapshot"

@@ -583,7 +583,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     _check_resume_args(settings, origins)
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
     notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
-    notes += _idle_evaluate(settings, origins)
+    notes += _idle_evaluate(settings, origins) + _check_environment(settings, origins)
     return Chosen(notes=notes) + fit_lead(settings, origins)
 
 
@@ -601,6 +601,23 @@ def _check_best(settings: Settings, origins: Mapping[str, str]) -> None:
             "and the run has none; set evaluate.script, or name a value that the program gives to "
             "run.log"
         )
+
+
+def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[str]:
+    """Of [environment], what will have no effect; a folder that each node would look for elsewhere.
+
+    Raises:
+        UsageError: it is no absolute path.
+    """
+    environment = settings.environment
+    if environment.stage_dir and environment.stage_dir[0] not in "/$":
+        raise UsageError(
+            f"{_told('environment.stage_dir', origins)} is {environment.stage_dir}, which is no "
+            "absolute path: name a folder of each node, e.g. /tmp or $SLURM_TMPDIR"
+        )
+    if environment.stage != "no" and settings.container.image:
+        return ["environment.stage has no effect with container.image, which is one file already"]
+    return []
 
 
 def _idle_evaluate(settings: Settings, origins: Mapping[str, str]) -> list[str]:

@@ -153,6 +153,37 @@ class RunSettings(Table):
     )
 
 
+AUTO_STAGE_NODES = 8
+
+
+class EnvironmentSettings(Table):
+    """[environment]: the Python environment of the ranks, brought to each node as one file."""
+
+    stage: str = setting(
+        "no",
+        "SLURM: each node starts from a copy on its own disk or in its memory; auto means jobs that "
+        f"may have {AUTO_STAGE_NODES} nodes or more",
+        choices=("no", "auto", "yes"),
+    )
+    stage_dir: str = setting(
+        "",
+        "the node's folder for it, $VARIABLES as they are there; empty: the first that there is of "
+        "$SLURM_TMPDIR, the site's storage.local, $TMPDIR and /tmp",
+    )
+    compress: str = setting(
+        "auto",
+        "how it is packed; auto: zstd where this machine has it, else none",
+        choices=("auto", "none", "zstd", "gzip"),
+    )
+    stage_timeout_s: float = setting(
+        600.0, "a node that takes longer starts from the shared environment", least=1
+    )
+
+    def is_staged(self, most_nodes: int) -> bool:
+        """Whether a job is to be staged, by the most nodes that it may have."""
+        return self.stage == "yes" or (self.stage == "auto" and most_nodes >= AUTO_STAGE_NODES)
+
+
 class PreflightSettings(Table):
     """[preflight]: the look at the nodes before the ranks of a job start."""
 
@@ -456,6 +487,7 @@ class Settings(Table):
     slurm: SlurmSettings = table(SlurmSettings)
     container: ContainerSettings = table(ContainerSettings)
     run: RunSettings = table(RunSettings)
+    environment: EnvironmentSettings = table(EnvironmentSettings)
     preflight: PreflightSettings = table(PreflightSettings)
     budget: BudgetSettings = table(BudgetSettings)
     checkpoint: CheckpointSettings = table(CheckpointSettings)

@@ -290,6 +290,18 @@ def _preflight(fact: kinds.NodesChecked) -> str:
     return f"preflight{_because(fact.no_answer) or ': nodes are fit'}"
 
 
+def staged(fact: kinds.EnvironmentStaged) -> str:
+    """What became of `environment.stage`, for the job's log too."""
+    by = " by sbcast" if fact.way == "sbcast" else ""
+    parts = [
+        f"staged{by} on {count(fact.staged, 'node')}" if fact.staged else "",
+        f"reused on {count(fact.reused, 'node')}" if fact.reused else "",
+        f"not staged on {count(fact.not_staged, 'node')}" if fact.not_staged else "",
+    ]
+    took = _seconds(fact.seconds, " in {}", least=1) if fact.staged else ""
+    return f"environment {_listed(parts)}{took}{_because(fact.why)}"
+
+
 def _profiled(what: str, fact: kinds.ProfileRequested | kinds.ProfileWritten, folder: str) -> str:
     whose = f" of ranks {', '.join(map(str, fact.ranks))}" if fact.ranks is not None else ""
     span = f"steps {_step(fact.first)} to {_step(fact.last)}"
@@ -341,6 +353,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
         f"cancel asked for, {'to save first' if fact.save else 'at once'}"
     ),
     "run_stopped": _run_stopped,
+    "environment_staged": staged,
     "preflight": _preflight,
     "ranks_awaited": _awaited,
     "restart_paused": _paused,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
+    from hpctrain.run.staging import Staging
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.after import Awaited
@@ -94,11 +95,12 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
             from hpctrain.submit.after import note_follower
 
             note_follower(run, spec.after)
+        _write_staging(run, _staging(run, spec, notes))  # for a batch script of the user's own
         return SubmittedRun(prepared, run, None, notes, {one.name: None for one, _ in following})
     bad = kept_out(run, spec, request.environ)
     notes += kept_out_notes(bad)
     try:
-        job_id = launch(run, spec, by="submit", exclude=list(bad))
+        job_id = launch(run, spec, by="submit", exclude=list(bad), notes=notes)
     except ClusterUnreachable:
         raise
     except (ChecksFailed, ClusterError, NotFound, UsageError):
@@ -115,7 +117,7 @@ def _launch_follower(
 ) -> str | None:
     """Start the job of a run that follows another; a note says why there is none."""
     try:
-        return launch(run, spec, by="submit", exclude=exclude)
+        return launch(run, spec, by="submit", exclude=exclude, notes=notes)
     except (ClusterError, UsageError) as error:
         from hpctrain.submit.after import resume_command
 
@@ -154,6 +156,7 @@ def launch(
     by: str,
     from_step: int | None = None,
     exclude: Sequence[str] = (),
+    notes: list[str] | None = None,
 ) -> str:
     """Start the run's job, unless one of its jobs may still write.
 
@@ -166,6 +169,7 @@ def launch(
         from_step: Take this checkpoint and set newer ones aside.
         exclude: Nodes that a preflight has found to be bad. The job is kept off them; the run's
             settings do not have them, since they may be mended by the next job.
+        notes: Gets what the user should know besides.
 
     Returns:
         The job id.
@@ -182,11 +186,31 @@ def launch(
     if by == "resume":  # a submit has looked before it made anything
         check_disk(run.root)
     waits = [one.job_id for one in _check_after(run, spec)]
+    staging = _staging(run, spec, [] if notes is None else notes)  # which may take minutes
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:
             raise refusal(run, alive)
+        _write_staging(run, staging)
         return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude, after=waits)
+
+
+def _staging(run: RunDir, spec: Spec, notes: list[str]) -> Staging | None:
+    """What the job's nodes are to start from; None for the environment as it lies there."""
+    if spec.settings.environment.stage == "no":
+        return None
+    from hpctrain.submit.environment_archive import staging_for
+
+    staging, more = staging_for(spec, run.root.parent)
+    notes += more
+    return staging
+
+
+def _write_staging(run: RunDir, staging: Staging | None) -> None:
+    if staging is None:
+        run.staging.unlink(missing_ok=True)
+    else:
+        staging.write(run)
 
 
 def _submit(

@@ -185,9 +185,10 @@ def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> 
     See `launch` for what it raises.
     """
     spec, exclude = prepared.spec, prepared.exclude
+    notes: list[str] = []
     with _checkpoint_held(spec):
-        job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude)
-    notes = redirect_followers(run)
+        job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude, notes=notes)
+    notes += redirect_followers(run)
     if spec.beside:
         from hpctrain.submit.evaluations import look_after
 

@@ -45,6 +45,7 @@ _RUNS_OWN = ("", -1)
 _OF_THE_RUN_ALONE = (
     "checkpoint.keep_best",
     "checkpoint.sealed",
+    "environment.stage",
     *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
     "profile.memory",
     "profile.nsys_rank",

@@ -49,6 +49,10 @@ METADATA = frozenset({"open", "look", "list", "change", "lock"})
 _KIND_OF = {call: kind for kind, calls in _KINDS.items() for call in calls}
 _STARTS = ("clone", "clone3", "fork", "vfork")
 _CALLS = ",".join(f"?{call}" for call in (*_KIND_OF, *_STARTS, "execve"))
+STRACE = (
+    *("strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "64", "-ttt", "-e", f"trace={_CALLS}"),
+)
+"""The command that counts, but for `-o FILE` and the program."""
 _LINE = re.compile(r"(\d+) +(\d+\.\d+) (.*)")
 _CALL = re.compile(r"(\w+)\((.*)\) += (-?\d+|\?)")
 _CHILD = re.compile(r"=> \{parent_tid=\[(\d+)\]|\) = (\d+)$")
@@ -91,8 +95,12 @@ def trace(command: Sequence[str], out: Path, **given: object) -> list[Operation]
         out: Where strace writes, some megabytes.
         given: As of `subprocess.run`.
     """
-    words = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "64", "-ttt", "-o", str(out)]
-    subprocess.run([*words, "-e", f"trace={_CALLS}", *command], check=True, **given)
+    subprocess.run([*STRACE, "-o", str(out), *command], check=True, **given)
+    return traced(out)
+
+
+def traced(out: Path) -> list[Operation]:
+    """What was asked, from what `STRACE` has written."""
     with out.open(errors="replace") as lines:
         return _Traced(lines).operations()
 

@@ -202,10 +202,12 @@ class LocalCluster(Cluster):
     def notes(
         self, settings: Settings, site: Site | None, accounting: Accounting | None
     ) -> list[str]:
-        """An image starts no container here: a local run is a rehearsal, with this python."""
+        """Nothing starts in a container, or from a copy: it is a rehearsal, with this python."""
         del site, accounting
-        image = settings.container.image
-        return [f"container.image {image} has no effect with --cluster local"] if image else []
+        image, stage = settings.container.image, settings.environment.stage
+        idle = [f"container.image {image}"] if image else []
+        idle += [f"environment.stage {stage}"] if stage != "no" else []
+        return [f"{setting} has no effect with --cluster local" for setting in idle]
 
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""

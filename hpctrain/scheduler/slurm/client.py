@@ -217,10 +217,15 @@ class SlurmCluster(Cluster):
     def notes(
         self, settings: Settings, site: Site | None, accounting: Accounting | None
     ) -> list[str]:
-        """What SLURM gives a job that asks for no CPUs."""
+        """What SLURM gives a job that asks for no CPUs, and what its nodes start from."""
         from hpctrain.scheduler.slurm.limits import cpu_notes
 
-        return cpu_notes(settings, site, accounting)
+        notes = cpu_notes(settings, site, accounting)
+        if settings.environment.stage != "no":
+            from hpctrain.scheduler.slurm.staging import notes_of
+
+            notes += notes_of(settings, site)
+        return notes
 
     def check_container(
         self,

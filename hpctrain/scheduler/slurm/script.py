@@ -79,6 +79,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
         *_setup([*module_lines(site), *settings.setup]),
         *_container(spec, run, token, site),
+        *_stage(spec),
         "",
         body_path().read_text().rstrip("\n"),
     ]
@@ -312,6 +313,14 @@ def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[s
     from hpctrain.scheduler.slurm.container import container_lines  # which few runs need
 
     return container_lines(spec, run, token, site)
+
+
+def _stage(spec: Spec) -> list[str]:
+    if spec.settings.environment.stage == "no":
+        return []
+    from hpctrain.scheduler.slurm.staging import script_lines  # which few runs need
+
+    return script_lines(spec)
 
 
 def _join(words: Sequence[str]) -> str:

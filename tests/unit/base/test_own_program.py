@@ -75,7 +75,7 @@ def test_every_python_of_a_batch_script_is_told_so():
         if re.search(r"(HPCTRAIN_PYTHON|\$@)\" .*-m ", line)
     ]
 
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert all(re.search(r'"\$(HPCTRAIN_PYTHON|@)" -P ', line) for line in lines)
 
 

@@ -1,0 +1,296 @@
+"""A Python environment packed into one file beside the runs, once for all that need the same.
+
+Archives lie in `.environments-UID` in the folder of all runs, which every node sees and nobody else
+can look into. One is there with its facts (`KEY.json`) or not at all; it is packed under a lock, so
+two submits at once pack it once. One that nothing has used for `UNUSED_DAYS` goes when another is
+packed. `staging_for` is what a launch asks: it never refuses a run, and says why nothing is packed.
+
+tests/unit/submit/test_environment_archive.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import threading
+import time
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, cast
+
+from hpctrain.base.files import write_private
+from hpctrain.base.locks import held
+from hpctrain.base.text import count, size
+from hpctrain.errors import HpctrainError
+from hpctrain.run.staging import (
+    EnvironmentArchive,
+    Staging,
+    archive_from,
+    is_staged,
+    places_of,
+)
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.submit.environment_files import (
+    files_of,
+    interpreter,
+    interpreter_name,
+    key_of,
+    read_in_place,
+    unpacked_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from hpctrain.settings.spec import Spec
+    from hpctrain.submit.environment_files import EnvironmentFile, Interpreter
+
+UNUSED_DAYS = 30
+LOCK_S = 1800.0
+"""Another submit may be packing the same for so long."""
+PIECE = 1 << 20
+_COMMANDS = {"zstd": ["zstd", "-q", "-3", "-T0", "-c"], "gzip": ["gzip", "-1", "-c"]}
+
+
+def staging_for(spec: Spec, runs: Path) -> tuple[Staging | None, list[str]]:
+    """What the run's next job is to stage, packed; None where nothing is asked for.
+
+    Args:
+        spec: The run.
+        runs: Folder of all runs.
+
+    Returns:
+        It, and what the user should know.
+    """
+    if not is_staged(spec.settings) or get_cluster(spec.cluster).on_this_machine:
+        return None, []
+    settings = spec.settings.environment
+    local = (spec.preset or {}).get("storage", {}).get("local", "")
+    places, limit = places_of(spec.settings, local), settings.stage_timeout_s
+    try:
+        python = interpreter(spec.python)
+        archive, packed = archive_of(python, folder_of(runs), chosen(settings.compress))
+    except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
+        why = f"the environment was not packed: {error}"
+        return Staging(None, why, places, limit), [f"environment.stage: {why}; nodes read it"]
+    notes = [f"environment.stage: {_told(archive, packed)}"]
+    if outside := read_in_place(python):
+        notes.append(f"environment.stage: read from where they lie: {', '.join(outside)}")
+    return Staging(archive, "", places, limit), notes
+
+
+def folder_of(runs: Path) -> Path:
+    """Where the user's archives lie."""
+    return runs / f".environments-{os.geteuid()}"
+
+
+def chosen(compress: str) -> str:
+    """How is packed.
+
+    Raises:
+        HpctrainError: this machine lacks what is asked for.
+    """
+    if compress == "auto":
+        return "zstd" if shutil.which("zstd") else "none"
+    if compress != "none" and not shutil.which(compress):
+        raise HpctrainError(f"environment.compress is {compress}, which is not on the PATH here")
+    return compress
+
+
+def archive_of(
+    python: Interpreter, folder: Path, compress: str
+) -> tuple[EnvironmentArchive, float | None]:
+    """The archive of an environment as it is now, packed where there is none yet.
+
+    Returns:
+        It, and the seconds that packing took; None where it was there.
+
+    Raises:
+        HpctrainError: something has changed meanwhile, or a tool has failed.
+        OSError: something cannot be read or written.
+    """
+    files = files_of(python)
+    key = key_of(python, files, compress)
+    _make_folder(folder)
+    if ready := _found(folder, key):
+        return ready, None
+    with held(folder / f"{key}.lock", LOCK_S):
+        if ready := _found(folder, key):
+            return ready, None
+        began = time.monotonic()
+        _prune(folder, keep=key)
+        made = _packed(python, files, folder, key, compress)
+        return made, time.monotonic() - began
+
+
+def _told(archive: EnvironmentArchive, packed_s: float | None) -> str:
+    how = f"packed in {packed_s:.0f} s" if packed_s is not None else "was packed before"
+    what = f"{archive.prefix} ({count(archive.files, 'file')}, {size(archive.unpacked_bytes)})"
+    return f"{what} {how} as {archive.path} ({size(archive.size_bytes)})"
+
+
+def _make_folder(folder: Path) -> None:
+    """This user's alone: what lies there is run by jobs.
+
+    Raises:
+        HpctrainError: another's folder, or a link, is in its place.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise HpctrainError(f"{folder} is not this user's alone")
+
+
+def _found(folder: Path, key: str) -> EnvironmentArchive | None:
+    """The archive of a key, which counts as used now."""
+    facts = folder / f"{key}.json"
+    try:
+        archive = archive_from(facts.read_bytes())
+        if (folder / f"{key}.tar").stat().st_size != archive.size_bytes:
+            return None
+        os.utime(facts)
+    except (OSError, ValueError):  # none, or one that a crash has torn: it is packed anew
+        return None
+    return archive
+
+
+def _packed(
+    python: Interpreter,
+    files: Sequence[EnvironmentFile],
+    folder: Path,
+    key: str,
+    compress: str,
+) -> EnvironmentArchive:
+    path, new = folder / f"{key}.tar", folder / f"{key}.new"
+    try:
+        sha256, nbytes = _write(files, new, compress)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    archive = EnvironmentArchive(
+        key=key,
+        path=str(path),
+        sha256=sha256,
+        size_bytes=nbytes,
+        unpacked_bytes=unpacked_bytes(files),
+        files=sum(file.kind == "file" and not file.is_bytecode for file in files),
+        compress=compress,
+        prefix=str(python.prefix),
+        python=interpreter_name(python),
+    )
+    write_private(folder / f"{key}.json", json.dumps(asdict(archive), indent=1) + "\n")
+    return archive
+
+
+def _write(files: Sequence[EnvironmentFile], path: Path, compress: str) -> tuple[str, int]:
+    """Pack; the digest and the size of the file, which is on the disk by then."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb", buffering=0) as out:
+        sink = _Digested(out)
+        with (
+            _compressed(sink, compress) as stream,
+            tarfile.open(
+                fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, bufsize=PIECE
+            ) as tar,
+        ):
+            for file in files:
+                _add(tar, file)
+        os.fsync(out.fileno())
+    return sink.digest.hexdigest(), sink.nbytes
+
+
+class _Digested:
+    """A file that knows the digest of what was written."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self.digest = hashlib.sha256()
+        self.nbytes = 0
+
+    def write(self, piece: bytes) -> int:
+        self.digest.update(piece)
+        self.nbytes += len(piece)
+        left = memoryview(piece)
+        while left:
+            left = left[self._out.write(left) :]
+        return len(piece)
+
+
+@contextlib.contextmanager
+def _compressed(sink: _Digested, compress: str) -> Iterator[IO[bytes]]:
+    """What to write into; at its end everything has come to the sink.
+
+    Raises:
+        HpctrainError: the tool has failed.
+    """
+    if compress == "none":
+        yield cast("IO[bytes]", sink)  # tarfile's streams are written to, and nothing else
+        return
+    failed: list[OSError] = []
+    process = subprocess.Popen(
+        _COMMANDS[compress],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None  # noqa: S101 - for mypy: it was asked for
+    assert process.stdout is not None  # noqa: S101
+    source = process.stdout
+
+    def drain() -> None:
+        try:
+            while piece := source.read(PIECE):
+                sink.write(piece)
+        except OSError as error:  # told below, once the tool has ended by its broken pipe
+            failed.append(error)
+            process.kill()
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            yield process.stdin
+    finally:
+        reader.join()
+        code = process.wait()
+        source.close()
+    if failed:
+        raise failed[0]
+    if code != 0:
+        raise HpctrainError(f"{compress} has ended with {code}")
+
+
+def _add(tar: tarfile.TarFile, file: EnvironmentFile) -> None:
+    info = tarfile.TarInfo(file.name)
+    info.mode = file.mode
+    if file.kind == "folder":
+        info.type = tarfile.DIRTYPE
+        tar.addfile(info)
+    elif file.kind == "link":
+        info.type, info.linkname = tarfile.SYMTYPE, file.target
+        tar.addfile(info)
+    else:
+        with open(file.path, "rb") as content:  # noqa: PTH123 - thousands of them
+            status = os.fstat(content.fileno())
+            now = status.st_size, status.st_mtime_ns
+            if now != (file.size_bytes, file.mtime_ns) and not file.is_bytecode:
+                raise HpctrainError(f"{file.path} has changed while it was packed")
+            info.size, info.mtime = status.st_size, int(status.st_mtime)
+            tar.addfile(info, content)
+
+
+def _prune(folder: Path, *, keep: str) -> None:
+    """Remove what nothing has used for long, and what killed submits have left."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in folder.iterdir():
+        is_old = path.suffix in {".json", ".new"} and path.stat().st_mtime < oldest
+        if not is_old or path.stem == keep:
+            continue
+        path.unlink()  # its facts first: from now on nobody takes the archive
+        (folder / f"{path.stem}.tar").unlink(missing_ok=True)
