@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.store import retention
+from hpctrain.checkpoint.store import retention, stripes
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
@@ -69,6 +69,8 @@ class Saves:
         self._world = world
         self._clock = clock
         self._settings = place.settings
+        if world.rank == 0 and (problem := stripes.lay_out(place.run.checkpoints, self._settings)):
+            log.warning("%s", problem)
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
         self._last_at = time.monotonic()
         self._policy = SavePolicy(place, world, clock) if world.rank == 0 else None

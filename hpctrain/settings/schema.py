@@ -264,6 +264,16 @@ class CheckpointSettings(Table):
     # that wait for one that waits for its file system end by their collective's time-out.
     write_mib: int = setting(4, "MiB handed to the file system at a time", least=1, most=1024)
     write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
+    stripe_count: int = setting(
+        0,
+        "on Lustre, servers (OSTs) over which each file of a checkpoint is striped, -1 for all; 0 "
+        "leaves it to the file system",
+        least=-1,
+        most=2000,
+    )
+    stripe_mib: int = setting(
+        0, "on Lustre, MiB in a stripe; 0 leaves it to the file system", most=4096
+    )
     read_once: bool = setting(
         True,
         "state that several ranks hold (all, or those of a mesh's axis of copies) is read once and "
