@@ -163,6 +163,41 @@ def test_ranks_of_a_node_that_is_stopped_for_a_while_are_waited_for(tree):
     assert stopped[0] >= 1000
 
 
+def test_what_is_said_to_a_node_that_is_stopped_is_there_when_it_goes_on(tree):
+    """More than its connections hold by themselves."""
+    pid, size = tree.nodes[1].pid, 4_000_000
+
+    def act(seat):
+        exchange = seat.exchange(60)
+        exchange.gather(0)
+        if seat.rank == 0:
+            os.kill(pid, signal.SIGSTOP)
+            exchange.broadcast(b"x" * size)
+            threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+        else:
+            exchange.broadcast(None)
+        return [len(value) for value in exchange.gather(b"y" * size)]
+
+    assert every(act, tree) == [[size] * RANKS] * RANKS
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody_else(tree):
+    size, calls = 1_000_000, 8
+
+    def act(seat):
+        exchange = seat.exchange(60)
+        if seat.rank != 1:
+            found = [len(exchange.gather(b"x" * size)) for _ in range(calls)]
+            others_are_done.wait(30)
+            return found
+        given = [exchange._give("gather", b"x" * size) for _ in range(calls)]
+        others_are_done.wait(30)
+        return [len(exchange.values_of(call)) for call in given]
+
+    others_are_done = threading.Barrier(RANKS)
+    assert every(act, tree) == [[RANKS] * calls] * RANKS
+
+
 def test_ranks_do_not_wait_for_ever_for_one_that_does_not_come(tree):
     def act(seat):
         return seat.exchange(0.5).gather(0) if seat.rank != 5 else None

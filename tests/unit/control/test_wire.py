@@ -93,6 +93,15 @@ def test_an_answer_lets_nobody_in_twice_or_as_another_node():
         parent.admit(packed(head | {"node": True}))
 
 
+@pytest.mark.parametrize("node", [True, [7], "7", None, 7.0])
+def test_who_knows_the_secret_and_is_no_number_is_not_let_in(node):
+    parent, child = Greeting("s", "1"), Greeting("s", "1")
+    said, _ = child.answer(parent.challenge(), node)
+
+    with pytest.raises(Garbled, match="stranger"):
+        parent.admit(said)
+
+
 @pytest.mark.parametrize(
     "challenge", [b"", packed({}), packed({"nonce": 1}), packed({"nonce": ""})]
 )
