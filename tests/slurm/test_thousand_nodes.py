@@ -30,7 +30,7 @@ MOST_ASKED = {
     "start": 10,
     "status": 4,
     "preempted, on all nodes again": 25,
-    "a dead node, on the others again": 25,
+    "a dead node, on the others again": 30,  # srun asks for partitions as often as it likes
     "cancel": 14,
     "resume": 20,
     "done": 1,
