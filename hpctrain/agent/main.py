@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.agent import signals
+from hpctrain.agent.control import NodeControl
 from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.environment import RankEnvironment
@@ -81,12 +82,23 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     secret = start_secret(run, context.job_id, context.restarts)
     node_check = NodeCheck(run, spec, context, secret)
     node_check.begin()
-    _preload()
+    node_control = NodeControl(context.master_addr, secret)  # before anything large is imported
     try:
+        _preload()
         if against := node_check.against():
             return node_check.leave(against, ending)
-        return _run_rounds(run, spec, context, ending, environment, secret=secret, started=started)
+        return _run_rounds(
+            run,
+            spec,
+            context,
+            ending,
+            environment,
+            secret=secret,
+            started=started,
+            node_control=node_control,
+        )
     finally:
+        node_control.stop()
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
@@ -126,6 +138,7 @@ def _run_rounds(
     *,
     secret: str,
     started: float,
+    node_control: NodeControl,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -236,6 +249,7 @@ def _run_rounds(
         before_ranks=environment.for_attempt,
         secret=secret,
         end_wait_s=spec.settings.run.end_wait_s,
+        control=node_control,
     )
     try:
         agent.run()

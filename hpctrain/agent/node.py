@@ -40,6 +40,7 @@ from hpctrain.base.env import (
     HPCTRAIN_STOP_FILE,
 )
 from hpctrain.base.records import HANG, FailureReport, StopCause
+from hpctrain.control.node_server import TreePlace
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
+    from hpctrain.agent.control import NodeControl
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
@@ -203,6 +205,7 @@ class NodeAgent(LocalElasticAgent):
         before_ranks: Callable[[int], None],
         secret: str,
         end_wait_s: float = 0.0,
+        control: NodeControl | None = None,
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
@@ -217,6 +220,7 @@ class NodeAgent(LocalElasticAgent):
             secret: Of this start of the job; the same on all nodes.
             end_wait_s: Where some ranks have returned, others that do nothing for so long are
                 ended; 0 for never.
+            control: By what the ranks agree; None where they have nothing from their agents.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -227,6 +231,7 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks = before_ranks
         self._secret = secret
         self._end_wait_s = end_wait_s
+        self._control = control
         self._life: LifeWatch | None = None
         self._ends_said: NodeEnds | None = None
         self._signed: SignedStore | None = None
@@ -260,7 +265,8 @@ class NodeAgent(LocalElasticAgent):
                 self.end = RoundEnd("killed", why=str(stop))
             else:
                 self.end = self._run_round(group)
-            orphans.end(spare=telling())
+            control = [] if self._control is None else [self._control.pid]
+            orphans.end(spare={*telling(), *control})
             if self.end.restart:
                 self._next_round()
                 continue
@@ -279,6 +285,8 @@ class NodeAgent(LocalElasticAgent):
         return end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._control is not None:
+            self._control.begin(self._tree_place(worker_group), self._news_store, self._key)
         attempt = self._begin_attempt(worker_group)
         self.attempt_number = int(attempt["number"])
         directory = self._attempt_dir(self.attempt_number)
@@ -289,6 +297,9 @@ class NodeAgent(LocalElasticAgent):
         os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
         self._set_resume()
         self._prepare_stop()
+        if self._control is not None:
+            timeout_s = self._meeting_place.timeout.total_seconds()
+            self._control.join(self._news_store, self._key, timeout_s)
         with kept():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         # Torch has ranks that returned wait for the others of their node. They end at once instead:
@@ -300,6 +311,17 @@ class NodeAgent(LocalElasticAgent):
             # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
             process.terminate = process.kill
         return pids
+
+    def _tree_place(self, group: WorkerGroup) -> TreePlace:
+        first = group.workers[0]
+        return TreePlace(
+            node=int(group.group_rank or 0),
+            nodes=self._node_count,
+            first_rank=int(first.global_rank),
+            ranks=len(group.workers),
+            ranks_in_all=int(first.world_size),
+            name=self._node,
+        )
 
     def _logs(self) -> list[Path]:
         """The logs of this node's ranks."""
@@ -384,6 +406,8 @@ class NodeAgent(LocalElasticAgent):
             )
             self._hear_term()
             self._send_term()
+            if self._control is not None:
+                self._control.failure()  # said at once, also where no rank minds
             if not reported:
                 reported = self._report_if_over()
                 self._tell_ends()
@@ -457,6 +481,8 @@ class NodeAgent(LocalElasticAgent):
         failures = []
         if any(codes):
             failures = self._failures(self._monitor_workers(self._worker_group))
+            if self._control is not None and (failure := self._control.failure()) is not None:
+                failures.append(failure)
         plain = [asdict(failure) for failure in failures]
         self._news_store.set(self._key(f"report/{self._worker_group.group_rank}"), plain)
         self._news_store.count(self._key("reports"), 1)

@@ -63,6 +63,7 @@ ECHOES = (
     "Broken pipe",
     "Timed out waiting",
     "NCCL communicator was aborted",
+    "ControlLost",
 )
 """What a rank says when a peer went away: never the cause while another failure is known."""
 

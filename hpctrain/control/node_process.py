@@ -48,6 +48,7 @@ class NodeProcess:
     def __init__(self) -> None:
         """Fork it; nothing is served yet. To be made while this process has one thread."""
         self.folder = Path()
+        self._end = ""
         self._line, theirs = socket.socketpair()
         parent = os.getpid()
         self.pid = os.fork()
@@ -102,12 +103,23 @@ class NodeProcess:
         """
         self._told({"fail": why})
 
+    def end(self) -> str:
+        """How the process has ended by itself, in words; "" while it has not."""
+        if self.pid > 0 and not self._end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+                self._end = killed or f"ended with exit code {code}"
+        return self._end
+
     def stop(self) -> None:
         """End it. Harmless when repeated."""
         if self.pid > 0:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
+            if not self._end:  # else its number may be another's by now
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(self.pid, signal.SIGKILL)
+                    os.waitpid(self.pid, 0)
             self._line.close()
             self.pid = 0
         self._remove_folder()

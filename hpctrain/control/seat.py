@@ -205,6 +205,8 @@ class _Line:
     def _read(self) -> None:
         try:
             piece = self._socket.recv(_PIECE)
+        except ConnectionResetError:
+            piece = b""
         except OSError as error:
             raise self._lost(str(error)) from error
         if not piece:

@@ -17,6 +17,7 @@ import pytest
 
 from hpctrain.agent import node as module
 from hpctrain.agent import signals
+from hpctrain.agent.control import NodeControl
 from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
@@ -106,6 +107,7 @@ def _agent(node, port, folder, changes=None):
         raise NoCheckpoint("nothing is whole")
 
     hooks = RoundHooks(begin, deadline, may_restart, resume) if node == 0 else None
+    control = NodeControl("127.0.0.1", SECRET)
     _note_forks(folder / f"forks-{node}")
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -126,6 +128,7 @@ def _agent(node, port, folder, changes=None):
         start_method="fork",
         before_ranks=lambda _number: None,
         secret=SECRET,
+        control=control,
     )
     try:
         agent.run()
@@ -133,6 +136,7 @@ def _agent(node, port, folder, changes=None):
         (folder / f"refused-{node}").write_text(f"{type(error.why).__name__}: {error}")
         os._exit(0)
     rendezvous.close()
+    control.stop()
     end = agent.end
     staged = folder / f"end-{node}.new"
     staged.write_text(json.dumps([end.ending, end.silent_nodes, len(begun), told]))

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent import signals
+from hpctrain.agent.control import NodeControl
 from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
@@ -19,6 +20,8 @@ from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from hpctrain.base.records import FailureReport
 
 
 class Agents:
@@ -30,9 +33,17 @@ class Agents:
         self._agents: list[Any] = []
 
     def run(
-        self, script: str, nodes: int = 1, end_wait_s: float = 1.0, patience_s: float = 60
+        self,
+        script: str,
+        nodes: int = 1,
+        end_wait_s: float = 1.0,
+        patience_s: float = 60,
+        starts: int = 1,
     ) -> list[Any]:
-        """How each node's round ended: ending, why, who was awaited, failure; None for not yet."""
+        """How each node's round ended: ending, why, who was awaited, failure; None for not yet.
+
+        After a crash the ranks are started again, as often as `starts` allows.
+        """
         (self._folder / "script.py").write_text(script)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -40,7 +51,7 @@ class Agents:
         fork = multiprocessing.get_context("fork")
         agents = []
         for node in range(nodes):
-            args = node, nodes, port, self._folder, end_wait_s, self._ranks
+            args = node, nodes, port, self._folder, end_wait_s, self._ranks, starts
             agents.append(fork.Process(target=_agent, args=args))
             agents[-1].start()
         self._agents += agents
@@ -59,7 +70,7 @@ class Agents:
 
 
 def _agent(  # noqa: PLR0917 - a process gets them by place
-    node: int, nodes: int, port: int, folder: Path, end_wait_s: float, ranks: int
+    node: int, nodes: int, port: int, folder: Path, end_wait_s: float, ranks: int, starts: int
 ) -> None:
     """The agent of a node; writes how its round ended, and what was said meanwhile."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -71,11 +82,22 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
     signals.install()
     names = [f"n{number}" for number in range(nodes)]
     context = JobContext("1", 0, node, names, "127.0.0.1", port, "")
+    control = NodeControl("127.0.0.1", "of a test")
     awaited: list[Any] = []
+    begun: list[int] = []
+
+    def begin(_world_size: int) -> Attempt:
+        begun.append(1)
+        return Attempt(len(begun), "token", "1", 0, time.time())
+
+    def may_restart(failure: FailureReport | None) -> bool:
+        (folder / f"failure-{len(begun)}").write_text(failure.summary if failure else "")
+        return len(begun) < starts
+
     hooks = RoundHooks(
-        lambda _: Attempt(1, "token", "1", 0, time.time()),
+        begin,
         StopDeadline(context, arrivals=list, ask=None),
-        lambda _: False,
+        may_restart,
         awaited=awaited.append,
     )
     rendezvous = Rendezvous("127.0.0.1", port, node, names, run_id="test", timeout_s=60)
@@ -98,9 +120,11 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
         before_ranks=lambda _: None,
         secret="of a test",
         end_wait_s=end_wait_s,
+        control=control,
     )
     agent.run()
     rendezvous.close()
+    control.stop()
     end = agent.end
     said = [(fact.returned, fact.left, fact.ended) for fact in awaited]
     failure = end.failure and [end.failure.kind, end.failure.rank, end.failure.node]

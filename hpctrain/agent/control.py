@@ -1,0 +1,132 @@
+"""The agent's part in its ranks' agreement: before each round the nodes' processes join to a tree.
+
+The process itself is `control/node_process.py`'s. Where a node can be reached its agent says in the
+agents' signed store. tests/engines/test_agent_control.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.base.records import FailureReport
+from hpctrain.base.secret import code
+from hpctrain.control.collectives import parent_of
+from hpctrain.control.node_process import NodeProcess
+from hpctrain.preflight.rendezvous import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.agent.rendezvous import SignedStore
+    from hpctrain.control.node_server import TreePlace
+
+log = logging.getLogger("hpctrain.agent")
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - who connects has to prove that he knows the run's secret
+
+
+class NodeControl:
+    """This node's process, round after round."""
+
+    def __init__(self, master_addr: str, secret: str) -> None:
+        """Fork it. To be made while this process has one thread.
+
+        Args:
+            master_addr: An address of node 0 that all nodes can connect to.
+            secret: Of this start of the job; the same on all nodes.
+        """
+        self._master_addr = master_addr
+        self._secret = code(secret, "control")
+        self._process = NodeProcess()
+        self._place: TreePlace | None = None
+        self._failure: FailureReport | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def begin(self, place: TreePlace, store: SignedStore, key: Callable[[str], str]) -> None:
+        """Serve a round of this node's ranks, which find their way by the environment.
+
+        Args:
+            place: This node's.
+            store: The agents'.
+            key: Makes names in it this round's.
+
+        Raises:
+            ControlLost: there is no room or no port for it.
+        """
+        if self.failure() is not None:
+            self._process.stop()
+            self._process = NodeProcess()
+        self._place, self._failure = place, None
+        address, shown = addresses(self._master_addr, place.node)
+        port = self._process.begin(
+            place, secret=self._secret, about=key("control"), address=address
+        )
+        if port:
+            store.set(key(f"control/{place.node}"), [shown, port])
+        os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
+
+    def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
+        """Go to the node above, before the ranks start.
+
+        Args:
+            store: The agents'.
+            key: As in `begin`.
+            timeout_s: So long may that node's agent take to say where it is.
+
+        Raises:
+            ControlLost: it cannot be reached.
+            TimeoutError: it has not said so.
+        """
+        parent = parent_of(self._place.node) if self._place is not None else None
+        if parent is not None:
+            address, port = store.wait(key(f"control/{parent}"), timeout_s)
+            self._process.join(address, port)
+
+    def failure(self) -> FailureReport | None:
+        """That the process has ended by itself; None while it lives. Its ranks leave by that."""
+        if self._failure is None and self._place is not None and (end := self._process.end()):
+            place = self._place
+            why = f"the process that carries the ranks' agreement on {place.name} {end}"
+            log.warning("%s", why)
+            self._failure = FailureReport(
+                place.first_rank, place.name, "signal", why, time=time.time()
+            )
+        return self._failure
+
+    def stop(self) -> None:
+        """End the process. Harmless when repeated."""
+        self._process.stop()
+        os.environ.pop(HPCTRAIN_CONTROL, None)
+
+
+def addresses(master_addr: str, node: int) -> tuple[str, str]:
+    """Where this node's process listens, and under what the nodes below it can reach that.
+
+    Args:
+        master_addr: An address of node 0 that all nodes can connect to.
+        node: This node's number.
+    """
+    if is_loopback(master_addr):
+        local = "::1" if ":" in master_addr else "127.0.0.1"
+        return local, local
+    own = _own_address(master_addr)
+    if node == 0 and is_loopback(own):  # its own name, as /etc/hosts of this node alone has it
+        return EVERYWHERE, master_addr
+    return own, own
+
+
+def _own_address(master_addr: str) -> str:
+    """From which this node speaks to node 0; nothing is sent to find it out."""
+    family, kind, proto, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
