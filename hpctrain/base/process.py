@@ -1,9 +1,9 @@
 """Processes of ours: their commands, their first acts, their open files, and the job's ports.
 
-A forked process dies with its parent and prints to its own log. Each rank has a connection to every
-other in each of three process groups: the program's, the one for our own exchanges, and the one for
-saves behind training; `needed` says how many open files that takes, and
-tests/engines/test_open_files.py measures it with real ranks. The ports on which the agents of a job
+A forked process dies with its parent and prints to its own log. Each rank may have a connection to
+every other in the program's own process group; what we exchange goes through the node's process.
+`needed` says how many open files that takes, and tests/engines/test_open_files.py measures it with
+real ranks. The ports on which the agents of a job
 meet are derived from the job, and checked to be free.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-PER_RANK = 3
+PER_RANK = 1
 BASE = 256
 """Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
 MOST = 1 << 20

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpctrain.base.process import BASE, MOST, PER_RANK, needed, warning
 from tests.support.gloo import launch
 
@@ -34,19 +36,19 @@ def limited(soft, hard, world_size):
     return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
-def test_the_connections_of_512_ranks_fit_once_the_limit_is_raised():
-    limit, now, opened = limited(1024, 4096, 512)
+def test_the_connections_of_1024_ranks_fit_once_the_limit_is_raised():
+    limit, now, opened = limited(1024, 4096, 1024)
 
     assert (limit, now) == (4096, [4096, 4096])
-    assert opened >= 512 * PER_RANK > 1024, "more than the usual soft limit"
+    assert opened >= 1024 * PER_RANK >= 1024, "more than the usual soft limit"
 
 
 def test_a_hard_limit_that_is_too_small_is_told_in_a_line():
-    limit, now, opened = limited(256, 1024, 512)
+    limit, now, opened = limited(256, 1024, 1024)
 
     assert (limit, now, opened) == (1024, [1024, 1024], 2), "it failed"
-    told = warning(512, limit, "n1")
-    assert told.startswith("each of 512 ranks may need 1792 open files, and n1 allows 1024")
+    told = warning(1024, limit, "n1")
+    assert told.startswith("each of 1024 ranks may need 1280 open files, and n1 allows 1024")
     assert "\n" not in told
 
 
@@ -99,8 +101,10 @@ def _open_files():
     return after - before
 
 
-def test_each_further_rank_costs_a_rank_what_is_counted_for_it():
-    few, more = (launch(_open_files, ranks)[1:] for ranks in (2, 5))  # rank 0 serves the store here
+@pytest.mark.parametrize(("tree", "groups"), [(1, PER_RANK), (0, 3)], ids=["agents", "gloo"])
+def test_each_further_rank_costs_a_rank_what_is_counted_for_it(tree, groups):
+    """Without agents our two exchanges are groups like the program's."""
+    few, more = (launch(_open_files, ranks, tree=tree)[1:] for ranks in (2, 5))  # 0 has the store
 
-    assert max(more) - max(few) == 3 * PER_RANK
-    assert max(few) <= 2 * PER_RANK + BASE // 8
+    assert max(more) - max(few) == 3 * groups
+    assert max(few) <= 2 * groups + BASE // 8
