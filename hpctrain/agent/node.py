@@ -225,8 +225,7 @@ class NodeAgent(LocalElasticAgent):
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
         self.end: RoundEnd | None = None
-        self._node = node
-        self._attempt_dir = attempt_dir
+        self._node, self._attempt_dir = node, attempt_dir
         self._hooks = hooks
         self._before_ranks = before_ranks
         self._secret = secret

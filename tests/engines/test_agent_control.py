@@ -23,9 +23,14 @@ FIND = """
 import os, pathlib
 folder = pathlib.Path(os.environ["HPCTRAIN_CONTROL"])
 attempt = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
-node = next(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-    if f"PPid:\\t{os.getppid()}\\n" in pathlib.Path(f"/proc/{pid}/status").read_text()
-    and any(path.resolve() == folder for path in pathlib.Path(f"/proc/{pid}/fd").iterdir()))
+def is_node(pid):
+    try:
+        return any(path.resolve() == folder for path in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it ended while we looked
+        return False
+agent = os.getppid()
+children = pathlib.Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+node = next(pid for pid in map(int, children) if is_node(pid))
 """
 JOIN = (
     FIND
