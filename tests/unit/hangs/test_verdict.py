@@ -242,3 +242,69 @@ def test_whatever_was_found_there_is_a_verdict(at, data):
 
     assert set(ruling.ranks) <= set(range(4))
     assert ruling.summary
+
+
+def test_many_are_said_in_few_words_and_in_order():
+    """What was found in any order is told in that of the ranks."""
+    world = {"0": tuple(reversed(range(8)))}
+    standing = [rank(n, 18, 17, groups=world) for n in (7, 0, 1, 2, 4)]
+    late = [behind(n, groups=world) for n in (5, 3, 6)]
+    ruling = verdict([*standing, *late])
+
+    assert ruling.ranks == (3, 5, 6)
+    assert ruling.summary.startswith(
+        "ranks 3, 5 and 6 hold up the others: 5 ranks wait for rank 3, which has not come to "
+        "all_reduce number 18 [8] of all 8 ranks"
+    )
+    six = {"0": tuple(range(6))}
+    of_six = [rank(n, 18, 17, groups=six) for n in range(5)] + [behind(5, groups=six)]
+    assert "of ranks 0 to 5" in verdict(of_six).summary
+
+
+def test_a_group_is_the_same_in_whatever_order_its_ranks_are_told():
+    other_way = {"0": (3, 2, 1, 0)}
+    ruling = verdict([*waiting(0, 1), rank(3, 18, 17, groups=other_way), behind(2)])
+
+    assert ruling.summary.startswith("3 ranks wait for rank 2")
+
+
+def test_several_that_do_not_run_are_named_with_all_that_is_wrong():
+    ruling = verdict([behind(3, process="T"), *waiting(0), behind(1, process="D")])
+
+    assert ruling.ranks == (1, 3)
+    assert ruling.summary == (
+        "ranks 1 and 3 are stopped (by a signal) or waiting for a disk or a file server"
+    )
+    assert ruling.is_certain
+    assert ruling.details == (
+        "rank 3: stopped (by a signal), at train.py:23 fetch_rows (step 12, in data)",
+        "rank 1: waiting for a disk or a file server, at train.py:23 fetch_rows (step 12, in data)",
+    )
+
+
+def test_nothing_is_certain_where_nobody_waits():
+    assert not verdict([rank(n, 18, 18) for n in range(4)]).is_certain
+
+
+def test_of_two_mismatches_of_one_number_the_first_group_counts():
+    """And ranks are told in order, whoever answered first."""
+    odd = rank(0, 18, 17, last=[call(18, "barrier")])
+    ruling = verdict([rank(3, 18, 17), rank(1, 18, 17), odd, rank(2, 18, 17)])
+
+    assert ruling.ranks == (0,)
+    assert "ranks 1 to 3 call all_reduce number 18 [8]" in ruling.summary
+
+
+def test_where_it_is_not_known_where_a_rank_is_that_is_said():
+    ruling = verdict([*waiting(0, 1, 3), rank(2, 17, 17, frames=None)])
+
+    assert ruling.summary.endswith("which has not come to all_reduce number 18 [8] of ranks 0 to 3")
+    assert ruling.details[-1] == "rank 2: where it is is not known"
+
+
+def test_a_collective_of_which_torch_has_kept_nothing_has_a_number_at_least():
+    kept = [rank(n, 18, 17, last=[call(30)]) for n in (0, 1, 3)]
+
+    assert "which has not come to collective number 18 of ranks 0 to 3" in (
+        verdict([*kept, behind(2)]).summary
+    )
