@@ -1,38 +1,99 @@
 """Print what hpctrain adds at 64 to 16,384 ranks, each with its law, and real points beside them.
 
     python -m benchmarks.scale [--quick]
+    python -m benchmarks.scale --run agreement|nodes|meeting|checkpoint [--sizes N ...]
 
-`--quick` takes the constants as they were measured, and runs no real point.
+`--quick` takes the constants as they were measured, and runs no real point. `--run` runs real
+points alone, some minutes of them, and writes them into constants.toml with date, commit and load.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
-from benchmarks.scale import anchors, model
+from benchmarks.scale import anchors, laws, model, points
 
+RUNS = {
+    "agreement": (16, 64, 128, 256, 512),
+    "nodes": (64, 250, 1000),
+    "meeting": (64, 500, 1000, 2000),
+    "checkpoint": (1024, 4096, 16384),
+}
+"""What can be run, and at which sizes: ranks, nodes, agents, ranks."""
 RANKS = (64, 256, 1024, 4096, 8192, 16384)
 ANCHORED = 8192
+FOUR = 512
+"""From so many ranks on a tree with 4 children each has three levels."""
 
 
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser(description="What hpctrain adds, by ranks.")
     parser.add_argument("--quick", action="store_true", help="no real points")
-    quick = parser.parse_args().quick
+    parser.add_argument("--run", choices=RUNS, help="real points of this alone; write them down")
+    parser.add_argument("--sizes", type=int, nargs="+", help="in place of the usual ones")
+    asked = parser.parse_args()
+    if asked.run:
+        for size in asked.sizes or RUNS[asked.run]:
+            run(asked.run, size)
+        return
+    quick = asked.quick
     given = model.constants()
     if not quick:
-        given = replace(given, hop_s=anchors.hop_s(), look_s=anchors.look_s(ANCHORED))
-        print(f"measured now: hop {given.hop_s * 1e6:.0f} us, look {given.look_s * 1e6:.1f} us")
+        from benchmarks.scale.tree import hop_s
+
+        given = replace(given, control_hop_s=hop_s(), look_s=anchors.look_s(ANCHORED))
+        hop_us, look_us = given.control_hop_s * 1e6, given.look_s * 1e6
+        print(f"measured now: hop {hop_us:.0f} us, look {look_us:.1f} us")
     for name, law, values in rows(given):
         print(f"{name:44} {' '.join(f'{value:>9}' for value in values)}  {law}")
+    print("\nReal points beside their laws:")
+    for line in beside(given):
+        print(line)
     if not quick:
         seconds, megabytes = anchors.status_s(ANCHORED)
         said = model.status_s(ANCHORED, given, shared=False)
         print(
             f"status of {ANCHORED:,} ranks, {megabytes:.0f} MB: {seconds:.2f} s; law {said:.2f} s"
         )
+
+
+def run(name: str, size: int) -> None:
+    """One real point, or two of a tree of many nodes: 32 children each, and 4 in three levels."""
+    if name == "agreement":
+        from benchmarks.scale.tree import agreement
+
+        measured: list[Any] = [agreement(size)] + ([agreement(size, 4)] if size >= FOUR else [])
+    elif name == "nodes":
+        from benchmarks.scale.agents import many_nodes
+
+        measured = [many_nodes(size)]
+    elif name == "meeting":
+        from benchmarks.scale.stores import meeting
+
+        measured = [meeting(size)]
+    else:
+        from benchmarks.scale.large_checkpoint import large_checkpoint
+
+        measured = [large_checkpoint(size)]
+    for point in measured:
+        print(point, flush=True)
+        points.record(name, point)
+
+
+def beside(given: model.Constants) -> list[str]:
+    """Each point that was run, beside what its law says, and the factor between them."""
+    lines = []
+    for anchor in laws.ANCHORS:
+        lines.append(f"{anchor.of} {anchor.field}: {anchor.form}")
+        for point in points.points(anchor.of):
+            ran, said = point[anchor.field], anchor.law(point, given)
+            busy = "; an upper bound" if anchor.is_bound(point) else ""
+            size = " ".join(f"{point[name]:,} {name}" for name in points.SIZES if name in point)
+            lines.append(f"  {size:32} {ran:9.3g}  law {said:9.3g}  x {ran / said:.2f}{busy}")
+    return lines
 
 
 def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
@@ -47,13 +108,50 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
     def seconds(values: list[float]) -> list[str]:
         return [f"{value:.3g}" for value in values]
 
+    agents = [model.nodes(ranks) for ranks in RANKS]
+    below = [model.depth(number) for number in agents]
     shared = "a server's look is thought"
     return [
         row("ranks", "", [f"{ranks:,}" for ranks in RANKS]),
         row(
-            "agreement, s",
-            "2 x depth of the tree x (hop + fan-out x merge); network thought",
-            seconds([model.agreement_s(ranks, given) for ranks in RANKS]),
+            "notice to agreed stop, s",
+            "step + max(50 ms, 3 x levels x (2 x hop + 10 ms))",
+            seconds([laws.notice_s(levels, given) for levels in below]),
+        ),
+        row(
+            "commit: gather, table, rename, s",
+            "a + b x ranks + levels x hop; this disk",
+            seconds([laws.commit_s(ranks, given) for ranks in RANKS]),
+        ),
+        row(
+            "choose among 20, tell, read the table, s",
+            "a + b x ranks + (levels + 1) x (hop + 32 x message)",
+            seconds([laws.restore_s(ranks, given) for ranks in RANKS]),
+        ),
+        row(
+            "choose where 19 of 20 are torn, s",
+            "a + b x ranks",
+            seconds([laws.choose_torn_s(ranks, given) for ranks in RANKS]),
+        ),
+        row(
+            "agents meet and learn their ranks, s",
+            "agents x (connection + name + call)",
+            seconds([laws.meet_s(n, given) + laws.ranks_s(n, given) for n in agents]),
+        ),
+        row(
+            "start: meet, tree, choose, s",
+            "the sum; without imports and torch's meeting",
+            seconds([laws.start_s(ranks, given) for ranks in RANKS]),
+        ),
+        row(
+            "the store's process in training, cores",
+            "agents x looks, each agents x 1 ms apart",
+            seconds([laws.store_cpu(n, given) for n in agents]),
+        ),
+        row(
+            "node 0's control process, cores",
+            "a + b x children, steps of 20 ms",
+            seconds([laws.root_cpu(min(n - 1, model.FAN_OUT), given) for n in agents]),
         ),
         row(
             "start, operations on the run's directory",

@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-MESSAGE_BYTES = 300
-ROUNDS = 2000
-
-
-def hop_s() -> float:
-    """One way of a message between two processes of Python, over a pipe; the best of three."""
-    ours, theirs = multiprocessing.Pipe()
-    echo = multiprocessing.get_context("fork").Process(target=_echo, args=(theirs,), daemon=True)
-    echo.start()
-    message = bytes(MESSAGE_BYTES)
-    best = min(_rounds(ours, message) for _ in range(3))
-    ours.send_bytes(b"")
-    echo.join()
-    return best / 2
-
-
-def _rounds(ours: Connection, message: bytes) -> float:
-    began = time.perf_counter()
-    for _ in range(ROUNDS):
-        ours.send_bytes(message)
-        ours.recv_bytes()
-    return (time.perf_counter() - began) / ROUNDS
-
-
-def _echo(theirs: Connection) -> None:
-    while message := theirs.recv_bytes():
-        theirs.send_bytes(message)
 
 
 def look_s(files: int) -> float:

@@ -17,8 +17,6 @@ STEP_MARK_BYTES = 300
 class Constants:
     """What one thing takes; names end with their unit, operations are counted."""
 
-    hop_s: float
-    merge_s: float
     look_s: float
     status_base_s: float
     status_mb_s: float
@@ -31,7 +29,29 @@ class Constants:
     resume_operations: float
     import_node_operations: float
     import_rank_operations: float
+    control_hop_s: float
+    message_s: float
+    look_cpu: float
+    child_cpu: float
+    gather_s: float
+    value_s: float
+    table_s: float
+    table_rank_s: float
+    publish_s: float
+    publish_rank_s: float
+    choose_s: float
+    choose_rank_s: float
+    choose_torn_s: float
+    choose_torn_rank_s: float
+    read_s: float
+    read_rank_s: float
+    meet_s: float
+    meet_agent_s: float
+    ranks_agent_s: float
+    ask_cpu_s: float
+    begin_node_s: float
     network_s: float
+    name_s: float
     shared_look_s: float
     shared_operations_per_s: float
 
@@ -56,14 +76,6 @@ def depth(nodes: int, fan_out: int = FAN_OUT) -> int:
         here += width
         levels += 1
     return levels
-
-
-def agreement_s(ranks: int, given: Constants) -> float:
-    """Up to the root and down again: depth x (hop + network + fan-out x merge), twice the hops."""
-    levels = depth(nodes(ranks))
-    first = given.hop_s + min(ranks, RANKS_PER_NODE) * given.merge_s
-    each = given.hop_s + given.network_s + FAN_OUT * given.merge_s
-    return 2 * (first + levels * each)
 
 
 def start_operations(ranks: int, given: Constants) -> float:
