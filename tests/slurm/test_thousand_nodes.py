@@ -72,22 +72,24 @@ def free_mib():
     "count", [16, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(0)])]
 )
 def test_a_run_on_many_nodes_asks_slurm_as_often_as_on_few(count, tmp_path, capsys):
+    def say(line):
+        with capsys.disabled():  # at once, into whatever log there is
+            print(line, flush=True)
+
     began = time.monotonic()
     with ManyNodes(count) as cluster:
-        up_s, diary = time.monotonic() - began, Diary(cluster)
-        memory = {"idle": cluster.memory_mib()}
+        up_s, diary = time.monotonic() - began, Diary(cluster, say)
+        say(f"\n{count} nodes: idle after {up_s:.1f} s; MiB: {cluster.memory_mib()}")
         setup = f'slurm.setup=["export HPCTRAIN_PYTHON={stand_in_python(tmp_path)}"]'
         own = ["--set", setup, "--cluster=slurm"]
         run = start(cluster, diary, tmp_path, own, count)
-        memory["run"] = cluster.memory_mib()
+        say(f"  MiB while it runs: {cluster.memory_mib()}")
         with diary.part("status"):
             status = run.status()
         assert (status["state"], len(status["attempts"][-1]["nodes"])) == ("running", count)
         disturb(cluster, diary, run, count)
         resume_and_end(cluster, diary, run, count)
         preflight(cluster, diary, tmp_path, own, count)
-        with capsys.disabled():
-            tell(count, up_s, memory, diary)
 
     for part, most in MOST_ASKED.items():
         assert diary.asked(part) <= most, (part, diary.rows[part])
@@ -145,11 +147,4 @@ def preflight(cluster, diary, cwd, own, count):
     report = json.loads(said.stdout)
     assert report["status"] != "fail", report["results"]
     assert (len(report["nodes"]), report["bad_nodes"]) == (nodes, {})
-    diary.notes = f"preflight of {nodes} nodes: {report['measured']['seconds']} s of its own"
-
-
-def tell(count, up_s, memory, diary):
-    """One line for each part, into whatever log there is."""
-    print(f"\n{count} nodes: idle after {up_s:.1f} s; MiB: {memory}; {diary.notes}")
-    for part, (took_s, asked) in diary.rows.items():
-        print(f"  {part}: {took_s:.1f} s, asked {asked.total()}: {dict(asked)}")
+    diary.say(f"  preflight of {nodes} nodes: {report['measured']['seconds']} s of its own")

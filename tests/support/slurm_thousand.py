@@ -23,7 +23,7 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_config import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.slurm_cluster import Record
 
@@ -52,6 +52,12 @@ class ManyNodes(SlurmCluster):
     def __init__(self, count: int) -> None:
         super().__init__(shape=Shape.of(count))
         self._own_looks = 0
+
+    def run(
+        self, *argv: str, check: bool = False, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """As every cluster's, with more patience: while all nodes begin, slurmctld gets no CPU."""
+        return super().run(*argv, check=check, timeout=max(timeout, self.patience_s))
 
     def job(self, job_id: str) -> Record:
         """As every cluster's; `questions` leaves it out, since it is the test that asks."""
@@ -122,10 +128,10 @@ esac
 
 @dataclass
 class Diary:
-    """What each part of a story took: seconds, and questions to slurmctld."""
+    """What each part of a story took: seconds, and questions to slurmctld; told at once."""
 
     cluster: ManyNodes
-    notes: str = ""
+    say: Callable[[str], None]
     rows: dict[str, tuple[float, Counter[str]]] = field(default_factory=dict)
 
     @contextmanager
@@ -137,6 +143,7 @@ class Diary:
         asked = self.cluster.questions()
         asked.subtract(before)
         self.rows[name] = (took_s, Counter({n: c for n, c in asked.items() if c}))
+        self.say(f"  {name}: {took_s:.1f} s, asked {asked.total()}: {dict(self.rows[name][1])}")
 
     def asked(self, name: str) -> int:
         """How many questions a part took."""
