@@ -129,15 +129,15 @@ make_room() {
   local lock key
   has_room "$1" && return
   while read -r lock; do
-    key=${lock%.lock}
-    exec 8>>"$stage_root/$lock"
+    key=${lock##*/} key=${key%.lock}
+    exec 8>>"$lock"
     if flock -n -x 8; then
       remove "$key"
       rm -rf -- "${stage_root:?}/$key.new"
     fi
     exec 8>&-
     has_room "$1" && return
-  done < <(cd "$stage_root" && ls -1tr -- *.lock 2>/dev/null)
+  done < <(ls -1tr -- "$stage_root"/*.lock 2>/dev/null)
   has_room "$1"
 }
 

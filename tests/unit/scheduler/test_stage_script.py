@@ -92,6 +92,17 @@ def test_where_all_nodes_lack_it_in_one_folder_it_is_sent(job, tmp_path):
     assert not list(Path(root).glob("*.sent*"))
 
 
+def test_where_nodes_have_it_nothing_is_sent(job, tmp_path):
+    job(f"{tmp_path}/n1")
+    put("sbcast", "#!/bin/bash\necho sbcast >>calls\n")
+    Path("calls").unlink()
+
+    staged, _, calls = job(f"{tmp_path}/n1")
+
+    assert calls == ["srun"] * 3
+    assert [line.split()[2] for line in staged[-2:]] == ["reused"] * 2
+
+
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_where_it_cannot_be_sent_each_node_reads_it(job, tmp_path, is_broken):
     put("sbcast", "#!/bin/bash\necho sbcast >>calls\nexit 1\n")
