@@ -49,6 +49,12 @@ def test_other_bytes_are_no_message(garbage):
     assert isinstance(head, dict)
 
 
+@pytest.mark.parametrize("cut", [b"", b"\0\0", (3).to_bytes(4, "big") + b"{}"])
+def test_a_message_that_is_shorter_than_it_says_is_none(cut):
+    with pytest.raises(Garbled):
+        unpacked(cut)
+
+
 def test_a_deep_head_is_no_message():
     deep = b"[" * 100_000
 
