@@ -29,8 +29,9 @@ from tests.support.exchange import made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-OWN_PIPES = {"writer.py", "writer_process.py"}
-"""Between a process and those that it has started itself; no file that anybody else can write."""
+OWN_PIPES = {"writer.py", "writer_process.py", "seat.py"}
+"""Between a process and those that it has started itself, and between the ranks of an attempt,
+whose nodes let in nobody without its secret; no file that anybody else can write."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
