@@ -117,6 +117,14 @@ def test_what_comes_twice_counts_once():
     ]
 
 
+def test_a_call_that_is_over_leaves_nothing_behind():
+    """Else a run of months would remember each of its gathers."""
+    node = Collectives(range(1), [], is_root=True)
+
+    for kind in ("gather_on_0", "gather"):  # were the first one kept, the second would be refused
+        assert node.give(0, Call("0", 1, kind), b"")
+
+
 def test_only_rank_0_is_heard_by_all():
     node = Collectives(range(2), [5], is_root=True)
 

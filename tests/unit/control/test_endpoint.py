@@ -130,6 +130,41 @@ def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
     run(act)
 
 
+def test_a_child_that_is_in_stays_in(monkeypatch):
+    """The time to say who one is ends with having said it."""
+    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
+
+    async def act(door):
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        reader, writer = await asyncio.open_connection(HERE, door.port)
+        await reader.read()  # a stranger who came later was sent away for its silence
+        writer.close()
+        child.say(b"still here")
+        assert await door.heard.get() == (1, b"still here")
+        assert door.ended.empty()
+        child.close()
+
+    run(act)
+
+
+def test_an_end_is_told_once_and_nothing_is_said_behind_it():
+    async def act(door):
+        child = await meet_parent(HERE, door.port, greeting(), 1)
+        child.say(b"up")
+        await door.heard.get()
+        child.codes = None
+        child.say(b"not sealed")
+        child.say(b"nor this")
+        await door.ended.get()
+        door.inside[1].say(b"to nobody")
+        door.inside[1].data_received(b"late")
+        door.inside[1].connection_lost(None)
+        assert door.ended.empty()
+        child.close()
+
+    run(act)
+
+
 def test_a_stranger_may_not_stay_silent_for_ever(monkeypatch):
     monkeypatch.setattr(endpoint, "GREET_S", 0.05)
 

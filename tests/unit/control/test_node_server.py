@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import struct
+import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -385,6 +387,58 @@ def test_a_child_that_came_in_and_says_no_more_is_given_up(run, monkeypatch):
         return (await rank.hear("lost"))[0]["why"]
 
     assert run(act) == "n0 has lost node 1: it was silent for 0 s"
+
+
+def test_a_node_that_was_stopped_itself_calls_nobody_else_silent(run, monkeypatch):
+    """A laptop's lid, a debugger, SIGSTOP: the others could not be heard meanwhile."""
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(node_server, "time", clock)
+
+    async def act(node):
+        child = await node.child(1)
+        await child.hear("lease")
+        clock.monotonic = lambda: time.monotonic() + 1000
+        # It looks again, and gives the sign of life that is long due.
+        await child.hear("lease")
+        return node.server.lost
+
+    assert run(act) == ""
+
+
+def test_a_node_below_gives_its_ranks_a_sign_of_life_only_with_the_roots(run, monkeypatch):
+    monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.05)
+
+    async def act(node):
+        parent = await node.parent()
+        board = node.server._board
+        before = board.server_beat
+        for _ in range(3):
+            await parent.hear("report")  # it lives, and looks
+        unheard = board.server_beat
+        waits = await node.rank(2)
+        board.words[board.at(0) + WAITS] = 1
+        await waits.hear("welcome")
+        parent.say({"is": "lease", "lease": Lease(5, 7).to_plain()})
+        await waits.hear("lease")
+        return unheard == before, board.server_beat == before
+
+    assert run(act, 1) == (True, False)
+
+
+def test_behind_a_failure_nothing_is_granted_any_more(run):
+    async def act(node):
+        child = await node.child(1)
+        await child.hear("lease")
+        node.server.fail("the end")
+        await child.hear("lost")
+        board = node.server._board
+        before = board.newer_lease(0)
+        child.say({"is": "report", "report": REPORT.to_plain(), "urgent": True})
+        node.server._look()
+        await asyncio.sleep(0.2)  # four looks: that nothing happens is the point
+        return board.newer_lease(0) == before, child.heard.qsize()
+
+    assert run(act) == (True, 0)
 
 
 @pytest.mark.parametrize("how", ["half", "again"])
