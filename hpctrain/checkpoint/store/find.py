@@ -168,7 +168,10 @@ def look_at(path: Path, step: int, *, looks: int | None = None) -> FoundCheckpoi
         return FoundCheckpoint(
             step, path, manifest, f"manifest is of step {manifest.step}, not {step}"
         )
-    problems = size_problems(path, manifest.files, looks=looks)
+    # A sample first: twenty damaged ones of thousands of files each are else asked for every file.
+    problems = size_problems(path, manifest.files, looks=SAMPLE if looks is None else looks)
+    if looks is None and not problems and len(manifest.files) > SAMPLE:
+        problems = size_problems(path, manifest.files)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return FoundCheckpoint(step, path, manifest, problems[0] + more if problems else None)
 
