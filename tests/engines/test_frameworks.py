@@ -89,7 +89,8 @@ def test_the_program_that_is_shown_loses_no_step_to_a_preemption(tmp_path, frame
     assert (first.steps_lost, second.steps_lost) == (0, 0)
     done = (tmp_path / "preempted" / "steps.txt").read_text().split()
     assert len(done) == STEPS, "the optimizer's own count, over both starts"
-    saved = [first.last_step, 40, 80, STEPS]
+    # With steps of a millisecond a stop holds up to 50 of them later (control.lease.AHEAD).
+    saved = sorted({first.last_step, 40, 80, STEPS})
     assert [(save.kind, save.step) for save in history.saves] == [
         ("sealed", step) for step in saved[: len(history.saves)]
     ]

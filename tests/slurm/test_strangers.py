@@ -384,7 +384,21 @@ def open_names(pids, *but):
         if path.startswith(OPEN_TO_ALL)
         and not path.startswith(tuple(map(str, but)))
         and Path(path).exists()
+        and not _is_in_a_new_private_folder(Path(path))
     }
+
+
+def _is_in_a_new_private_folder(path):
+    """The control plane's: made under a name by chance, for its user alone."""
+    folders = [
+        one
+        for one in (path, *path.parents)
+        if one.name.startswith(f"hpctrain-control-{OWNER.uid}-")
+    ]
+    return bool(folders) and all(
+        (about := folder.stat()).st_uid == OWNER.uid and about.st_mode & 0o777 == 0o700
+        for folder in folders
+    )
 
 
 def _lock(siege, holder):

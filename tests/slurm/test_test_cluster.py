@@ -154,8 +154,8 @@ def test_a_port_that_somebody_took_meanwhile_costs_a_second_start_and_no_test(
         somebody.bind(("", 0))
         somebody.listen()
 
-        def late() -> Ports:
-            ports = pick()
+        def late(nodes: int) -> Ports:
+            ports = pick(nodes)
             if not given:
                 ports = replace(ports, slurmd=(*ports.slurmd[:3], somebody.getsockname()[1]))
             given.append(ports)
