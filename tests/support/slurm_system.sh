@@ -13,7 +13,8 @@ python=${PYTHON:-python3}
 
 # What install_slurm.sh installs; then what the tests call; then the libraries of a Python that was
 # built on another Debian.
-packages="slurm-wlm munge slurmdbd mariadb-server slurm-wlm-mysql-plugin"
+# slurmdbd's check of concat() fails with the client library of 11.8.9, trixie's and sid's by now
+packages="slurm-wlm munge slurmdbd mariadb-server slurm-wlm-mysql-plugin libmariadb3/bookworm"
 packages+=" bash procps iproute2 util-linux ca-certificates git hostname fuse3 openssh-client passwd"
 packages+=" gcc libc6-dev"
 packages+=" libssl3t64 libffi8 libsqlite3-0 libbz2-1.0 liblzma5 zlib1g libreadline8t64 libncursesw6"
@@ -79,15 +80,10 @@ build() {
   pass_on_apt "$root"
   printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d" # the tests start the daemons
   chmod +x "$root/usr/sbin/policy-rc.d"
-  local from="$packages"
-  if [ "$suite" = sid ]; then
-    # slurmdbd's check of concat() fails with sid's client library
-    echo "deb $source trixie main" >"$root/etc/apt/sources.list.d/trixie.list"
-    from+=" libmariadb3/trixie"
-  fi
+  echo "deb $source bookworm main" >"$root/etc/apt/sources.list.d/bookworm.list"
   inside "$root" apt-get update -q
   # shellcheck disable=SC2086  # the list is meant to be split
-  inside "$root" apt-get install -q -y --no-install-recommends --allow-downgrades $from
+  inside "$root" apt-get install -q -y --no-install-recommends --allow-downgrades $packages
   inside "$root" apt-get clean
   local got
   # shellcheck disable=SC2016  # dpkg's own variable
