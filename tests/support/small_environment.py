@@ -6,6 +6,7 @@ itself is copied, as a wheel has it.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import re
@@ -24,7 +25,7 @@ def make_environment(folder: Path, *packages: str) -> Path:
     """Make it; returns its interpreter.
 
     Args:
-        folder: Its prefix, on the file system of the packages.
+        folder: Its prefix, better on the file system of the packages.
         packages: Distributions that it gets with all that they need; with "hpctrain" this checkout.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -63,7 +64,17 @@ def _link(package: importlib.metadata.Distribution, site: Path) -> None:
         target = site / file
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            os.link(source, target)
+            _link_or_copy(source, target)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """A hard link; a copy where the folder is another mount, as in the system of another SLURM."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copy2(source, target)
 
 
 def _copy_own(site: Path) -> None:
