@@ -280,21 +280,26 @@ class AttemptEnding:
     def record_lost_attempt(self) -> None:
         """Write down the end of an attempt that could not do so itself.
 
-        Its node died, or it was killed without warning.
+        Its node died, or it was killed without warning; or it wrote what it thought, since nobody
+        could ask the scheduler, and accounting knows.
         """
         fence = read_fence(self._run)
         if fence is None:
             return
         self._look(0)
-        if self._end.last(kinds.AttemptEnded, fence.number) is not None:
+        guess = self._end.last(kinds.AttemptEnded, fence.number)
+        if guess is not None and guess.next is not Next.ASK_BATCH:
             return
         same_job = fence.job_id == self._context.job_id
         reason, ended_at = EndReason.UNKNOWN, None
         if same_job and self._context.restarts > fence.restarts:
             reason = self._control.previous_end()
+        if guess is not None and reason in {EndReason.UNKNOWN, guess.reason}:
+            return
         if reason is not EndReason.UNKNOWN:  # a scheduler that tells nothing is asked once only
             ended_at = self._control.previous_stop()
-        why = "written by the next attempt: this one was killed without a word"
+        said = "was killed without a word" if guess is None else "could not ask the scheduler"
+        why = f"written by the next attempt: this one {said}"
         facts = self._facts(fence.number, "killed", why=why, ended_at=ended_at)
         facts = replace(facts, by="successor", has_successor=True)
         following = Next.LEAVE if same_job else Next.STOP

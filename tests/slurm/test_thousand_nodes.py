@@ -57,8 +57,11 @@ def wait_attempt(run, number, nodes):
 
 
 def wait_ends(run, *reasons):
+    """Until attempts have ended so; where slurmctld is slow, one end is written more than once."""
+
     def there():
-        return [reason for reason, _ in run.ends()] == list(reasons)
+        ends = {event.attempt: event.fact.reason for event in run.events("attempt_ended")}
+        return tuple(ends.values()) == reasons
 
     run.wait(f"ends {reasons}", there, run.slurm.patience_s)
 

@@ -219,7 +219,7 @@ class Daemons:
         if mount:
             script = f"{shlex.join(mount)} && exec {shlex.join(slurmd)}"
             slurmd = ["unshare", "--mount", "--propagation=private", "sh", "-c", script]
-        self._spawn(node, *slurmd)
+        self._spawn(node, *slurmd, conf=self.at.slurm_conf_of(self.shape.group(node)))
 
     def configure(self, *, user_signal: bool) -> None:
         """Write slurm.conf; daemons that run read it at `scontrol reconfigure`."""
@@ -230,9 +230,12 @@ class Daemons:
             user=getpass.getuser(),
             user_signal=user_signal,
         )
-        fresh = self.at.slurm_conf.with_suffix(".fresh")
-        fresh.write_text(text)
-        fresh.replace(self.at.slurm_conf)  # commands may be reading the old one
+        for group in self.shape.groups:
+            socket_path = str(self.at.munge_socket_of(group))
+            path = self.at.slurm_conf_of(group)
+            fresh = path.with_suffix(".fresh")
+            fresh.write_text(text.replace(str(self.at.munge_socket), socket_path))
+            fresh.replace(path)  # commands may be reading the old one
 
     def _taken_ports(self) -> Ports:
         if self._ports is None:
@@ -263,7 +266,8 @@ class Daemons:
         dbd.write_text(slurmdbd_conf(at, self._taken_ports(), user=user))
         self.configure(user_signal=False)
         self._start_keeper()
-        self._start_munged()
+        for group in self.shape.groups:
+            self._start_munged(group)
         self._start_database(user)
         self._spawn("slurmdbd", "slurmdbd", "-D")
         self._ready("slurmdbd", lambda: _listening(self._taken_ports().slurmdbd), 60)
@@ -308,13 +312,13 @@ class Daemons:
             start_new_session=True,  # Ctrl-C is for pytest, which then tells the keeper
         )
 
-    def _start_munged(self) -> None:
-        at = self.at
+    def _start_munged(self, group: int = 0) -> None:
+        at, name = self.at, f"munged.{group}" if group else "munged"
         self._spawn(
-            *("munged", "munged", "--foreground", "--force"),
-            *(f"--key-file={at.munge_key}", f"--socket={at.munge_socket}"),
-            *(f"--pid-file={at.folder}/run/munged.pid", f"--log-file={at.log('munged')}"),
-            f"--seed-file={at.folder}/munge/seed",
+            *(name, "munged", "--foreground", "--force"),
+            *(f"--key-file={at.munge_key}", f"--socket={at.munge_socket_of(group)}"),
+            *(f"--pid-file={at.folder}/run/{name}.pid", f"--log-file={at.log(name)}"),
+            f"--seed-file={at.folder}/munge/seed.{group}",
         )
 
     def _start_database(self, user: str) -> None:
@@ -334,22 +338,22 @@ class Daemons:
         )
         self._ready("mariadbd", at.database_socket.exists, 60)
 
-    def _daemon_environment(self) -> dict[str, str]:
+    def _daemon_environment(self, conf: Path | None = None) -> dict[str, str]:
         return {
             "PATH": search_path(),
             "HOME": str(self.at.work),
             "LANG": "C.UTF-8",
-            "SLURM_CONF": str(self.at.slurm_conf),
+            "SLURM_CONF": str(conf or self.at.slurm_conf),
             "MYSQL_UNIX_PORT": str(self.at.database_socket),
             MARK: str(self.at.folder),
         }
 
-    def _spawn(self, name: str, *argv: str) -> None:
+    def _spawn(self, name: str, *argv: str, conf: Path | None = None) -> None:
         if self._keeper is None or self._keeper.stdin is None or self._keeper.stdout is None:
             raise RuntimeError("the cluster has not been started")
         request = {
             "argv": argv,
-            "env": self._daemon_environment(),
+            "env": self._daemon_environment(conf),
             "log": str(self.at.out(name)),
         }
         self._keeper.stdin.write(json.dumps(request) + "\n")

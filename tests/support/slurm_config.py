@@ -33,6 +33,8 @@ class Shape:
         slurmd_timeout_s: A node that is silent for so long is down.
         message_timeout_s: Of one request between daemons.
         credential_s: So long may a step take to reach its last node.
+        unkillable_s: A node that has not ended a step within so long after SIGKILL is drained.
+        nodes_a_munged: Nodes have one each; a thousand that ask one at once are turned away.
     """
 
     nodes: tuple[str, ...] = NODES
@@ -40,6 +42,17 @@ class Shape:
     slurmd_timeout_s: int = 30
     message_timeout_s: int = 10
     credential_s: int = 5
+    unkillable_s: int = 60
+    nodes_a_munged: int = 50
+
+    def group(self, node: str) -> int:
+        """Which munged a node asks; commands ask the first, with the first nodes."""
+        return self.nodes.index(node) // self.nodes_a_munged
+
+    @property
+    def groups(self) -> range:
+        """Of nodes that share a munged."""
+        return range(-(-len(self.nodes) // self.nodes_a_munged))
 
     @classmethod
     def of(cls, count: int) -> Shape:
@@ -47,7 +60,14 @@ class Shape:
         names = tuple(f"n{number:04d}" for number in range(1, count + 1))
         if count <= FEW:
             return cls(names)
-        return cls(names, 30, slurmd_timeout_s=600, message_timeout_s=100, credential_s=300)
+        return cls(
+            names,
+            30,
+            slurmd_timeout_s=600,
+            message_timeout_s=100,
+            credential_s=300,
+            unkillable_s=900,
+        )
 
 
 _PORTS = range(10_000, PORT_BASE)
@@ -83,6 +103,14 @@ class Layout:
     @property
     def munge_socket(self) -> Path:
         return self.folder / "munge" / "socket"
+
+    def munge_socket_of(self, group: int) -> Path:
+        """Of the munged that a group of nodes asks."""
+        return self.folder / "munge" / f"socket.{group}" if group else self.munge_socket
+
+    def slurm_conf_of(self, group: int) -> Path:
+        """What a group of nodes reads: as the others', but for its munged."""
+        return self.folder / f"slurm.{group}.conf" if group else self.slurm_conf
 
     @property
     def munge_key(self) -> Path:
@@ -167,6 +195,7 @@ SlurmctldLogFile={at.log("slurmctld")}
 SlurmdLogFile={at.folder}/log/%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
+DebugFlags=NO_CONF_HASH
 LogTimeFormat=iso8601_ms
 SlurmdParameters=config_overrides
 {parameters}
@@ -185,6 +214,7 @@ ReturnToService=2
 SlurmctldTimeout=60
 SlurmdTimeout={size.slurmd_timeout_s}
 MessageTimeout={size.message_timeout_s}
+UnkillableStepTimeout={size.unkillable_s}
 InactiveLimit=0
 TreeWidth=64
 PropagateResourceLimits=NONE

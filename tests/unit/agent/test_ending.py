@@ -154,6 +154,26 @@ def test_a_scheduler_without_memory_is_asked_once(story):
     assert all_fields(last(story, "attempt_ended"))["ended_at"] is None
 
 
+@pytest.mark.parametrize(
+    ("thought", "known", "then"),
+    [
+        (("preempted", "ask_batch"), EndReason.NODE_FAILED, ["preempted", "node_failed"]),
+        (("preempted", "ask_batch"), EndReason.PREEMPTED, ["preempted"]),
+        (("preempted", "ask_batch"), EndReason.UNKNOWN, ["preempted"]),
+        (("preempted", "leave"), EndReason.NODE_FAILED, ["preempted"]),
+    ],
+)
+def test_what_was_only_thought_of_an_end_is_put_right_by_accounting(story, thought, known, then):
+    story.ended(1, *thought)
+
+    ending(story, Scheduler(known)).record_lost_attempt()
+
+    ends = [all_fields(e) for e in ledger.read(story.run) if e.kind == "attempt_ended"]
+    assert [end["reason"] for end in ends] == then
+    if len(then) > 1:
+        assert "could not ask the scheduler" in ends[-1]["detail"]
+
+
 @pytest.mark.parametrize("stepped", [True, False])
 def test_an_error_after_the_first_step_is_no_users_error_though_no_mark_was_written(
     tmp_path, stepped
