@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.ledger_runs import Story, local_job
 from tests.support.terminal import Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -31,6 +35,14 @@ def story(tmp_path, monkeypatch) -> Story:
             story.add("failure", number, rank=3, node=nodes[0], summary="RuntimeError: " + 9 * "x ")
             story.ended(number, "node_failed", "requeue").add("requeued", number, by="agent")
     return story
+
+
+@pytest.fixture
+def deaf_to_interrupts() -> Iterator[None]:
+    """Tests as a background job of a shell without job control, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def too_long(terminal: Terminal, columns: int) -> list[str]:
@@ -59,6 +71,7 @@ def test_no_color_is_without_any_escape(story):
         assert b"\x1b" not in terminal.raw
 
 
+@pytest.mark.usefixtures("deaf_to_interrupts")
 def test_watching_redraws_in_place_and_leaves_the_last_screen_behind(story: Story):
     with Terminal("status", "lm-3", "--watch", "-i", "1", columns=80, rows=50) as terminal:
         terminal.until(lambda: "Ctrl-C ends" in terminal.text)

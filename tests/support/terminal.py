@@ -27,10 +27,15 @@ FIXED = frozenset({"NO_COLOR", "COLUMNS", "LINES"})
 HOME = "\x1b[H"
 """Begins a screen that is drawn over the last."""
 _LEADER = (
-    "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
+    "import os, signal, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL);"
     "os.execv(sys.executable, [sys.executable, '-m', 'hpctrain', *sys.argv[1:]])"
 )
-"""A session leader gets the first terminal that it opens: keys such as Ctrl-C then reach it."""
+"""A session leader gets the first terminal that it opens: keys such as Ctrl-C then reach it.
+
+It hears them as from a shell at a terminal, also where the tests themselves are deaf to Ctrl-C: a
+shell without job control starts its background jobs so.
+"""
 
 
 class Terminal:
