@@ -84,6 +84,7 @@ def command(
     """
     from dataclasses import asdict
 
+    from hpctrain.cli.progress import progress
     from hpctrain.errors import UsageError
     from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
@@ -112,7 +113,7 @@ def command(
         lines = [as_text(prepared.plan), *(f"note         {note}" for note in prepared.notes)]
         lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
         click.echo(hide("\n".join(lines), secrets))
-    resumed = None if dry_run else resume_run(run_dir, prepared, from_step)
+    resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
     job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {
         "plan": prepared.plan.as_json(),

@@ -161,9 +161,10 @@ def command(
     if dry_run:
         _show(prepare(request), request, as_json=as_json)
         return 0
+    from hpctrain.cli.progress import progress
     from hpctrain.submit.launch import submit_run
 
-    submitted = submit_run(request, start=not no_submit)
+    submitted = submit_run(request, start=not no_submit, progress=progress)
     code = _report(submitted, wait=wait, as_json=as_json)
     lacking = submitted.job_id is not None and None in submitted.following.values()
     return code or (ClusterError.exit_code if lacking else 0)

@@ -44,11 +44,14 @@ from hpctrain.submit.environment_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.environment_files import EnvironmentFile, Interpreter
+
+    ShowProgress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
+    """Told what is done and of how many bytes; what it gives is told of bytes done."""
 
 UNUSED_DAYS = 30
 LOCK_S = 1800.0
@@ -57,12 +60,15 @@ PIECE = 1 << 20
 _COMMANDS = {"zstd": ["zstd", "-q", "-3", "-T0", "-c"], "gzip": ["gzip", "-1", "-c"]}
 
 
-def staging_for(spec: Spec, runs: Path) -> tuple[Staging | None, list[str]]:
+def staging_for(
+    spec: Spec, runs: Path, progress: ShowProgress | None = None
+) -> tuple[Staging | None, list[str]]:
     """What the run's next job is to stage, packed; None where nothing is asked for.
 
     Args:
         spec: The run.
         runs: Folder of all runs.
+        progress: Shows how far the packing is, which may take minutes.
 
     Returns:
         It, and what the user should know.
@@ -74,7 +80,7 @@ def staging_for(spec: Spec, runs: Path) -> tuple[Staging | None, list[str]]:
     places, limit = places_of(spec.settings, local), settings.stage_timeout_s
     try:
         python = interpreter(spec.python)
-        archive, packed = archive_of(python, folder_of(runs), chosen(settings.compress))
+        archive, packed = archive_of(python, folder_of(runs), chosen(settings.compress), progress)
     except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         why = f"the environment was not packed: {error}"
         return Staging(None, why, places, limit), [f"environment.stage: {why}; nodes read it"]
@@ -103,7 +109,7 @@ def chosen(compress: str) -> str:
 
 
 def archive_of(
-    python: Interpreter, folder: Path, compress: str
+    python: Interpreter, folder: Path, compress: str, progress: ShowProgress | None = None
 ) -> tuple[EnvironmentArchive, float | None]:
     """The archive of an environment as it is now, packed where there is none yet.
 
@@ -124,8 +130,16 @@ def archive_of(
             return ready, None
         began = time.monotonic()
         _prune(folder, keep=key)
-        made = _packed(python, files, folder, key, compress)
+        total = sum(file.size_bytes for file in files)
+        show = progress("packing the environment:", total) if progress else _silent()
+        with show as on_bytes:
+            made = _packed(python, files, folder, key, compress, on_bytes=on_bytes)
         return made, time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
 
 
 def _told(archive: EnvironmentArchive, packed_s: float | None) -> str:
@@ -166,10 +180,12 @@ def _packed(
     folder: Path,
     key: str,
     compress: str,
+    *,
+    on_bytes: Callable[[int], None],
 ) -> EnvironmentArchive:
     path, new = folder / f"{key}.tar", folder / f"{key}.new"
     try:
-        sha256, nbytes = _write(files, new, compress)
+        sha256, nbytes = _write(files, new, compress, on_bytes)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -188,7 +204,12 @@ def _packed(
     return archive
 
 
-def _write(files: Sequence[EnvironmentFile], path: Path, compress: str) -> tuple[str, int]:
+def _write(
+    files: Sequence[EnvironmentFile],
+    path: Path,
+    compress: str,
+    on_bytes: Callable[[int], None],
+) -> tuple[str, int]:
     """Pack; the digest and the size of the file, which is on the disk by then."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb", buffering=0) as out:
@@ -196,13 +217,28 @@ def _write(files: Sequence[EnvironmentFile], path: Path, compress: str) -> tuple
         with (
             _compressed(sink, compress) as stream,
             tarfile.open(
-                fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, bufsize=PIECE
+                fileobj=cast("IO[bytes]", _MeteredStream(stream, on_bytes)),
+                mode="w|",
+                format=tarfile.GNU_FORMAT,
+                bufsize=PIECE,
             ) as tar,
         ):
             for file in files:
                 _add(tar, file)
         os.fsync(out.fileno())
     return sink.digest.hexdigest(), sink.nbytes
+
+
+class _MeteredStream:
+    """A stream that tells how much was written."""
+
+    def __init__(self, out: IO[bytes], on_bytes: Callable[[int], None]) -> None:
+        self._out, self._on_bytes = out, on_bytes
+
+    def write(self, piece: bytes) -> int:
+        written = self._out.write(piece)
+        self._on_bytes(len(piece))
+        return written
 
 
 class _Digested:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.after import Awaited
+    from hpctrain.submit.environment_archive import ShowProgress
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
 ADOPT_WAIT_S = 20.0
@@ -65,12 +66,15 @@ class SubmittedRun:
     following: Mapping[str, str | None] = field(default_factory=dict)
 
 
-def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
+def submit_run(
+    request: SubmitRequest, *, start: bool = True, progress: ShowProgress | None = None
+) -> SubmittedRun:
     """Make a run with a copy of its code, and start its job; nothing stays of one that is refused.
 
     Args:
         request: What was asked.
         start: False makes the directory only.
+        progress: Shows how far what takes long is.
 
     Raises:
         ClusterUnreachable: no answer. The job may have been accepted, so the run stays, and
@@ -95,12 +99,13 @@ def submit_run(request: SubmitRequest, *, start: bool = True) -> SubmittedRun:
             from hpctrain.submit.after import note_follower
 
             note_follower(run, spec.after)
-        _write_staging(run, _staging(run, spec, notes))  # for a batch script of the user's own
+        staging = _staging(run, spec, notes, progress)
+        _write_staging(run, staging)  # for a batch script of the user's own
         return SubmittedRun(prepared, run, None, notes, {one.name: None for one, _ in following})
     bad = kept_out(run, spec, request.environ)
     notes += kept_out_notes(bad)
     try:
-        job_id = launch(run, spec, by="submit", exclude=list(bad), notes=notes)
+        job_id = launch(run, spec, by="submit", exclude=list(bad), notes=notes, progress=progress)
     except ClusterUnreachable:
         raise
     except (ChecksFailed, ClusterError, NotFound, UsageError):
@@ -157,6 +162,7 @@ def launch(
     from_step: int | None = None,
     exclude: Sequence[str] = (),
     notes: list[str] | None = None,
+    progress: ShowProgress | None = None,
 ) -> str:
     """Start the run's job, unless one of its jobs may still write.
 
@@ -170,6 +176,7 @@ def launch(
         exclude: Nodes that a preflight has found to be bad. The job is kept off them; the run's
             settings do not have them, since they may be mended by the next job.
         notes: Gets what the user should know besides.
+        progress: Shows how far what takes long is.
 
     Returns:
         The job id.
@@ -186,7 +193,7 @@ def launch(
     if by == "resume":  # a submit has looked before it made anything
         check_disk(run.root)
     waits = [one.job_id for one in _check_after(run, spec)]
-    staging = _staging(run, spec, [] if notes is None else notes)  # which may take minutes
+    staging = _staging(run, spec, [] if notes is None else notes, progress)
     with run_lock(run):
         alive = live_job(run, cluster)
         if alive is not None:
@@ -195,13 +202,18 @@ def launch(
         return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude, after=waits)
 
 
-def _staging(run: RunDir, spec: Spec, notes: list[str]) -> Staging | None:
-    """What the job's nodes are to start from; None for the environment as it lies there."""
+def _staging(
+    run: RunDir, spec: Spec, notes: list[str], progress: ShowProgress | None
+) -> Staging | None:
+    """What the job's nodes are to start from; None for the environment as it lies there.
+
+    It may take minutes.
+    """
     if spec.settings.environment.stage == "no":
         return None
     from hpctrain.submit.environment_archive import staging_for
 
-    staging, more = staging_for(spec, run.root.parent)
+    staging, more = staging_for(spec, run.root.parent, progress)
     notes += more
     return staging
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.after import Awaited
+    from hpctrain.submit.environment_archive import ShowProgress
 
 
 def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
@@ -179,15 +180,28 @@ def _checkpoint_held(spec: Spec) -> Iterator[None]:
     ask_again(spec.evaluates)
 
 
-def resume_run(run: RunDir, prepared: PreparedResume, from_step: int | None) -> ResumedJob:
+def resume_run(
+    run: RunDir,
+    prepared: PreparedResume,
+    from_step: int | None,
+    progress: ShowProgress | None = None,
+) -> ResumedJob:
     """Start the run's next job, and have those who wait for the run wait for it.
 
-    See `launch` for what it raises.
+    See `launch` for what it raises, and shows by `progress`.
     """
     spec, exclude = prepared.spec, prepared.exclude
     notes: list[str] = []
     with _checkpoint_held(spec):
-        job_id = launch(run, spec, by="resume", from_step=from_step, exclude=exclude, notes=notes)
+        job_id = launch(
+            run,
+            spec,
+            by="resume",
+            from_step=from_step,
+            exclude=exclude,
+            notes=notes,
+            progress=progress,
+        )
     notes += redirect_followers(run)
     if spec.beside:
         from hpctrain.submit.evaluations import look_after

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.cli.progress import progress
 from hpctrain.settings.spec import load_spec
+from hpctrain.submit import environment_archive, launch
 from tests.support.memory import entries
 
 
@@ -216,3 +218,21 @@ def test_bad_input_is_one_line_and_leaves_nothing(no_sbatch, capsys, argv, code,
     assert message in err
     assert err.count("\n") == 1
     assert entries(no_sbatch) == ["train.py"]
+
+
+def test_how_far_long_work_is_is_shown_by_submit_and_by_resume(work, monkeypatch):
+    """Packing an environment takes minutes on some file systems."""
+    given = []
+
+    def staging_for(spec, runs, progress):
+        given.append(progress)
+        return None, []
+
+    monkeypatch.setattr(environment_archive, "staging_for", staging_for)
+    argv = ["--cluster=local", "--set=environment.stage=yes", "--set=slurm.time=1"]
+    monkeypatch.setattr(launch, "_submit", lambda *_, **__: "local-1")
+
+    assert main(["submit", *argv, "--name=made", "--no-submit", "--", "train.py"]) == 0
+    assert main(["submit", *argv, "--name=begun", "--", "train.py"]) == 0
+    assert main(["resume", "made"]) == 0
+    assert given == [progress] * 3

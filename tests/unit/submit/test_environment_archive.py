@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -211,6 +212,25 @@ def test_a_launch_is_told_where_the_archive_lies_and_what_is_read_in_place(
     assert " packed in " in packed
     assert outside == f"environment.stage: read from where they lie: {tmp_path}/checkout"
     assert "was packed before" in archives.staging_for(spec_of(stage="yes"), runs)[1][0]
+
+
+@pytest.mark.parametrize("compress", ["none", "zstd"])
+def test_how_far_the_packing_is_is_shown(python, folder, compress):
+    shown, done = [], []
+
+    @contextlib.contextmanager
+    def progress(label, total):
+        shown.append((label, total))
+        yield done.append
+        shown.append("gone")
+
+    for _ in range(2):  # what is there is not packed, and nothing is shown of it
+        archives.archive_of(python, folder, compress, progress)
+
+    (label, total), *more = shown
+    assert label == "packing the environment:"
+    assert more == ["gone"]
+    assert 0 < total <= sum(done)
 
 
 def test_what_cannot_be_packed_is_said_and_refuses_nothing(runs):
