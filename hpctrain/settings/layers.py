@@ -300,7 +300,9 @@ def flag_layer(
         if isinstance(before, list) and isinstance(value, list):
             value = before + value
         elif path in places:
-            raise UsageError(f"{path} is given twice: {places[path]} and --set {text}; keep one")
+            raise UsageError(
+                f"{path} is given twice: {places[path]} and flag --set {text}; keep one"
+            )
         values[section][key] = value
         places[path] = place
     return Layer(name, values, lambda section, key: places[f"{section}.{key}"])
@@ -316,9 +318,11 @@ def parse_set(text: str) -> tuple[str, str, Any]:
     """
     path, equals, value = text.partition("=")
     section, dot, key = path.strip().partition(".")
-    where = f"--set {text}"
+    where = f"flag --set {path.strip()}"
     if not equals or not dot or not key:
-        raise UsageError(f"{where}: not of the form section.key=value, e.g. --set train.steps=500")
+        raise UsageError(
+            f"flag --set {text}: not of the form section.key=value, e.g. --set train.steps=500"
+        )
     keys = keys_of(sections()[section]) if section in sections() else None
     if keys is None or key not in keys:
         unknown = _unknown_section(section) if keys is None else unknown_setting(key, section)
@@ -427,9 +431,9 @@ def from_flag(text: str) -> tuple[str, str]:
     """
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--env {text}: not of the form NAME=VALUE; write --env {text}=...")
-    check_name(name, f"--env {name}")
-    return name, check_value(name, value, f"--env {name}")
+        raise UsageError(f"flag --env {text}: not of the form NAME=VALUE; write --env {text}=...")
+    check_name(name, f"flag --env {name}")
+    return name, check_value(name, value, f"flag --env {name}")
 
 
 def check_name(name: str, where: str) -> None:
