@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from hpctrain.agent.store_process import StoreProcess
 from hpctrain.base.process import PORTS
 from hpctrain.base.secret import Forged, sign, verify
+from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -111,12 +112,13 @@ class Rendezvous(StaticTCPRendezvous):
                 )
 
     def _absent(self, here: Any, wait_s: float) -> str:
-        """The nodes whose agents do not come in that time."""
+        """The nodes whose agents do not come in that time, as SLURM writes them."""
         try:
             here.wait([str(rank) for rank in range(self.world_size)], timedelta(seconds=wait_s))
         except RuntimeError:
-            absent = [name for rank, name in enumerate(self._nodes) if not here.check([str(rank)])]
-            return ", ".join(absent)
+            return fold_nodes(
+                [name for rank, name in enumerate(self._nodes) if not here.check([str(rank)])]
+            )
         return ""
 
 

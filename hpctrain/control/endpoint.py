@@ -30,6 +30,10 @@ MOST_STRANGERS = 256
 """Of those that have not said who they are, so many are listened to: the newest."""
 
 
+class NotAwaited(ControlLost):
+    """The parent itself does not let this node in: to knock again would not help."""
+
+
 class Endpoint(asyncio.Protocol):
     """An end of a connection to another process, which speaks in messages."""
 
@@ -145,6 +149,7 @@ class ChildrenDoor:
     def _hear(self, greeting: Greeting, stranger: Endpoint, message: bytes) -> None:
         node, said, codes = greeting.admit(message)  # Garbled ends the connection
         if node not in self._children or node in self._admitted:
+            stranger.say(greeting.refusal(message))
             raise Garbled(f"node {node} is not awaited")
         self._forget(stranger, "")
         self._admitted.add(node)
@@ -174,6 +179,7 @@ async def meet_parent(address: str, port: int, greeting: Greeting, node: int) ->
     Raises:
         OSError: it cannot be reached.
         TimeoutError: it says nothing.
+        NotAwaited: it does not await this node, or not any more.
         ControlLost: something else is there.
     """
     heard: asyncio.Queue[bytes | str] = asyncio.Queue()
@@ -186,14 +192,19 @@ async def meet_parent(address: str, port: int, greeting: Greeting, node: int) ->
             challenge = _message(await heard.get())
             said, awaited = greeting.answer(challenge, node)
             parent.say(said)
-            parent.trust(greeting.trusted(challenge, node, _message(await heard.get()), awaited))
-            _no_more(heard)
+            proof = _message(await heard.get())
+            if not (refused := greeting.is_refusal(challenge, node, proof)):
+                parent.trust(greeting.trusted(challenge, node, proof, awaited))
+                _no_more(heard)
     except BaseException as error:
         parent.close()
         if isinstance(error, Garbled):
             why = f"{address}:{port} is not the parent of node {node}: {error}"
             raise ControlLost(why) from None
         raise
+    if refused:
+        parent.close()
+        raise NotAwaited(f"{address}:{port} has let node {node} in before, or never awaited it")
     return parent
 
 

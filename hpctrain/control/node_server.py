@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.control.board import BOARD, SOCKET, Board
 from hpctrain.control.collectives import DOWN, UP, Call, Collectives, Delivery, children_of
-from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
+from hpctrain.control.endpoint import ChildrenDoor, Endpoint, NotAwaited, meet_parent
 from hpctrain.control.lease import Lease, Report
 from hpctrain.control.node_leases import NodeLeases
 from hpctrain.control.wire import Garbled, Greeting, packed, unpacked
@@ -62,14 +62,16 @@ class TreePlace:
 
 
 class _Outbox:
-    """What is to be said to those that may come later than it is said."""
+    """What is to be said to those that may come later than it is said, and who have not left."""
 
     def __init__(self, receivers: Iterable[Any]) -> None:
         self._peers: dict[Any, Endpoint] = {}
         self._kept: dict[Any, list[bytes]] = {receiver: [] for receiver in receivers}
+        self._gone: set[Any] = set()
 
     def connect(self, receiver: Any, peer: Endpoint) -> None:
         self._peers[receiver] = peer
+        self._gone.discard(receiver)
         for message in self._kept.pop(receiver, []):
             peer.say(message)
 
@@ -77,12 +79,13 @@ class _Outbox:
         peer = self._peers.get(receiver)
         if peer is not None:
             peer.say(message)
-        else:
+        elif receiver not in self._gone:  # else all that others say would be kept for nobody
             self._kept.setdefault(receiver, []).append(message)
 
     def forget(self, receiver: Any, peer: Endpoint) -> None:
         if self._peers.get(receiver) is peer:
             del self._peers[receiver]
+            self._gone.add(receiver)
 
     def peers(self) -> list[Endpoint]:
         return list(self._peers.values())
@@ -163,7 +166,7 @@ class NodeServer:
 
         Raises:
             OSError: it cannot be reached, or says nothing.
-            ControlLost: something else is there.
+            ControlLost: something else is there, or the parent knows this node and refuses it.
         """
         place = self._place
         parent = await self._met(address, port)
@@ -183,6 +186,8 @@ class NodeServer:
             greeting = Greeting(self._secret, self._about)
             try:
                 return await meet_parent(address, port, greeting, self._place.node)
+            except NotAwaited:
+                raise
             except (OSError, ControlLost):
                 if time.monotonic() + KNOCK_AGAIN_S > deadline_s:
                     raise

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.base.text import count
 from hpctrain.control.board import BOARD, SOCKET, Board
 from hpctrain.control.collectives import Call, entries_of
 from hpctrain.control.rank_lease import RankLease
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
 
 CONNECT_S = 60.0
 _PIECE = 1 << 16
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+"""What `pickle` raises of bytes that are no value of this program's."""
 
 
 def why_none(folder: Path, rank: int, world_size: int) -> str:
@@ -186,7 +199,10 @@ class _Line:
             if not self._is_readable(left_s):
                 raise TimeoutError
             self._read()
-        head, body = unpacked(self._heard.pop(0))
+        try:
+            head, body = unpacked(self._heard.pop(0))
+        except Garbled as error:
+            raise ControlLost(f"the node's control process does not make sense: {error}") from error
         if head.get("is") == "lost":
             raise ControlLost(str(head.get("why")))
         return head, body
@@ -312,8 +328,17 @@ class TreeExchange:
                 "is one of them stuck?"
             )
             raise ControlLost(self._lost) from None
-        values = sorted(entries_of(self._arrived.pop(call)))
-        return [pickle.loads(value) for _, value in values]  # noqa: S301 - of ranks of this attempt
+        return self._values(call, self._arrived.pop(call))
+
+    def _values(self, call: Call, entries: bytes) -> list[Any]:
+        ranks = 1 if call.kind == "broadcast" else self.seat.ranks_in_all
+        try:
+            values = sorted(entries_of(entries))
+            if [rank for rank, _ in values] != list(range(ranks)):
+                raise ValueError(f"these are not the values of {count(ranks, 'rank')}")
+            return [pickle.loads(value) for _, value in values]  # noqa: S301 - of this attempt's
+        except _UNREADABLE as error:
+            raise self._garbled(call.kind, error) from error
 
     def _give(self, kind: CallKind, value: Any, *, says: bool = True) -> Call:
         if self._lost:
@@ -326,7 +351,16 @@ class TreeExchange:
 
     def _take(self, message: tuple[dict[str, Any], bytes]) -> None:
         head, entries = message
-        self._arrived[Call.of_plain(head.get("call"))] = entries
+        try:
+            call = Call.of_plain(head.get("call"))
+        except ValueError as error:
+            raise self._garbled("call", error) from error
+        self._arrived[call] = entries
+
+    def _garbled(self, what: str, why: Exception) -> ControlLost:
+        said = f"what came of a {what} of the ranks cannot be read: {why}"
+        self._lost = f"{said}."
+        return ControlLost(said)
 
 
 class TreeRows:

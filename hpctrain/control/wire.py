@@ -152,7 +152,7 @@ class Greeting:
     ```
     parent: a nonce
     child:  its number, a nonce, the code of both as child
-    parent: the code of both as parent
+    parent: the code of both as parent; or, to a child that it does not await, as its refusal
     ```
     """
 
@@ -197,6 +197,23 @@ class Greeting:
         said = packed({"code": self._said("parent", node, self._own, theirs)})
         return node, said, Codes(self._key(node, self._own, theirs), "parent")
 
+    def refusal(self, answer: bytes) -> bytes:
+        """What to tell a child that knows the secret, as `admit` has found, and is not awaited."""
+        head = unpacked(answer)[0]
+        return packed({"code": self._said("refused", head["node"], self._own, _nonce(head))})
+
+    def is_refusal(self, challenge: bytes, node: int, proof: bytes) -> bool:
+        """Whether the parent, and no stranger, has said that it does not await this child.
+
+        Args:
+            challenge: The parent's first message.
+            node: This child's number.
+            proof: The parent's second message.
+        """
+        of_parent = _nonce(unpacked(challenge)[0])
+        refused = packed({"code": self._said("refused", node, of_parent, self._own)})
+        return hmac.compare_digest(proof, refused)
+
     def trusted(self, challenge: bytes, node: int, proof: bytes, awaited: bytes) -> Codes:
         """The child's codes, where the parent has proved that it knows the secret.
 
@@ -213,7 +230,9 @@ class Greeting:
             raise Garbled("a stranger")
         return Codes(self._key(node, _nonce(unpacked(challenge)[0]), self._own), "child")
 
-    def _said(self, side: Side, node: int, of_parent: str, of_child: str) -> str:
+    def _said(
+        self, side: Side | Literal["refused"], node: int, of_parent: str, of_child: str
+    ) -> str:
         return code(self._secret, "control", self._about, side, node, of_parent, of_child)
 
     def _key(self, node: int, of_parent: str, of_child: str) -> bytes:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from hpctrain.control import endpoint
-from hpctrain.control.endpoint import ChildrenDoor, meet_parent
+from hpctrain.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
 from hpctrain.control.wire import GREETING_BYTES, Greeting, framed, packed
 from hpctrain.errors import ControlLost
 
@@ -73,7 +73,9 @@ def test_a_child_comes_in_and_is_heard_and_spoken_to():
 def test_a_node_comes_in_once_and_no_other_ones_child(node):
     async def act(door):
         child = await meet_parent(HERE, door.port, greeting(), 1)
-        with pytest.raises(ControlLost, match=f"is not the parent of node {node}: it has closed"):
+        with pytest.raises(
+            NotAwaited, match=f" has let node {node} in before, or never awaited it"
+        ):
             await meet_parent(HERE, door.port, greeting(), node)
         child.say(b"still here")
         assert await door.heard.get() == (1, b"still here")

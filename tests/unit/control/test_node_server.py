@@ -581,6 +581,47 @@ def test_a_parent_that_ends_right_behind_its_proof_is_a_failure(run, monkeypatch
     assert "127.0.0.1" in run(act, 1)
 
 
+def test_a_child_that_its_parent_refuses_does_not_knock_again(run):
+    """It was let in before: that connection has failed, and with it the round."""
+
+    async def act(node):
+        door = Node(node.folder.parent, 0)
+        try:
+            port = await door.server.start(HERE)
+            before = await meet_parent(HERE, port, Greeting(SECRET, ABOUT), 1)
+            began_s = time.monotonic()
+            with pytest.raises(ControlLost, match="has let node 1 in before"):
+                await node.server.join(HERE, port)
+            before.close()
+            return time.monotonic() - began_s
+        finally:
+            door.server.close()
+            await asyncio.sleep(0)
+
+    assert run(act, 1) < node_server.JOIN_S / 2
+
+
+def test_what_is_said_to_a_rank_that_has_left_is_not_kept(run):
+    async def act(node):
+        rank = await node.rank(2, "0")
+        await rank.hear("welcome")
+        parent = await node.parent()
+        values = {"is": "values", "call": ["0", 0, "broadcast"]}
+        parent.say(values, b"v")
+        await rank.hear("values")
+        rank.writer.write_eof()
+        await rank.end()  # closed from the other side, which so knows that it has left
+        callers = node.server._callers
+        later = await node.rank(3, "1")
+        parent.say(values, b"v")
+        parent.say({"is": "values", "call": ["1", 0, "broadcast"]}, b"v")
+        await later.hear("values")
+        return [receiver for receiver, kept in callers._kept.items() if kept]
+
+    # rank 3 may yet come to what rank 2 has left, and rank 2 to what rank 3 came to
+    assert run(act, 1) == [(3, "0"), (2, "1")]
+
+
 def test_a_rank_that_is_there_already_keeps_its_place(run):
     async def act(node):
         first, second = await node.rank(0), await node.rank(0)

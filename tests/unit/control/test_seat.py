@@ -6,8 +6,10 @@ Each rank is a thread here, each node a process.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,10 @@ from contextlib import closing
 import pytest
 
 from hpctrain.control import rank_lease
+from hpctrain.control.board import BOARD, SOCKET, Board
+from hpctrain.control.collectives import entry
 from hpctrain.control.seat import Seat, why_none
+from hpctrain.control.wire import framed, packed
 from hpctrain.errors import ControlLost, HpctrainError
 from tests.support.control_tree import ControlTree
 
@@ -359,6 +364,82 @@ def test_a_rank_has_the_place_of_one_process(tree):
     assert why_none(tree.folder(2), 3, RANKS) == ""
     with closing(Seat.take(tree.folder(2), 3)):
         assert why_none(tree.folder(2), 3, RANKS) == ""
+
+
+@pytest.fixture
+def process_that_says(tmp_path):
+    """Stands in for a node's process of two ranks; what it says to rank 0's first exchange."""
+    board = Board.create(tmp_path / BOARD, 0, 2, 2)
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(tmp_path / SOCKET))
+    door.listen()
+    lines = []
+
+    def serve(message):
+        for said in (b"", framed(message)):  # first comes the waker, then the exchange
+            line, _ = door.accept()
+            lines.append(line)
+            line.sendall(framed(packed({"is": "welcome", "ranks": 2})) + said)
+
+    threads = []
+
+    def start(message):
+        threads.append(threading.Thread(target=serve, args=[message]))
+        threads[0].start()
+        return Seat(tmp_path, 0)
+
+    yield start
+    threads[0].join()
+    for line in [*lines, door]:
+        line.close()
+    board.close()
+
+
+VALUE = pickle.dumps("a value")
+GATHER = {"is": "values", "call": ["0", 0, "gather"]}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xff" * 9,
+        packed({"is": "values", "call": ["0", 0]}),
+        packed(GATHER, b"\xff" * 3),
+        packed(GATHER, entry(0, VALUE)[:-1]),
+        packed(GATHER, b""),
+        packed(GATHER, entry(0, VALUE)),
+        packed(GATHER, entry(0, VALUE) * 2),
+        packed(GATHER, entry(0, VALUE) + entry(2, VALUE)),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"")),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"\x80\x05\x95")),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"cnowhere\nat_all\n.")),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"cos\nat_all\n.")),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"0.")),
+        packed(GATHER, entry(0, VALUE) + entry(1, b"I1\nI2\nR.")),
+    ],
+)
+def test_values_that_cannot_be_read_are_one_clear_loss(process_that_says, message):
+    with closing(process_that_says(message)) as seat:
+        exchange = seat.exchange(10)
+        with pytest.raises(ControlLost, match=r"cannot be read: |does not make sense: ") as lost:
+            exchange.gather("mine")
+    assert "\n" not in str(lost.value)
+
+
+def test_behind_values_that_cannot_be_read_nothing_is_said(process_that_says):
+    with closing(process_that_says(packed(GATHER, b""))) as seat:
+        exchange = seat.exchange(10)
+        with pytest.raises(ControlLost, match=r"not the values of 2 ranks$"):
+            exchange.gather("mine")
+        with pytest.raises(ControlLost, match=r"2 ranks\. What was said after that has no answer"):
+            exchange.gather("mine")
+
+
+def test_a_broadcast_has_rank_0s_value_alone(process_that_says):
+    said = {"is": "values", "call": ["0", 0, "gather_on_0"]}
+    body = entry(1, VALUE) + entry(0, pickle.dumps("first"))
+    with closing(process_that_says(packed(said, body))) as seat:
+        assert seat.exchange(10).gather_on_0("mine") == ["first", "a value"]
 
 
 def test_behind_a_call_that_not_all_came_to_nothing_is_taken_for_something_else(tree):

@@ -86,6 +86,21 @@ def test_a_parent_that_does_not_know_the_secret_is_not_believed():
         child.trusted(challenge, 7, told, awaited)
 
 
+def test_a_refusal_is_the_parents_own_and_of_this_connection():
+    parent, child = Greeting("s", "1"), Greeting("s", "1")
+    challenge = parent.challenge()
+    said, awaited = child.answer(challenge, 7)
+    refusal = parent.refusal(said)
+
+    assert child.is_refusal(challenge, 7, refusal)
+    assert not child.is_refusal(challenge, 8, refusal)
+    assert not child.is_refusal(challenge, 7, parent.admit(said)[1])
+    assert not child.is_refusal(challenge, 7, Greeting("another", "1").refusal(said))
+    assert not child.is_refusal(challenge, 7, Greeting("s", "1").refusal(said))
+    with pytest.raises(Garbled, match="stranger"):
+        child.trusted(challenge, 7, refusal, awaited)
+
+
 def test_an_answer_lets_nobody_in_twice_or_as_another_node():
     parent, child = Greeting("s", "1"), Greeting("s", "1")
     said, _ = child.answer(parent.challenge(), 7)
