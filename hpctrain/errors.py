@@ -10,6 +10,7 @@ The tree::
       ClusterError                  6   SLURM refused, or cannot be reached
       CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later
+      GuardStopped                  1   loss or gradients are no numbers, again and again
       ControlLost                   1   the process that carries the agreement is gone or silent
       NoProgress                   93   "do not requeue": attempts end without a new checkpoint
 
@@ -114,6 +115,10 @@ class RunLocked(CheckpointError):
 
 class ControlLost(HpctrainError):
     """What carries the ranks' agreement is gone or silent: a rank may not go on by itself."""
+
+
+class GuardStopped(HpctrainError):
+    """A guard has ended training: what goes wrong would go wrong at every start."""
 
 
 class NoProgress(HpctrainError):

@@ -221,6 +221,9 @@ class GlobalBatches:
 
     Its state is the number of samples consumed by all ranks together. World size, micro batch and
     global batch may be others after a restart: the walk goes on at exactly the next sample.
+
+    Attributes:
+        taken: The step that was handed out last; None before the first.
     """
 
     def __init__(
@@ -241,6 +244,7 @@ class GlobalBatches:
         self.micro_batch = micro_batch
         self.consumed = consumed
         self.passes = passes
+        self.taken: StepBatch | None = None
 
     def next_step(self) -> StepBatch:
         """This rank's part of the next step; from here on its samples count as consumed."""
@@ -254,6 +258,7 @@ class GlobalBatches:
             passes=self.passes,
         )
         self.consumed = positions.stop
+        self.taken = step
         return step
 
     def state_dict(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,19 @@ class EngineInputs:
     base: BaseWeights | None = None
 
 
+class UpdateGuard(Protocol):
+    """What may stand between a step's gradients and its update (`step_guard.StepGuard`)."""
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """As the engine's."""
+
+    def accepts(self, norm: float) -> bool:
+        """Whether the update with a gradient of this norm is to be applied."""
+
+    def step(self) -> float:
+        """As the engine's."""
+
+
 class Engine(abc.ABC):
     """A model that is spread over the ranks, with its optimizer.
 
@@ -85,9 +98,15 @@ class Engine(abc.ABC):
         begun: Updates applied before the step in hand.
         seed: Of the run; for engines that draw random numbers by the step.
         base: Of a model with adapters: the weights that no checkpoint holds.
+        guard: Stands between gradients and update; None where no guard is on.
+        left_out: The last step's update was left out: fp16 had overflowed, or a guard said so.
+        decides_alone: It leaves out by itself what is not finite, and nothing else.
     """
 
     loss_scale: LossScale | None = None
+    guard: UpdateGuard | None = None
+    left_out = False
+    decides_alone = False
 
     def __init__(
         self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
@@ -143,6 +162,12 @@ class Engine(abc.ABC):
         Returns:
             The step's loss, over all ranks; the same number on every rank.
         """
+        if self.guard is not None:
+            return self.guard.forward_backward(microbatches, loss)
+        return self.accumulate(microbatches, loss)
+
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """What `forward_backward` does, which a guard may do twice. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, microbatch in enumerate(microbatches, start=1):
             with self.microbatch(last=number == len(microbatches)):
@@ -169,13 +194,21 @@ class Engine(abc.ABC):
         finally:
             self.model.train()
 
-    @abc.abstractmethod
     def step(self) -> float:
         """Clip over all ranks, update, clear the gradients. Collective.
 
         Returns:
             The gradient's norm before clipping, the same on every rank. It is infinite or not a
-            number where fp16 has overflowed; the update is left out then.
+            number where fp16 has overflowed; the update is left out then. `left_out` says so, and
+            also what a guard has left out.
+        """
+        return self.update() if self.guard is None else self.guard.step()
+
+    @abc.abstractmethod
+    def update(self) -> float:
+        """What `step` does, which a guard may do twice. Collective.
+
+        Where the engine has a guard it is asked before the update. Sets `left_out`.
         """
 
     @abc.abstractmethod

@@ -59,10 +59,10 @@ class Native(Engine):
 
     # ---- a step
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`."""
         with self._own_parts(microbatches, loss) as given:
-            return super().forward_backward(*given)
+            return super().accumulate(*given)
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`."""
@@ -113,12 +113,16 @@ class Native(Engine):
             factor *= self.data_ranks  # it averages
         (loss * factor).backward()  # type: ignore[no-untyped-call]
 
-    def step(self) -> float:
+    def update(self) -> float:
         """See `Engine`."""
         gradients = self.gradients()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         norm = self.norm(gradients) / scale
-        if self.loss_scale is None or self.loss_scale.update(norm):
+        counts = self.loss_scale is None or self.loss_scale.update(norm)
+        if counts and self.guard is not None:
+            counts = self.guard.accepts(norm)
+        self.left_out = not counts
+        if counts:
             scale_(gradients, clip_factor(norm, self.clip_norm) / scale)
             self._reshard()
             self.optimizer.step()

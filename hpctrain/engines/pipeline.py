@@ -103,7 +103,7 @@ class Pipeline(Native):
 
     # ---- a step
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`.
 
         Raises:
@@ -125,10 +125,10 @@ class Pipeline(Native):
         return value
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
-        """See `Engine`; `forward_backward` for what is raised. Any number of microbatches will do.
+        """See `Engine`; `accumulate` for what is raised. Any number of microbatches will do.
 
         Raises:
-            UsageError: see `forward_backward`.
+            UsageError: see `accumulate`.
         """
         schedule = self._schedule(microbatches, training=False)
         with self.evaluating():

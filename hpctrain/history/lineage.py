@@ -14,7 +14,7 @@ from hpctrain.history.run_history import Restore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.history.run_history import RunHistory, StepMark
+    from hpctrain.history.run_history import Hole, RunHistory, StepMark
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,34 @@ class LineagePiece:
     sample_last: int | None
 
 
+@dataclass(frozen=True)
+class LineageHole:
+    """A batch that was read and not trained on, since a guard has left its update out.
+
+    Attributes:
+        attempt: Whose.
+        step: The step that it was.
+        sample_first: Global position of its first sample; None where the program does not tell.
+        sample_last: Position after its last one.
+        why: "nonfinite" or "spike".
+    """
+
+    attempt: int | None
+    step: int
+    sample_first: int | None
+    sample_last: int | None
+    why: str
+
+
 @dataclass
 class Lineage:
     """What the final weights are made of, and what is wrong with it."""
 
     pieces: list[LineagePiece] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Gaps and overlaps, a line each; none means that every sample was used exactly once."""
+    """Gaps and overlaps, a line each; none means that every sample was used exactly once, or lies
+    in one of the holes."""
+    holes: list[LineageHole] = field(default_factory=list)
 
 
 def lineage(history: RunHistory) -> Lineage:
@@ -55,13 +76,35 @@ def lineage(history: RunHistory) -> Lineage:
         elif (piece := _piece(point)) is not None:
             pieces.append(piece)
     problems += [text for pair in _pairs(pieces) for text in _joint(*pair)]
-    return Lineage(pieces, problems)
+    holes = [_hole(point) for point in history.holes]
+    problems += [text for hole in holes if (text := _misplaced(hole, pieces))]
+    return Lineage(pieces, problems, holes)
+
+
+def _hole(point: Hole) -> LineageHole:
+    fact = point.fact
+    return LineageHole(point.attempt, fact.step or 0, fact.first, fact.last, fact.why)
+
+
+def _misplaced(hole: LineageHole, pieces: Sequence[LineagePiece]) -> str:
+    """What is wrong with a hole: it is where its step has no samples; "" for nothing.
+
+    A step that is not told of yet, by a mark to come, has none so far.
+    """
+    own = next((piece for piece in pieces if piece.first <= hole.step <= piece.last), None)
+    if own is None or None in {hole.sample_first, hole.sample_last, own.sample_first}:
+        return ""
+    first, last = hole.sample_first or 0, hole.sample_last or 0
+    if (own.sample_first or 0) <= first <= last <= (own.sample_last or 0):
+        return ""
+    return f"hole: samples {first} to {last - 1} are left out in step {hole.step}, which has others"
 
 
 def coverage(history: RunHistory) -> list[tuple[int, int]]:
-    """Ranges [first, last) of sample positions that made the final weights, in training order.
+    """Ranges [first, last) of sample positions that were read for the final weights, in order.
 
-    Ranges that join are one: a run that used every sample exactly once has exactly one, from 0 on.
+    Ranges that join are one: a run that read every sample exactly once has exactly one, from 0 on.
+    What of it was left out is in the lineage's holes.
     """
     ranges: list[tuple[int, int]] = []
     for piece in lineage(history).pieces:

@@ -47,6 +47,14 @@ class Restore(NamedTuple):
     step: int
 
 
+class Hole(NamedTuple):
+    """A batch was read and not trained on: a guard has left its update out."""
+
+    t: float
+    attempt: int | None
+    fact: facts.BatchSkipped
+
+
 @dataclass
 class Submission:
     """A job that was asked for.
@@ -294,6 +302,9 @@ class RunHistory:
         submissions: In order.
         attempts: In the order in which they were first heard of.
         training: Restores and step marks of all attempts, in order.
+        holes: Batches of which no update was made, as far as no restore went back behind them.
+        not_finite: Steps whose numbers were not finite, of all attempts.
+        spikes: How many steps jumped, in all attempts.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
         restores: How many times an attempt has restored.
@@ -331,6 +342,9 @@ class RunHistory:
     submissions: list[Submission] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
     training: list[StepMark | Restore] = field(default_factory=list)
+    holes: list[Hole] = field(default_factory=list)
+    not_finite: list[facts.StepNotFinite] = field(default_factory=list)
+    spikes: int = 0
     saves: list[SaveRecord] = field(default_factory=list)
     interval: facts.IntervalSet | None = None
     restores: int = 0
@@ -643,6 +657,7 @@ def _run_restored(
 
 
 def _went_behind(run: RunHistory, step: int) -> None:
+    run.holes = [hole for hole in run.holes if (hole.fact.step or 0) <= step]
     if run.kept_save is not None and step < (run.kept_save[0] or 0):
         run.kept_save = (step or None, None, None)
 
@@ -719,6 +734,19 @@ def _not_saved(
     run.seen = t
 
 
+def _hole(run: RunHistory, attempt: _Attempt, t: float, fact: facts.BatchSkipped) -> None:
+    if fact.step is not None:
+        run.holes.append(Hole(t, None if attempt is None else attempt.number, fact))
+
+
+def _not_finite(run: RunHistory, _: _Attempt, __: float, fact: facts.StepNotFinite) -> None:
+    run.not_finite.append(fact)
+
+
+def _spiked(run: RunHistory, _: _Attempt, __: float, ___: facts.StepSpiked) -> None:
+    run.spikes += 1
+
+
 def _imported(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointImported) -> None:
     if fact.step is not None:
         run.newest_saved = max(fact.step, run.newest_saved or 0)
@@ -779,6 +807,9 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.CheckpointRestored: _run_restored,
     facts.ResumeChosen: _run_resumed,
     facts.StepsDone: _run_steps,
+    facts.StepNotFinite: _not_finite,
+    facts.StepSpiked: _spiked,
+    facts.BatchSkipped: _hole,
     facts.CheckpointSaved: _saved,
     facts.CheckpointSealed: _sealed,
     facts.SaveFailed: _not_saved,

@@ -473,6 +473,47 @@ class TrainingStopped(LedgerFact):
     step: int | None = maybe(check.count, "the step that they had come to")
 
 
+@event("nonfinite", by="rank 0")
+class StepNotFinite(LedgerFact):
+    """A step's loss or gradient norm was not a number, or infinite (`guard.nonfinite`)."""
+
+    step: int | None = maybe(check.count, "the step")
+    loss: float | None = maybe(check.number, "over all ranks; may be NaN or infinite")
+    grad_norm: float | None = maybe(check.number, "of all ranks; may be NaN or infinite")
+    rank: int | None = maybe(check.count, "who had it before anything travelled, if that is known")
+    ranks: tuple[int, ...] = maybe(check.counts, "all ranks that had it by themselves")
+    node: str = maybe(check.words, "that rank's")
+    parameter: str = maybe(check.words, "the first that was met")
+    samples: tuple[int, ...] = maybe(check.counts, "of that rank's microbatch, 64 at most")
+    in_weights: bool = maybe(check.flag, "the weights themselves were not finite")
+    transient: bool | None = maybe(
+        check.flag, "computed again it was finite; none where it could not be", None
+    )
+    left_out: bool = maybe(check.flag, "the update was left out")
+
+
+@event("spike", by="rank 0")
+class StepSpiked(LedgerFact):
+    """A step's loss or gradient norm lay far above those before it (`guard.spike`)."""
+
+    step: int | None = maybe(check.count, "the step")
+    what: str = maybe(check.words, "`loss` or `grad_norm`")
+    value: float | None = maybe(check.number, "what it was")
+    usual: float | None = maybe(check.number, "the median of those before it")
+    deviations: float | None = maybe(check.number, "how many deviations it lay above that")
+    left_out: bool = maybe(check.flag, "the update was left out")
+
+
+@event("batch_skipped", by="rank 0")
+class BatchSkipped(LedgerFact):
+    """A batch was read, and its update left out by a guard: a hole in what was trained on."""
+
+    step: int | None = maybe(check.count, "the step")
+    first: int | None = maybe(check.count, "samples consumed before it")
+    last: int | None = maybe(check.count, "samples consumed after it")
+    why: str = maybe(check.words, "`nonfinite` or `spike`")
+
+
 @event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")
 class TrainingDone(LedgerFact):
     """Training has come to its end."""

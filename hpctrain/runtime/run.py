@@ -47,6 +47,7 @@ from hpctrain.run.layout import RunDir
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
 from hpctrain.runtime.attempt import join_attempt, write_outcome
+from hpctrain.runtime.guarding import Guarding
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
@@ -155,6 +156,13 @@ class Run:
         self._attempt = attempt
         self._spec = spec
         self._program = Program(world)
+        self._guards = Guarding(
+            settings.guard,
+            self._program,
+            tell=self._event,
+            log_skipped=lambda: self._telemetry.log({"skipped": 1.0}),
+            stop=self._stop_for_good,
+        )
         end = os.environ.get(HPCTRAIN_JOB_END)
         self._clock = JobClock(
             float(end) if end else None,
@@ -171,7 +179,7 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
-        self._has_stepped = False
+        self._has_stepped = self._has_failed = False
         self._event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
@@ -216,6 +224,7 @@ class Run:
         )
         engine.seed = seed
         self._program.use(engine)
+        self._guards.guard(engine)
         ranks = self.world.ranks_per_node
         self._event(MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh)))
         return engine
@@ -337,6 +346,7 @@ class Run:
         while self.step < total:
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
+            self._guards.step_begins()
             if self.step >= self._profiler.due:
                 self._profiler.at(self.step)
             if self._program.engine is not None:
@@ -348,7 +358,8 @@ class Run:
                 if self._saves is not None:
                     self._saves.settle()
                 self._profiler.close()
-                self._write_outcome("left", None)
+                if not self._has_failed:
+                    self._write_outcome("left", None)
                 raise
             self.step += 1
             self._count()
@@ -569,6 +580,14 @@ class Run:
         if self._trackers is not None:
             self._trackers.close(self._stops.left_s(cause))
         raise Stopped(0)
+
+    def _stop_for_good(self) -> None:
+        """Every rank is about to raise what it would raise at every start."""
+        self._before_save()
+        if self._saves is not None:
+            self._saves.settle()
+        self._write_outcome("failed", None)
+        self._has_failed = True
 
     def _finish(self) -> None:
         self._telemetry.tell(at_end=True)

@@ -459,6 +459,24 @@ class EngineSettings(Table):
     )
 
 
+class GuardSettings(Table):
+    """[guard]: what becomes of a step whose numbers are wrong (docs/staying-alive.md)."""
+
+    nonfinite: str = setting(
+        "skip",
+        "a loss or gradient norm that is not a number or infinite: the step is computed once more; "
+        "skip then leaves its update out and stops after 3 in a row or more than 3 in 100 steps, "
+        "stop stops at the first, tell only says so, off looks at nothing",
+        choices=("skip", "stop", "tell", "off"),
+    )
+    spike: str = setting(
+        "tell",
+        "a loss or gradient norm 10 deviations above the median of the last 128: tell says so, skip "
+        "leaves the update out too, off looks at nothing",
+        choices=("tell", "skip", "off"),
+    )
+
+
 class TrainSettings(Table):
     """[train]: the shipped recipe, a decoder language model on bytes of text files."""
 
@@ -507,6 +525,7 @@ class Settings(Table):
     track: TrackSettings = table(TrackSettings)
     profile: ProfileSettings = table(ProfileSettings)
     engine: EngineSettings = table(EngineSettings)
+    guard: GuardSettings = table(GuardSettings)
     train: TrainSettings = table(TrainSettings)
 
 

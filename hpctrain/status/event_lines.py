@@ -238,6 +238,37 @@ def _stop_requested(fact: kinds.StopRequested) -> str:
     return f"asked to stop by {_CAUSES.get(fact.cause or '', 'something')}"
 
 
+def _not_finite(fact: kinds.StepNotFinite) -> str:
+    if fact.in_weights:
+        return f"step {_step(fact.step)} is not finite: the weights are not, at {fact.parameter}"
+    samples = ", ".join(map(str, fact.samples[:4])) + _if(fact.samples[4:], ", ...")
+    whose = [
+        f"rank {fact.rank}{_if(fact.node, f' on {fact.node}')}" if fact.rank is not None else "",
+        fact.parameter,
+        _if(samples, f"samples {samples}"),
+    ]
+    again = {True: "finite when computed again", False: "the same when computed again"}
+    follows = [again.get(fact.transient, ""), _if(fact.left_out, "update left out")]  # type: ignore[arg-type]
+    named = _listed(whose) or "nobody knows whose it is"
+    return f"step {_step(fact.step)} is not finite: {named}{_in_brackets(follows)}"
+
+
+def _spiked(fact: kinds.StepSpiked) -> str:
+    value = "" if fact.value is None else f" {fact.value:.4g}"
+    usual = "" if fact.usual is None else f", {fact.usual:.4g} is usual"
+    what = {"loss": "the loss", "grad_norm": "the gradient norm"}.get(fact.what, fact.what)
+    left_out = _if(fact.left_out, "; update left out")
+    return f"step {_step(fact.step)} jumps: {what} is{value}{usual}{left_out}"
+
+
+def _batch_skipped(fact: kinds.BatchSkipped) -> str:
+    which = ""
+    if fact.first is not None and fact.last is not None:
+        which = f" of samples {fact.first:,} to {fact.last - 1:,}"
+    why = {"nonfinite": "not finite", "spike": "a spike"}.get(fact.why, fact.why)
+    return f"step {_step(fact.step)}: the update{which} is left out{_because(why)}"
+
+
 def _failure(fact: kinds.RankFailed) -> str:
     who = f"rank {fact.rank}" if fact.rank is not None else "something"
     return f"{who} failed{_if(fact.node, f' on {fact.node}')}{_because(fact.summary)}"
@@ -337,6 +368,9 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "prune_failed": _missed("old checkpoints not deleted"),
     "checkpoint_set_aside": lambda fact: f"checkpoint {fact.name} set aside{_because(fact.reason)}",
     "stop_requested": _stop_requested,
+    "nonfinite": _not_finite,
+    "spike": _spiked,
+    "batch_skipped": _batch_skipped,
     "stopped": lambda fact: f"left at step {_step(fact.step)}",
     "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",
     "failure": _failure,

@@ -28,7 +28,18 @@ MADE_BY_US |= {"Engine", "Loader", "MicrobatchSamples", "Run", "StepBatch", "Tra
 MADE_BY_US |= {"Evaluation", "StreamLoader"}
 """Users are given these; how they are made is no promise."""
 OURS = {"Mixture.sample_order"} | {
-    f"Engine.{name}" for name in ("apply", "at_step", "random_rank", "state", "total")
+    f"Engine.{name}"
+    for name in (
+        "accumulate",
+        "apply",
+        "at_step",
+        "decides_alone",
+        "guard",
+        "random_rank",
+        "state",
+        "total",
+        "update",
+    )
 }
 """What the run calls, and no program."""
 PUBLIC = """\
@@ -81,6 +92,7 @@ Engine.loss_scale
 Engine.begun
 Engine.seed
 Engine.base
+Engine.left_out
 Engine.data_rank
 Engine.data_ranks
 Engine.is_first_reader

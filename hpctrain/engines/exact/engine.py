@@ -78,7 +78,7 @@ class Exact(Native):
 
     # ---- a step
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`; the microbatches are leaves.
 
         Raises:
@@ -122,10 +122,15 @@ class Exact(Native):
                 self._note(losses, microbatch, value)
         return self._sum(losses)
 
+    def update(self) -> float:
+        """See `Engine`."""
+        norm = super().update()
+        self._added = False
+        return norm
+
     def step(self) -> float:
         """See `Engine`."""
         norm = super().step()
-        self._added = False
         self.begun += 1  # for programs that do not call `at_step`
         return norm
 

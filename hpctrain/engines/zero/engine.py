@@ -99,6 +99,7 @@ class Zero(Engine):
         settings, world = inputs.settings, inputs.world
         super().__init__(settings.kind, model, optimizer, inputs)
         self._stage = stage_of(settings.kind)
+        self.decides_alone = self._stage > 0
         self._state_names = inputs.state_names
         config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
@@ -143,7 +144,7 @@ class Zero(Engine):
         share = loss * self.data_ranks  # DeepSpeed averages over ranks
         self.model.backward(share, scale_wrt_gas=False)  # type: ignore[operator]
 
-    def step(self) -> float:
+    def update(self) -> float:
         """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
         if self._stage == 0:
             return self._step_of_copies()
@@ -151,6 +152,7 @@ class Zero(Engine):
         self.model.step()  # type: ignore[operator]
         norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
         self._zero_state.forget_gradients()
+        self.left_out = bool(self._zero.overflow)
         return norm if norm >= 0 else math.nan  # it says -1 for what is no number
 
     def _step_of_copies(self) -> float:
@@ -162,6 +164,10 @@ class Zero(Engine):
             if parameter.grad is not None
         ]
         norm = global_norm(gradients, self.mesh, self.world)
+        self.left_out = self.guard is not None and not self.guard.accepts(norm)
+        if self.left_out:
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         scale_(gradients, clip_factor(norm, self.clip_norm))
         self.model.step()  # type: ignore[operator]
         return norm

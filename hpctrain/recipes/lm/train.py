@@ -91,7 +91,7 @@ def main() -> None:
             lr=optimizer.param_groups[0]["lr"],
             tokens=step_tokens,
             flops=step_flops,
-            skipped=engine.precision is torch.float16 and not math.isfinite(norm),
+            skipped=engine.left_out,
             step_s=time.monotonic() - began,
         )
         if _is_validation(step + 1, train.val_every, train.steps):

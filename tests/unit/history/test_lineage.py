@@ -137,3 +137,45 @@ def test_whatever_is_killed_and_restored_correctly_is_covered_exactly_once(life)
     assert found.problems == []
     if number:
         assert coverage(RunHistory.of(events)) == [(0, end * BATCH)]
+
+
+def left_out(story, attempt, step, first=None):
+    first = (step - 1) * BATCH if first is None else first
+    story.add("batch_skipped", attempt, step=step, first=first, last=first + BATCH, why="spike")
+    return story
+
+
+def test_a_batch_that_was_left_out_is_a_named_hole_and_no_gap(story):
+    story.started(1).restored(1).steps(1, 1, 20)
+    left_out(story, 1, 31).steps(1, 21, 40)
+
+    assert check(story) == ([(0, 40 * BATCH)], [])
+    (hole,) = lineage(RunHistory.read(story.run)).holes
+    assert (hole.attempt, hole.step, hole.why) == (1, 31, "spike")
+    assert (hole.sample_first, hole.sample_last) == (30 * BATCH, 31 * BATCH)
+
+
+def test_a_hole_that_a_restore_goes_back_behind_is_void(story):
+    story.started(1).restored(1).steps(1, 1, 50).saved(1, 50)
+    left_out(left_out(story, 1, 50), 1, 51).steps(1, 51, 80)
+    story.started(2).restored(2, 50).steps(2, 51, 100)
+
+    found = lineage(RunHistory.read(story.run))
+    assert [hole.step for hole in found.holes] == [50]
+    assert found.problems == []
+
+
+def test_a_hole_outside_its_steps_samples_is_a_problem(story):
+    story.started(1).restored(1).steps(1, 1, 20)
+    left_out(story, 1, 5, first=20 * BATCH)
+
+    assert check(story)[1] == [
+        f"hole: samples {20 * BATCH} to {21 * BATCH - 1} are left out in step 5, which has others"
+    ]
+
+
+def test_a_hole_of_a_step_without_a_mark_is_awaited(story):
+    story.started(1).restored(1).steps(1, 1, 20)
+    left_out(story, 1, 21)
+
+    assert check(story)[1] == []
