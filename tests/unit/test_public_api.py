@@ -33,8 +33,6 @@ OURS = {"Mixture.sample_order"} | {
         "accumulate",
         "apply",
         "at_step",
-        "decides_alone",
-        "guard",
         "random_rank",
         "state",
         "total",
@@ -92,7 +90,9 @@ Engine.loss_scale
 Engine.begun
 Engine.seed
 Engine.base
+Engine.guard
 Engine.left_out
+Engine.decides_alone
 Engine.data_rank
 Engine.data_ranks
 Engine.is_first_reader
