@@ -32,6 +32,7 @@ from hpctrain.agent.environment import as_task
 from hpctrain.agent.resume_args import ResumeArgs, line
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT_DIR,
+    HPCTRAIN_CONTROL,
     HPCTRAIN_NODE,
     HPCTRAIN_NSYS,
     HPCTRAIN_RESUME_ARGS,
@@ -85,7 +86,7 @@ def run_rank(task: RankTask) -> None:
             if task.program:
                 _run_foreign(task, rank, attempt_dir)
             else:
-                _run_program(task)
+                _run_program(task, rank)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
@@ -185,10 +186,11 @@ def import_path(task: RankTask) -> list[str]:
     return list(dict.fromkeys([*task.python_path, *named, *sys.path]))
 
 
-def _run_program(task: RankTask) -> None:
+def _run_program(task: RankTask, rank: int) -> None:
     from hpctrain.engines.torch_private import let_groups_go_last
 
     let_groups_go_last()
+    _be_seen(rank)
     if task.cwd:
         os.chdir(task.cwd)
     sys.path[:] = import_path(task)
@@ -203,6 +205,21 @@ def _run_program(task: RankTask) -> None:
         return
     sys.path.insert(0, str(Path(task.script).parent))
     runpy.run_path(task.script, run_name="__main__")
+
+
+def _be_seen(rank: int) -> None:
+    """Let the agent see where this rank is, also when it stands still."""
+    folder = os.environ.get(HPCTRAIN_CONTROL)
+    if not folder:
+        return
+    from hpctrain.control import pulse
+    from hpctrain.hangs.witness import Witness
+
+    try:
+        pulse.begin(Path(folder), rank)
+        Witness(Path(folder), rank)
+    except (OSError, RuntimeError, HpctrainError) as error:
+        log.warning("where this rank is cannot be seen from outside: %s", error)
 
 
 def _run_foreign(task: RankTask, rank: int, attempt_dir: Path) -> None:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 BOARD, SOCKET = "board", "socket"
 """In the folder of a round: this, and where the node's process is met."""
 _MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
-_VERSION = 1
+_VERSION = 2
 _WORD = 8
 _HEAD = 16
-_ROW = 16
+_ROW = 24
 """In words: a row has cache lines of its own, so that ranks do not slow each other."""
 SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
@@ -40,6 +40,8 @@ MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL = range
 begun them yet has nothing to do at them. Nearly always that is all that a rank has to know."""
 TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
+PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(11, 15)
+"""Of a row too, behind the wishes: the rank's pulse (`pulse.py`)."""
 
 _FRAME = struct.Struct("@qqq")
 """In front of the bytes of a cell: stamp, length, checksum."""

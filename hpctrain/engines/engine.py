@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hpctrain.control.pulse import FORWARD_BACKWARD, OPTIMIZER, VALIDATE, in_phase
 from hpctrain.data.batches import MicrobatchRules
 from hpctrain.engines.precision import precision_of
 from hpctrain.errors import UsageError
@@ -150,6 +151,7 @@ class Engine(abc.ABC):
         mesh, rank = self.mesh, self.world.rank
         return mesh.pp_rank(rank) * mesh.dp_ranks + mesh.dp_rank(rank)
 
+    @in_phase(FORWARD_BACKWARD)
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """Add up the gradients of a step. Collective: every rank calls it, with equally many.
 
@@ -176,6 +178,7 @@ class Engine(abc.ABC):
             total += value.detach().double()
         return self.total(total)
 
+    @in_phase(VALIDATE)
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """The same sum without gradients, with the model in its evaluation mode. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -194,6 +197,7 @@ class Engine(abc.ABC):
         finally:
             self.model.train()
 
+    @in_phase(OPTIMIZER)
     def step(self) -> float:
         """Clip over all ranks, update, clear the gradients. Collective.
 

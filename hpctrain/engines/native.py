@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain.checkpoint.tensors.boxes import State
+from hpctrain.control.pulse import VALIDATE, in_phase
 from hpctrain.engines import state as names
 from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import every_block, find_ends
@@ -64,6 +65,7 @@ class Native(Engine):
         with self._own_parts(microbatches, loss) as given:
             return super().accumulate(*given)
 
+    @in_phase(VALIDATE)
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`."""
         with self._own_parts(microbatches, loss) as given:

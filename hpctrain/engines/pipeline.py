@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 
+from hpctrain.control.pulse import VALIDATE, in_phase
 from hpctrain.engines import state as names
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.native import Native
@@ -124,6 +125,7 @@ class Pipeline(Native):
         self._add_tied()
         return value
 
+    @in_phase(VALIDATE)
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`; `accumulate` for what is raised. Any number of microbatches will do.
 

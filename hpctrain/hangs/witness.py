@@ -2,21 +2,25 @@
 
 Nothing here runs while the rank trains. torch's own server answers for its flight recorder from a
 native thread, faulthandler writes from a signal handler in C: both also while Python's lock is
-held. What only Python knows, the members of the process groups, is written down whenever there are
-new ones. tests/engines/test_look.py holds the promises.
+held. What only Python knows, the members of the process groups, is written down whenever there is
+a new one. What this torch has not is left out, and then not known. tests/engines/test_look.py
+holds the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.base.files import replace_text
+from hpctrain.hangs import torch_names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 LOOK_SIGNAL = signal.SIGRTMIN + 5
@@ -48,32 +52,13 @@ class Witness:
             folder: Of the node and the round, which only the user can enter.
             rank: This rank's number.
         """
-        self._folder, self._rank = folder, rank
-        self._groups_written = 0
+        self._groups_path = groups_path(folder, rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._stacks = os.open(stacks_path(folder, rank), flags, 0o600)
         faulthandler.register(LOOK_SIGNAL, file=self._stacks, all_threads=True)
-        self._server = _recorder_server(recorder_path(folder, rank))
+        torch_names.serve_recorder(recorder_path(folder, rank))
+        torch_names.watch_groups(self._note_groups)
 
-    def note_groups(self) -> None:
-        """Write down the members of the process groups, where there are new ones."""
-        from torch.distributed import distributed_c10d as c10d
-
-        groups = c10d._world.pg_map  # noqa: SLF001 - no public list; see engines/torch_private.py
-        if len(groups) == self._groups_written:
-            return
-        members = {
-            c10d._world.pg_names[group]: c10d.get_process_group_ranks(group)  # noqa: SLF001
-            for group in groups
-        }
-        replace_text(groups_path(self._folder, self._rank), json.dumps(members))
-        self._groups_written = len(groups)
-
-
-def _recorder_server(path: Path) -> Any:
-    """What torch serves; None where this torch has none."""
-    try:
-        from torch._C._distributed_c10d import _WorkerServer  # public: through an environment alone
-    except ImportError:
-        return None
-    return _WorkerServer(str(path))
+    def _note_groups(self, members: Mapping[str, Sequence[int]]) -> None:
+        with contextlib.suppress(OSError):  # a full memory costs the verdict, never the training
+            replace_text(self._groups_path, json.dumps(members))

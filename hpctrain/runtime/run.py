@@ -31,6 +31,7 @@ from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, has_checkpoints, restore
 from hpctrain.checkpoint.tensors.save import SavePlace
+from hpctrain.control import pulse
 from hpctrain.device import device_name, is_accelerator
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.profile.files import folder_name
@@ -180,6 +181,7 @@ class Run:
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
         self._has_stepped = self._has_failed = False
+        pulse.here().enter(pulse.START)
         self._event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
@@ -342,7 +344,8 @@ class Run:
         """
         self._refuse_two_loops(own=False)
         self._has_loop = True
-        self._restore()
+        with pulse.Phase(pulse.RESTORE):
+            self._restore()
         while self.step < total:
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
@@ -351,9 +354,11 @@ class Run:
                 self._profiler.at(self.step)
             if self._program.engine is not None:
                 self._program.engine.at_step(self.step)
+            pulse.here().at_step(self.step, pulse.STEP)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
+                pulse.here().enter(pulse.END)
                 self._telemetry.flush()
                 if self._saves is not None:
                     self._saves.settle()
@@ -364,6 +369,7 @@ class Run:
             self.step += 1
             self._count()
         self._finish()
+        pulse.here().enter(pulse.END)
 
     def at(self, step: int, **values: float) -> None:
         """Say how many updates are applied now; for a program with a loop of its own.
@@ -397,6 +403,7 @@ class Run:
                 consumed=self._program.consumed,
             )
         numbers = {name: float(value) for name, value in values.items()}
+        pulse.here().at_step(step, pulse.STEP)
         self._own_loop.at(step, numbers)
         self.step = step
         self._log(step, numbers)
@@ -440,6 +447,7 @@ class Run:
         self._telemetry.flush()
         if cause is not None:
             self._go(cause)
+        pulse.here().enter(pulse.END)
         self._event(TrainingDone(step=self._step_told))
         self._write_outcome("done", None)
         self._profiler.close()
@@ -461,6 +469,28 @@ class Run:
             UsageError: another kind.
         """
         return self._telemetry.timed(what)
+
+    def section(self, name: str, *, limit_s: float | None = None) -> AbstractContextManager[object]:
+        """Tell which part of the program runs: ``with run.section("evaluation"): ...``.
+
+        Where a rank stands still, that part is named, and how long such a part takes is learnt by
+        its name (docs/staying-alive.md). Costs about two microseconds; not collective, on the
+        thread of the loop; sections may stand inside others.
+
+        Args:
+            name: Of the part; the same each time.
+            limit_s: Seconds that it may take without being looked at; None for what is learnt,
+                `math.inf` for whatever it takes.
+
+        Raises:
+            UsageError: no name, or no number of seconds above 0.
+        """
+        most = pulse.SECTION_LETTERS
+        if not isinstance(name, str) or not 0 < len(name) <= most or not name.isprintable():
+            raise UsageError(f"run.section({name!r}): a section has a name of 1 to {most} letters")
+        if limit_s is not None and not limit_s > 0:
+            raise UsageError(f"run.section({name!r}, limit_s={limit_s!r}): seconds above 0")
+        return pulse.Phase(name, limit_s)
 
     def log(self, **values: float) -> None:
         """Scalars of the step in hand, for TensorBoard and the ledger; rank 0's count.
@@ -540,6 +570,7 @@ class Run:
 
     def _exchange(self) -> StopRequest:
         save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
+        pulse.here().beat()
         agreed = self._stops.exchange(save=save, tell=self._telemetry.wishes_to_tell())
         if agreed.tell:
             self._telemetry.tell()
@@ -566,12 +597,14 @@ class Run:
         self._event(StopRequested(cause=cause, rank=self.world.rank))
         if self._saves is not None:
             self._before_save()
+            pulse.here().enter(pulse.SAVE)
             self._saves.final(self.step, self._snapshot, self._stops.left_s(cause))
             self._saves.close()
         self._go(cause)
 
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
+        pulse.here().enter(pulse.END)
         self._event(TrainingStopped(step=self._step_told))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._stops.left_s(cause))
@@ -611,6 +644,7 @@ class Run:
         self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
         if self._saves is not None:
             self._saves.warm_up(self._snapshot)
+        pulse.here().stepped()
         if self._own_loop is not None:
             self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
 

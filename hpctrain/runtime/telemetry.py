@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.control import pulse
 from hpctrain.device import is_accelerator, memory_stats, timing_event
 from hpctrain.errors import UsageError
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
@@ -70,8 +71,8 @@ class Telemetry:
         """Counts from the start; nothing is written before `open`."""
         self._world = world
         self._clock = clock
-        self.saving = Stopwatch(clock)
-        self._data = Stopwatch(clock)
+        self.saving = Stopwatch(clock, pulse.SAVE)
+        self._data = Stopwatch(clock, pulse.DATA)
         self._watches = {"data": self._data}
         self._own = ComputeTime(None, elsewhere_s=self._elsewhere_s)
         self._writer: _Rank0Writer | None = None
@@ -318,8 +319,9 @@ class Stopwatch:
         span: Makes the span that a trace shows of a block, while a profile is taken.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], phase: int) -> None:
         self.seconds = 0.0
+        self._phase, self._phase_before = phase, 0
         self.span: Callable[[], AbstractContextManager[object]] | None = None
         self._open_span: AbstractContextManager[object] | None = None
         self._clock = clock
@@ -329,6 +331,7 @@ class Stopwatch:
     def __enter__(self) -> None:
         if self._depth == 0:
             self._since = self._clock()
+            self._phase_before = pulse.here().enter(self._phase)
             if self.span is not None:
                 self._open_span = self.span()
                 self._open_span.__enter__()
@@ -338,6 +341,7 @@ class Stopwatch:
         self._depth -= 1
         if self._depth == 0:
             self.seconds += self._clock() - self._since
+            pulse.here().back(self._phase_before)
             if self._open_span is not None:
                 self._open_span.__exit__(None, None, None)
                 self._open_span = None

@@ -86,11 +86,10 @@ def _train(scene: str, rank: int, folder: Path, port: int, said: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says as it is killed
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    witness = Witness(folder, rank)
+    Witness(folder, rank)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     tensor_parallel = [dist.new_group(list(range(at, at + 4))) for at in (0, 4)][rank // 4]
     cross = dist.new_group([0, 4])
-    witness.note_groups()
     net = DistributedDataParallel(torch.nn.Linear(16, 16))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     for step in range(10_000):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import nn
 
+from hpctrain.control.pulse import VALIDATE, in_phase
 from hpctrain.data.batches import MicrobatchRules
 from hpctrain.device import is_accelerator
 from hpctrain.engines.engine import Engine, global_sum
@@ -109,6 +110,7 @@ class Exact(Native):
         self._added = True
         return self._sum(losses)
 
+    @in_phase(VALIDATE)
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """See `Engine`; the same bits at any number of data-parallel ranks too."""
         count = self._agree(microbatches)

@@ -1,0 +1,128 @@
+"""A rank's pulse is read from outside as it was written, at the price of a microsecond."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from hpctrain.control import pulse
+from hpctrain.control.board import BOARD, Board
+from hpctrain.control.lease import KINDS
+from hpctrain.control.pulse import (
+    DATA,
+    FORWARD_BACKWARD,
+    PHASES,
+    SAVE,
+    START,
+    STEP,
+    Phase,
+    Pulse,
+    in_phase,
+    phase_name,
+    read,
+)
+
+RANK = 9
+
+
+@pytest.fixture
+def board(tmp_path):
+    board = Board.create(tmp_path / BOARD, first_rank=8, ranks=2)
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def here(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "_here", Pulse(tmp_path, RANK))
+    return pulse.here()
+
+
+def seen(board):
+    return read(board)[RANK - board.first_rank]
+
+
+def test_a_rank_that_has_said_nothing_is_in_no_phase(board):
+    first = read(board)[0]
+    assert (first.rank, first.process, first.phase, first.since_ns) == (8, 0, 0, 0)
+
+
+def test_what_a_rank_writes_is_read(board, here):
+    began = seen(board)
+    assert (began.process, began.phase, began.is_first) == (os.getpid(), 0, True)
+    here.enter(START)
+    here.at_step(7, STEP)
+    now = seen(board)
+    assert (now.rank, now.step, PHASES[now.phase], now.limit_s) == (RANK, 7, "step", None)
+    assert now.since_ns > began.since_ns
+    here.stepped()
+    here.beat()
+    later = seen(board)
+    assert (later.phase, later.is_first) == (STEP, False)
+    assert later.since_ns > now.since_ns
+    assert read(board)[0].since_ns == 0
+
+
+def test_phases_stand_inside_each_other(board, here):
+    here.at_step(1, STEP)
+    with Phase(DATA):
+        assert seen(board).phase == DATA
+        with Phase(SAVE):
+            assert seen(board).phase == SAVE
+        assert seen(board).phase == DATA
+    assert seen(board).phase == STEP
+
+
+def test_a_function_is_in_its_phase_until_it_is_left_however(board, here):
+    @in_phase(FORWARD_BACKWARD)
+    def fails(number):
+        assert seen(board).phase == FORWARD_BACKWARD
+        raise ValueError(number)
+
+    here.at_step(1, STEP)
+    with pytest.raises(ValueError, match="5"):
+        fails(5)
+    assert seen(board).phase == STEP
+
+
+@pytest.mark.parametrize(("said", "read_s"), [(None, None), (0.25, 0.25), (math.inf, 2e9)])
+def test_a_section_is_known_by_its_name_and_its_limit(board, here, tmp_path, said, read_s):
+    with Phase("épreuve"), Phase("evaluation", said):
+        now = seen(board)
+    assert phase_name(tmp_path, RANK, now.phase) == "evaluation"
+    assert now.limit_s == read_s
+    with Phase("évreuve"), Phase("evaluation"):
+        assert seen(board).phase == now.phase
+
+
+def test_names_that_nobody_can_tell_are_not_known(board, here, tmp_path):
+    assert phase_name(tmp_path, RANK, 5000) == ""
+    (tmp_path / f"sections-{RANK}").write_text("{")
+    assert phase_name(tmp_path, RANK, 64) == ""
+
+
+def test_a_process_without_an_agent_writes_nothing(board):
+    with Phase("evaluation", 3), Phase(DATA):
+        pulse.here().at_step(3, STEP)
+    assert {one.since_ns for one in read(board)} == {0}
+
+
+def test_a_forked_child_does_not_write_its_parents_pulse(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "_here", pulse.here())  # put back afterwards
+    pulse.begin(tmp_path, RANK)
+    pulse.here().enter(START)
+    before = seen(board)
+    child = os.fork()
+    if child == 0:
+        pulse.here().enter(SAVE)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert seen(board) == before
+
+
+def test_a_pulse_disturbs_no_other_word_of_the_row(board, here):
+    at = board.at(RANK - board.first_rank)
+    here.at_step(3, STEP)
+    assert not any(board.words[at : at + 6 + len(KINDS)])
