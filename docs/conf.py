@@ -40,7 +40,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|nn|os|pathlib|torch)\..*|AbstractContextManager|Optimizer|Path"),
     (r"py:.*", r"Loss|LossScale|State|program_state\.Stateful|hpctrain\.world\.Exchange"),
-    (r"py:.*", r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited"),  # of an AttemptView
+    (
+        r"py:.*",
+        r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited|HangSuspected|HangFound",
+    ),  # of an AttemptView
     (r"py:class", r"Mapping\[str"),  # Sphinx splits a signature at commas where a default is made
 ]
 

@@ -21,6 +21,7 @@ from hpctrain.preflight.rendezvous import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
     from hpctrain.control.node_server import TreePlace
@@ -50,6 +51,11 @@ class NodeControl:
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
+
+    @property
+    def folder(self) -> Path:
+        """Of the newest round: where its ranks, their board and their witnesses meet."""
+        return self._process.folder
 
     def begin(self, place: TreePlace, store: SignedStore, key: Callable[[str], str]) -> None:
         """Serve a round of this node's ranks, which find their way by the environment.

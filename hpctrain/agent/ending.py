@@ -486,8 +486,8 @@ class AttemptEnding:
         again = bool(earlier) and earlier[-1].awaited is not None and earlier[-1].awaited.ended
         return again and 2 * len(left) <= own.world_size
 
-    def record_awaited(self, attempt: int, fact: kinds.RanksAwaited) -> None:
-        """Write down which ranks are waited for where others have returned."""
+    def record(self, attempt: int, fact: kinds.LedgerFact) -> None:
+        """Write down what was seen of an attempt's ranks."""
         ledger.record(self._run, fact, attempt=attempt)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:

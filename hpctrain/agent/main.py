@@ -25,6 +25,8 @@ from hpctrain.base.files import follow_folder
 from hpctrain.base.log import hear_elastic
 from hpctrain.base.secret import code
 from hpctrain.errors import RunAlive
+from hpctrain.hangs import stacks
+from hpctrain.hangs.standing import FEWEST_S, HangLimits
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
 from hpctrain.run.event_types import AttemptStarted, OrphanLeft
@@ -225,7 +227,7 @@ def _run_rounds(
     )
 
     def awaited(fact: RanksAwaited) -> None:
-        ending.record_awaited(agent.attempt_number, fact)
+        ending.record(agent.attempt_number, fact)
 
     hooks = None
     if context.node_rank == 0:
@@ -239,6 +241,8 @@ def _run_rounds(
             starts=ending.starts,
             more_args=partial(_more_args, spec),
             notice=StopNotice(run, context, deadline, lead_s=_lead_s(spec)),
+            record=lambda fact: ending.record(agent.attempt_number, fact),
+            asked_stacks=partial(stacks.asked, run.stacks_request, context.job_id),
         )
     agent = NodeAgent(
         workers,
@@ -250,6 +254,7 @@ def _run_rounds(
         secret=secret,
         end_wait_s=spec.settings.run.end_wait_s,
         control=node_control,
+        hang_limits=_hang_limits(spec),
     )
     try:
         agent.run()
@@ -276,6 +281,16 @@ def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:
 def _lead_s(spec: Spec) -> float:
     """So long before its end a job tells a program of which nobody knows what its save takes."""
     return max(spec.settings.run.stop_margin_s, spec.settings.slurm.signal_lead_s)
+
+
+def _hang_limits(spec: Spec) -> HangLimits | None:
+    """After what time ranks that stand still are looked at; None for never."""
+    alive, save_s = spec.settings.alive, spec.settings.checkpoint.timeout_s
+    if alive.hang == "off":
+        return None
+    return HangLimits(
+        alive.hang_s or FEWEST_S, alive.first_step_s, save_s, ends_round=alive.hang == "restart"
+    )
 
 
 def _task(spec: Spec, cpus: list[str]) -> object:

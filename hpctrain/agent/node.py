@@ -22,6 +22,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
+from hpctrain.agent.hang_watch import (
+    LOOK_NOW,
+    JobHangHooks,
+    JobHangs,
+    NodeHangs,
+    NodeRank,
+    RoundHangs,
+)
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal
@@ -58,6 +66,8 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.agent.stragglers import Life
+    from hpctrain.hangs.standing import HangLimits
+    from hpctrain.run.event_types import LedgerFact
     from hpctrain.run.fence import Attempt
 
 log = logging.getLogger("hpctrain.agent")
@@ -137,6 +147,8 @@ class RoundHooks:
         more_args: What the program gets beside its own arguments at this start, which goes on from
             a path or None.
         notice: Whether ranks that ask nobody should leave.
+        record: Writes an event into the ledger.
+        asked_stacks: The token of a user's request to know where the ranks are; "" for none.
     """
 
     begin: Callable[[int], Attempt]
@@ -150,6 +162,8 @@ class RoundHooks:
     starts: Callable[[], int] = lambda: 1
     more_args: Callable[[int, str | None], ResumeArgs] = lambda _start, _resume: ResumeArgs()
     notice: StopNotice | None = None
+    record: Callable[[LedgerFact], None] = lambda _: None
+    asked_stacks: Callable[[], str] = lambda: ""
 
 
 @dataclass
@@ -194,6 +208,12 @@ class NoRedirect(LogsSpecs):
 class NodeAgent(LocalElasticAgent):
     """torch's elastic agent with one verdict for all nodes, and attempts that the run counts."""
 
+    _life: LifeWatch | None = None
+    _hangs: RoundHangs | None = None
+    _ends_said: NodeEnds | None = None
+    _signed: SignedStore | None = None
+    _refused: CheckpointError | None = None
+
     def __init__(
         self,
         spec: WorkerSpec,
@@ -206,6 +226,7 @@ class NodeAgent(LocalElasticAgent):
         secret: str,
         end_wait_s: float = 0.0,
         control: NodeControl | None = None,
+        hang_limits: HangLimits | None = None,
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
@@ -221,6 +242,7 @@ class NodeAgent(LocalElasticAgent):
             end_wait_s: Where some ranks have returned, others that do nothing for so long are
                 ended; 0 for never.
             control: By what the ranks agree; None where they have nothing from their agents.
+            hang_limits: After what time ranks that stand still are looked at; None for never.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -230,11 +252,7 @@ class NodeAgent(LocalElasticAgent):
         self._before_ranks = before_ranks
         self._secret = secret
         self._end_wait_s = end_wait_s
-        self._control = control
-        self._life: LifeWatch | None = None
-        self._ends_said: NodeEnds | None = None
-        self._signed: SignedStore | None = None
-        self._refused: CheckpointError | None = None
+        self._control, self._hang_limits = control, hang_limits
         self._sealing: AbstractContextManager[SealWatch | None] = nullcontext()
         self._stop_file = StopFile()
         self._stop_told = False
@@ -278,6 +296,7 @@ class NodeAgent(LocalElasticAgent):
         ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
         with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
             end = self._watch_round()
+            self._stop_watching()
             self._stop_workers(group)
             if seal is not None:
                 seal.returned = end.ending == "left"
@@ -396,6 +415,7 @@ class NodeAgent(LocalElasticAgent):
         reported = False
         reports = _Reports()
         said_at = time.monotonic()
+        self._hangs = self._round_hangs()
         while True:
             if time.monotonic() > said_at + LOOK_ANYWAY_S:
                 self._say_again()
@@ -407,6 +427,8 @@ class NodeAgent(LocalElasticAgent):
             self._send_term()
             if self._control is not None:
                 self._control.failure()  # said at once, also where no rank minds
+            if self._hangs is not None:
+                self._hangs.look_at_pulses()
             if not reported:
                 reported = self._report_if_over()
                 self._tell_ends()
@@ -417,6 +439,37 @@ class NodeAgent(LocalElasticAgent):
                     self._publish(asdict(verdict))
             if verdict is not None:
                 return verdict
+
+    def _round_hangs(self) -> RoundHangs | None:
+        """What watches this round for hangs; None where its ranks have no board."""
+        if self._control is None:
+            return None
+        folder, number = self._control.folder, int(self._worker_group.group_rank or 0)
+        store, limits = self._news_store, self._hang_limits
+        node = NodeHangs(limits, folder, (number, self._node), store, self._key)
+        if self._hooks is None:
+            return RoundHangs(node, None)
+        each = self._worker_group.spec.local_world_size
+        nodes = {one: range(one * each, (one + 1) * each) for one in range(self._node_count)}
+        hooks = JobHangHooks(
+            self._publish,
+            self._hooks.record,
+            self._attempt_dir(self.attempt_number),
+            self._hooks.asked_stacks,
+        )
+        return RoundHangs(node, JobHangs(limits, store, self._key, nodes, hooks))
+
+    def _stop_watching(self) -> None:
+        if self._hangs is not None:
+            self._hangs.close()
+            self._hangs = None
+
+    def _node_ranks(self) -> list[NodeRank]:
+        pairs = zip(self._worker_group.workers, self._processes(), strict=True)
+        return [
+            NodeRank(worker.global_rank, process.pid, self._has_returned(worker, process))
+            for worker, process in pairs
+        ]
 
     def _prepare_stop(self) -> None:
         """No stop is told of so far; but one whose SIGTERM has come already is."""
@@ -500,7 +553,6 @@ class NodeAgent(LocalElasticAgent):
 
     def _ends(self) -> NodeEnds | None:
         """Which ranks of this node have returned, and how the others do; None where all ended."""
-        values = getattr(self._pcontext, "_ret_vals", {})
         returned: list[int] = []
         left: list[int] = []
         logs, pids = [], []
@@ -509,14 +561,18 @@ class NodeAgent(LocalElasticAgent):
                 pids.append(process.pid)
                 log = rank_log_path(self._attempt_dir(self.attempt_number), worker.global_rank)
                 logs.append(log)
-            # Its program may have come to its end before its process has: a thread goes on.
-            value = values.get(worker.local_rank)
-            came_back = process.exitcode is None and value is not None and not value.empty()
-            (returned if came_back or process.exitcode == 0 else left).append(worker.global_rank)
+            has_returned = self._has_returned(worker, process)
+            (returned if has_returned else left).append(worker.global_rank)
         if not pids:
             return None
         life: Life = "alive" if self._life is None else self._life.look(pids, logs)
         return NodeEnds(self._node, tuple(returned), tuple(left), life)
+
+    def _has_returned(self, worker: Any, process: Any) -> bool:
+        """Its program may have come to its end before its process has: a thread goes on."""
+        value = getattr(self._pcontext, "_ret_vals", {}).get(worker.local_rank)
+        came_back = process.exitcode is None and value is not None and not value.empty()
+        return came_back or process.exitcode == 0
 
     def _failures(self, result: RunResult) -> list[FailureReport]:
         directory = self._attempt_dir(self.attempt_number)
@@ -534,6 +590,7 @@ class NodeAgent(LocalElasticAgent):
             self._look_for_stop(hooks.notice)
         if len(reports.nodes) == self._node_count and not reports.failures:
             return RoundEnd("left")
+        self._watch_hangs(hooks, reports)
         if reports.first_failure_at is not None:
             end = self._after_failure(hooks, reports, reports.first_failure_at)
             if end is not None:
@@ -543,6 +600,16 @@ class NodeAgent(LocalElasticAgent):
             if end is not None:
                 return end
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
+
+    def _watch_hangs(self, hooks: RoundHooks, reports: _Reports) -> None:
+        """Ranks that hang have failed. A stop that was asked for has a clock of its own."""
+        if self._hangs is None or reports.failures or hooks.deadline.cause is not None:
+            return
+        failure = self._hangs.failure(reports.nodes)
+        if failure is not None:
+            reports.failures.append(failure)
+            reports.first_failure_at = time.monotonic()
+            self._publish(ROLL_CALL)
 
     def _after_failure(
         self, hooks: RoundHooks, reports: _Reports, first_failure_at: float
@@ -654,17 +721,22 @@ class NodeAgent(LocalElasticAgent):
             self._news_looked_at = now
             return None
         self._news += 1
-        if raw == ROLL_CALL:
-            self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
-            return None
-        if raw == AWAIT_ENDS:
-            self._life = LifeWatch(self._end_wait_s)
-            return None
-        if STOP in raw:
-            self._tell_of_stop(StopCause(raw[STOP]))
+        if self._heed(raw):
             return None
         raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
         return RoundEnd(**raw)
+
+    def _heed(self, raw: dict[str, Any]) -> bool:
+        """Do what news ask for; False where they are the verdict."""
+        if raw == ROLL_CALL:
+            self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
+        elif raw == AWAIT_ENDS:
+            self._life = LifeWatch(self._end_wait_s)
+        elif LOOK_NOW in raw and self._hangs is not None:
+            self._hangs.hear(raw[LOOK_NOW], self._node_ranks())
+        elif STOP in raw:
+            self._tell_of_stop(StopCause(raw[STOP]))
+        return "ending" not in raw
 
     def _say_goodbye(self) -> None:
         """Node 0 goes last, and sees to it meanwhile that its verdict stands where others look."""

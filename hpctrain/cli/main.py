@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "events": ("hpctrain.cli.events", "What happened to a run, from its ledger."),
     "report": ("hpctrain.cli.report", "A run as one page: time lost and where, curves, advice."),
     "profile": ("hpctrain.cli.profile", "What steps spend their time on; takes a look with --now."),
+    "stacks": ("hpctrain.cli.stacks", "Where each rank of a live run is, and who holds it up."),
     "cancel": ("hpctrain.cli.cancel", "Stop a run for good, with --save after saving."),
     "checkpoints": ("hpctrain.cli.checkpoints", "List and verify a run's checkpoints."),
     "evaluate": ("hpctrain.cli.evaluate", "Submit the evaluations of checkpoints that are due."),

@@ -29,7 +29,7 @@ ANSWER_S = 1.0
 """So long is waited for a rank's answer; one that is stopped gives none."""
 AT_ONCE = 16
 """Ranks of a node that are asked at the same time."""
-MOST_STACKS_BYTES = 4 << 20
+MOST_STACKS_BYTES, KEPT_STACKS_BYTES = 4 << 20, 1 << 20
 _STACKS_POLL_S, _STACKS_UNCHANGED = 0.005, 4
 _PROC = Path("/proc")
 
@@ -107,6 +107,8 @@ def _frames(path: Path, pid: int) -> tuple[Frame, ...] | None:
             last, size = size, path.stat().st_size
             unchanged = unchanged + 1 if last == size > before else 0
         text = read_plain(path, MOST_STACKS_BYTES)[before:].decode(errors="replace")
+        if size > KEPT_STACKS_BYTES:
+            os.truncate(path, 0)  # it is written at its end, wherever that is
         return frames_of(text)
     return None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.history.allocations import Allocation
     from hpctrain.history.causes import EndCause
     from hpctrain.history.run_history import Failure, RunHistory
-    from hpctrain.run.event_types import RanksAwaited
+    from hpctrain.run.event_types import HangFound, HangSuspected, RanksAwaited
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class AttemptView:
             tell; also for a restart inside the allocation. None while they are held.
         awaited: Which ranks were waited for last, where others had returned.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
+        hang: Who holds up the others where its ranks stand still; None where they go on.
     """
 
     number: int
@@ -86,6 +87,7 @@ class AttemptView:
     released: float | None = None
     awaited: RanksAwaited | None = None
     restart_pause_s: float | None = None
+    hang: HangSuspected | HangFound | None = None
 
 
 _OF_RECORD = sorted(

@@ -196,6 +196,8 @@ class AttemptRecord:
             nothing was lost.
         awaited: Which ranks were waited for last, where others had returned.
         awaited_t: When that was said.
+        hang: What was said last of ranks that stand still; None where they went on since.
+        hang_t: When that was said.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
 
@@ -251,6 +253,8 @@ class AttemptRecord:
     went_back: bool = False
     awaited: facts.RanksAwaited | None = None
     awaited_t: float | None = None
+    hang: facts.HangSuspected | facts.HangFound | None = None
+    hang_t: float | None = None
     restart_pause_s: float | None = None
 
     @property
@@ -526,6 +530,14 @@ def _paused(attempt: AttemptRecord, _: float, fact: facts.RestartPaused) -> None
     attempt.restart_pause_s = fact.seconds
 
 
+def _hung(attempt: AttemptRecord, t: float, fact: facts.HangSuspected | facts.HangFound) -> None:
+    attempt.hang, attempt.hang_t = fact, t
+
+
+def _cleared(attempt: AttemptRecord, *_: object) -> None:
+    attempt.hang = None
+
+
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
     attempt.awaited, attempt.awaited_t = fact, t
 
@@ -572,6 +584,9 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.TrainingDone: _left,
     facts.RankFailed: _failed,
     facts.RanksAwaited: _awaited,
+    facts.HangSuspected: _hung,
+    facts.HangFound: _hung,
+    facts.HangCleared: _cleared,
     facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,

@@ -547,7 +547,7 @@ class RankFailed(LedgerFact):
 
     rank: int | None = maybe(check.count, "who failed")
     node: str = maybe(check.words, "where")
-    kind_of: str = maybe(check.words, "`exception`, `signal` or `exit`")
+    kind_of: str = maybe(check.words, "`exception`, `signal`, `exit`, `hang` or `desync`")
     summary: str = maybe(check.words, "one line")
     traceback: str = maybe(check.words, "its end, where it is one of Python")
     others: tuple[int, ...] = maybe(check.counts, "ranks that failed after it")
@@ -562,6 +562,39 @@ class RanksAwaited(LedgerFact):
     quiet_s: float | None = maybe(check.seconds, "for how long they did nothing")
     limit_s: float | None = maybe(check.seconds, "after which they are ended: `run.end_wait_s`")
     ended: bool = maybe(check.flag, "they were ended")
+
+
+@event("hang_suspected", by="the agent of node 0")
+class HangSuspected(LedgerFact):
+    """Ranks stand for longer than such a phase takes; `attempts/N/hang.json` has what was found."""
+
+    kind_of: str = maybe(
+        check.words,
+        "`stopped`, `returned`, `behind`, `mismatch`, `deadlock`, `network` or `unknown`",
+    )
+    ranks: tuple[int, ...] = maybe(check.counts, "who holds up the others")
+    summary: str = maybe(check.words, "one line: who waits for whom, and where that one is")
+    stood_s: float | None = maybe(check.seconds, "for how long they had stood")
+    limit_s: float | None = maybe(check.seconds, "after which a look is taken")
+
+
+@event("hang_cleared", by="the agent of node 0")
+class HangCleared(LedgerFact):
+    """The ranks that were suspected go on; such a phase may take longer from now on."""
+
+    seconds: float | None = maybe(check.seconds, "for how long they had stood")
+
+
+@event("hang", by="the agent of node 0")
+class HangFound(LedgerFact):
+    """Nothing has moved since the suspicion: the ranks hang. Fields as of `hang_suspected`."""
+
+    kind_of: str = maybe(check.words, "as of `hang_suspected`")
+    ranks: tuple[int, ...] = maybe(check.counts, "who holds up the others")
+    summary: str = maybe(check.words, "one line: who waits for whom, and where that one is")
+    stood_s: float | None = maybe(check.seconds, "for how long they had stood")
+    limit_s: float | None = maybe(check.seconds, "after which a look is taken")
+    ended: bool = maybe(check.flag, "the round was ended; else it was only told")
 
 
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")

@@ -139,6 +139,11 @@ class RunDir:
         return self.root / "profile-request.json"
 
     @property
+    def stacks_request(self) -> Path:
+        """Written by `hpctrain stacks`; the agent of node 0 looks for it."""
+        return self.root / "stacks-request.json"
+
+    @property
     def evaluations(self) -> Path:
         """Runs of their own, one for each checkpoint that is evaluated."""
         return self.root / "evaluations"
@@ -170,6 +175,11 @@ def rank_log_path(attempt_dir: Path, rank: int) -> Path:
 def failure_path(attempt_dir: Path, rank: int) -> Path:
     """Where a rank leaves the report of its own failure."""
     return attempt_dir / f"failure-{rank:05d}.json"
+
+
+def hang_path(attempt_dir: Path) -> Path:
+    """Where the newest verdict on ranks that stand still is written, with all that it rests on."""
+    return attempt_dir / "hang.json"
 
 
 def torch_error_path(attempt_dir: Path, rank: int) -> Path:

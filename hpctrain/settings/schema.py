@@ -206,6 +206,25 @@ class PreflightSettings(Table):
     bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
 
+class AliveSettings(Table):
+    """[alive]: what is done where ranks stand still, or disagree without a word."""
+
+    hang: str = setting(
+        "restart",
+        "where ranks stand for too long: restart names who holds up the others, and ends the round "
+        "as a failure; tell only names; off does neither",
+        choices=("restart", "tell", "off"),
+    )
+    hang_s: float = setting(
+        0.0,
+        "so long may a rank stay in one phase, at least; five times the longest stay so far counts "
+        "where that is more; 0: 60 seconds",
+    )
+    first_step_s: float = setting(
+        1800.0, "so long in all phases before the first step is over", above=0
+    )
+
+
 class BudgetSettings(Table):
     """[budget]: how often each cause may end an attempt before the run stops for good (0: no limit)."""
 
@@ -517,6 +536,7 @@ class Settings(Table):
     run: RunSettings = table(RunSettings)
     environment: EnvironmentSettings = table(EnvironmentSettings)
     preflight: PreflightSettings = table(PreflightSettings)
+    alive: AliveSettings = table(AliveSettings)
     budget: BudgetSettings = table(BudgetSettings)
     checkpoint: CheckpointSettings = table(CheckpointSettings)
     evaluate: EvaluateSettings = table(EvaluateSettings)

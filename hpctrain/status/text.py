@@ -167,7 +167,7 @@ def _running(status: RunStatus, job: str) -> str:
     nodes, info = fold_nodes(nodes_of(status)), status.answer.job
     where = f" on {nodes}" if nodes else ""
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
-    waits = _awaited(status)
+    waits = _awaited(status) + _hang(status)
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
@@ -246,6 +246,17 @@ def _awaited(status: RunStatus) -> str:
     who = f"{fold_ranks(fact.left)} not" if fact.left else "processes of theirs are still there"
     limit = "" if fact.limit_s is None else f"; ended after {duration(fact.limit_s)} of nothing"
     return f"; {count(fact.returned or 0, 'rank')} returned, {who}{limit}"
+
+
+def _hang(status: RunStatus) -> str:
+    """Who holds up the others, where the ranks stand still."""
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.ended is not None or newest.hang is None:
+        return ""
+    fact, how = newest.hang, "may hang" if newest.hang.kind == "hang_suspected" else "hangs"
+    since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
+    where = f"`hpctrain stacks {status.label}{status.flags}` shows where each rank is"
+    return f"; it {how}: {fact.summary}{since}; {where}"
 
 
 def _sign_of_life(status: RunStatus) -> str:

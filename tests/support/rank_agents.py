@@ -16,12 +16,15 @@ from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
+from hpctrain.hangs.stacks import asked
 from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.base.records import FailureReport
+    from hpctrain.hangs.standing import HangLimits
+    from hpctrain.run.event_types import LedgerFact
 
 
 class Agents:
@@ -32,18 +35,31 @@ class Agents:
         self._ranks = ranks
         self._agents: list[Any] = []
 
-    def run(
+    def run(  # noqa: PLR0917
         self,
         script: str,
         nodes: int = 1,
         end_wait_s: float = 1.0,
         patience_s: float = 60,
         starts: int = 1,
+        hangs: HangLimits | None = None,
     ) -> list[Any]:
         """How each node's round ended: ending, why, who was awaited, failure; None for not yet.
 
         After a crash the ranks are started again, as often as `starts` allows.
         """
+        self.start(script, nodes, end_wait_s, starts, hangs)
+        return self.ends(patience_s)
+
+    def start(
+        self,
+        script: str,
+        nodes: int = 1,
+        end_wait_s: float = 1.0,
+        starts: int = 1,
+        hangs: HangLimits | None = None,
+    ) -> None:
+        """Start agents, and do not wait for them."""
         (self._folder / "script.py").write_text(script)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -51,14 +67,17 @@ class Agents:
         fork = multiprocessing.get_context("fork")
         agents = []
         for node in range(nodes):
-            args = node, nodes, port, self._folder, end_wait_s, self._ranks, starts
+            args = node, nodes, port, self._folder, end_wait_s, self._ranks, starts, hangs
             agents.append(fork.Process(target=_agent, args=args))
             agents[-1].start()
         self._agents += agents
+
+    def ends(self, patience_s: float = 60) -> list[Any]:
+        """See `run`."""
         began = time.monotonic()
-        for agent in agents:
+        for agent in self._agents:
             agent.join(max(0.0, began + patience_s - time.monotonic()))
-        told = [self._folder / f"end-{node}" for node in range(nodes)]
+        told = [self._folder / f"end-{node}" for node in range(len(self._agents))]
         return [json.loads(path.read_text()) if path.exists() else None for path in told]
 
     def close(self) -> None:
@@ -70,7 +89,14 @@ class Agents:
 
 
 def _agent(  # noqa: PLR0917 - a process gets them by place
-    node: int, nodes: int, port: int, folder: Path, end_wait_s: float, ranks: int, starts: int
+    node: int,
+    nodes: int,
+    port: int,
+    folder: Path,
+    end_wait_s: float,
+    ranks: int,
+    starts: int,
+    hangs: HangLimits | None,
 ) -> None:
     """The agent of a node; writes how its round ended, and what was said meanwhile."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -99,6 +125,8 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
         StopDeadline(context, arrivals=list, ask=None),
         may_restart,
         awaited=awaited.append,
+        record=lambda fact: _record(folder, len(begun), fact),
+        asked_stacks=lambda: asked(folder / "stacks-request.json", "1"),
     )
     rendezvous = Rendezvous("127.0.0.1", port, node, names, run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -121,6 +149,7 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
         secret="of a test",
         end_wait_s=end_wait_s,
         control=control,
+        hang_limits=hangs,
     )
     agent.run()
     rendezvous.close()
@@ -132,3 +161,10 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
     staged.write_text(json.dumps([end.ending, end.why, said, failure]))
     staged.rename(folder / f"end-{node}")
     os._exit(0)
+
+
+def _record(folder: Path, attempt: int, fact: LedgerFact) -> None:
+    """As the ledger would have it, with the second in which it came."""
+    with (folder / "events").open("a") as file:
+        row = {"kind": fact.kind, "attempt": attempt, "at": time.monotonic(), **fact.fields_set()}
+        file.write(json.dumps(row) + "\n")

@@ -68,6 +68,7 @@ AttemptView.heard: float | None
 AttemptView.released: float | None
 AttemptView.awaited: RanksAwaited | None
 AttemptView.restart_pause_s: float | None
+AttemptView.hang: HangSuspected | HangFound | None
 CancelledJob
 CancelledJob.run: str
 CancelledJob.dir: Path

@@ -908,6 +908,20 @@ def test_ranks_that_are_waited_for_are_named_and_an_end_without_them_is_no_plain
     assert " hung_end " in text
 
 
+def test_ranks_that_stand_still_are_told_of_until_they_go_on(runs):
+    story = Story(runs / "plain").submitted("17").started(1)
+    found = {"kind_of": "behind", "ranks": [1], "summary": "3 ranks wait for rank 1"}
+    story.add("hang_suspected", 1, **found, stood_s=61.2, limit_s=60)
+    words = "3 ranks wait for rank 1 (nothing had moved for 1m01s); `hpctrain stacks plain` shows"
+    assert f"; it may hang: {words}" in " ".join(shown(story, RUNNING, width=200).split())
+
+    story.add("hang", 1, **found, stood_s=121)
+    assert "; it hangs: 3 ranks wait" in " ".join(shown(story, RUNNING, width=200).split())
+
+    story.add("hang_cleared", 1, seconds=130)
+    assert "hang" not in shown(story, RUNNING, width=200)
+
+
 def test_json_has_no_number_for_what_a_program_does_not_tell(runs):
     story = Story(runs / "plain").submitted("17").started(1).ended(1, "preempted", "requeue")
     value = as_json(status_of(RunHistory.read(story.run), Answer(), name="plain"))

@@ -1,0 +1,351 @@
+"""The agent's watch for hangs: reads its ranks' pulses, looks at them when all agents do, judges.
+
+Each agent reads the pulses of its own ranks from the board, without their help, and says so in the
+agents' store where some stand for too long. Then node 0 has all agents look at their ranks at once,
+puts together what they found (`hangs/suspicion.py`), writes it down, and in the end has the round
+fail. `hpctrain stacks` asks for a look in the same way. tests/engines/test_hang_watch.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.agent.stragglers import uses
+from hpctrain.base.files import replace_text
+from hpctrain.base.records import HANG, FailureReport
+from hpctrain.base.text import duration
+from hpctrain.control import pulse
+from hpctrain.control.board import BOARD, Board
+from hpctrain.errors import HpctrainError
+from hpctrain.hangs import stacks
+from hpctrain.hangs.look import RankProcess, look
+from hpctrain.hangs.plain import evidence_of, plain_of, plain_stand, stand_of
+from hpctrain.hangs.standing import RankPulse, Standing, in_words
+from hpctrain.hangs.suspicion import JobLook, Suspicion, Used
+from hpctrain.run.event_types import HangCleared, HangFound, HangSuspected
+from hpctrain.run.layout import hang_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.agent.rendezvous import SignedStore
+    from hpctrain.hangs.standing import HangLimits
+    from hpctrain.run.event_types import LedgerFact
+
+log = logging.getLogger("hpctrain.agent")
+
+LOOK_S = 0.25
+"""So often pulses are read, which costs microseconds."""
+ASKED_S = 1.0
+"""So often node 0 looks whether a user wants to know where the ranks are."""
+ANSWERS_S, ANSWER_EACH_S = 4.0, 0.005
+"""So long node 0 waits for what all agents' looks have found, and for each node a little."""
+LOOK_NOW = "hang_look"
+"""News that all agents look at their ranks, with the number of the look."""
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """A rank of this node.
+
+    Attributes:
+        rank: Its number.
+        pid: Of the process that the agent has started.
+        has_returned: Its program has ended with success.
+    """
+
+    rank: int
+    pid: int
+    has_returned: bool
+
+
+class NodeHangs:
+    """One node's side of a round: its pulses and looks."""
+
+    def __init__(
+        self,
+        limits: HangLimits | None,
+        folder: Path,
+        node: tuple[int, str],
+        store: SignedStore,
+        key: Callable[[str], str],
+    ) -> None:
+        """Watch this round's ranks.
+
+        Args:
+            limits: The run's; None for not to watch, but to look when asked.
+            folder: Of the round, where the ranks' witnesses and the board are.
+            node: This node's number and name.
+            store: The agents'.
+            key: Makes names in it this round's.
+        """
+        self._folder, self._store, self._key = folder, store, key
+        self._number, self._name = node
+        self._standing = Standing(limits, time.monotonic) if limits is not None else None
+        self._looked_s = 0.0
+        self._stands_over = False
+        try:
+            self._board: Board | None = Board.open(folder / BOARD)
+        except (OSError, HpctrainError) as error:
+            self._board = None
+            log.warning("the ranks' pulses cannot be read: %s", error)
+
+    def close(self) -> None:
+        """Let go of the board."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def look_at_pulses(self) -> None:
+        """Tell node 0 where a rank has begun or ceased to stand for too long."""
+        now_s = time.monotonic()
+        if self._board is None or self._standing is None or now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
+        if stands_over != self._stands_over:
+            self._stands_over = stands_over
+            self._store.count(self._key("hangs"), 1)
+
+    def look(self, number: int, ranks: Sequence[NodeRank]) -> None:
+        """Look at the ranks, and tell node 0 what was found.
+
+        Args:
+            number: Of the look.
+            ranks: Of this node.
+        """
+        pulses = self._pulses()
+        where = {seen.rank: seen for seen in pulses}
+        processes = self._processes()
+        seen_ranks = [
+            RankProcess(
+                one.rank,
+                processes.get(one.rank) or one.pid,
+                where[one.rank].step if where[one.rank].phase else None,
+                where[one.rank].phase,
+                one.has_returned,
+            )
+            for one in ranks
+            if one.rank in where
+        ]
+        stands = self._standing.look(pulses) if self._standing is not None else []
+        used = uses([one.pid for one in seen_ranks if not one.has_returned])
+        said = {
+            "stands": [plain_stand(stand) for stand in stands],
+            "evidence": [plain_of(one) for one in look(self._folder, self._name, seen_ranks)],
+            "used": {one.rank: used[one.pid] for one in seen_ranks if one.pid in used},
+        }
+        self._store.set(self._key(f"hangs/{number}/{self._number}"), said)
+
+    def _pulses(self) -> list[RankPulse]:
+        if self._board is None:
+            return []
+        return [
+            RankPulse(
+                seen.rank,
+                seen.step,
+                pulse.phase_name(self._folder, seen.rank, seen.phase),
+                seen.is_first,
+                seen.limit_s,
+                seen.since_ns,
+            )
+            for seen in pulse.read(self._board)
+        ]
+
+    def _processes(self) -> dict[int, int]:
+        """The process that runs the program, which may be below the one that was started."""
+        if self._board is None:
+            return {}
+        return {seen.rank: seen.process for seen in pulse.read(self._board)}
+
+
+class RoundHangs:
+    """An agent's watch over one round: its own ranks, and on node 0 the job."""
+
+    def __init__(self, node: NodeHangs, job: JobHangs | None) -> None:
+        """Put both together; `job` is node 0's alone."""
+        self._node, self._job = node, job
+
+    def look_at_pulses(self) -> None:
+        """See `NodeHangs.look_at_pulses`."""
+        self._node.look_at_pulses()
+
+    def hear(self, number: int, ranks: Sequence[NodeRank]) -> None:
+        """See `NodeHangs.look`."""
+        self._node.look(number, ranks)
+
+    def failure(self, done: set[int]) -> FailureReport | None:
+        """See `JobHangs.watch`."""
+        return None if self._job is None else self._job.watch(done)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._node.close()
+
+
+@dataclass
+class JobHangHooks:
+    """What node 0 does about hangs.
+
+    Attributes:
+        publish: Tells all agents something.
+        record: Writes an event into the ledger.
+        attempt_dir: Where the attempt's files lie.
+        asked: The token of a user's request to know where the ranks are; "" for none.
+    """
+
+    publish: Callable[[dict[str, Any]], None]
+    record: Callable[[LedgerFact], None]
+    attempt_dir: Path
+    asked: Callable[[], str] = lambda: ""
+
+
+class JobHangs:
+    """Node 0's side of a round: what all nodes' looks come to."""
+
+    def __init__(
+        self,
+        limits: HangLimits | None,
+        store: SignedStore,
+        key: Callable[[str], str],
+        nodes: Mapping[int, Sequence[int]],
+        hooks: JobHangHooks,
+    ) -> None:
+        """Watch this round.
+
+        Args:
+            limits: The run's; None for not to watch, but to look when asked.
+            store: The agents'.
+            key: Makes names in it this round's.
+            nodes: The ranks of each node, by its number.
+            hooks: What is done.
+        """
+        self._limits, self._store, self._key = limits, store, key
+        self._nodes, self._hooks = nodes, hooks
+        self._suspicion = Suspicion()
+        self._said = 0
+        self._looked_s = self._asked_s = 0.0
+        self._number, self._asked_at_s = 0, 0.0
+        self._heard: dict[int, dict[str, Any]] = {}
+        self._is_due = False
+        self._token = ""
+        self._answered = ""
+
+    def watch(self, done: set[int]) -> FailureReport | None:
+        """Whether the ranks hang: then the failure that ends the round. To be called all the time.
+
+        Args:
+            done: Nodes whose ranks have all ended.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._asked_s + ASKED_S:
+            self._asked_s = now_s
+            self._hear_user()
+        if self._asked_at_s:
+            return self._gather(now_s, done)
+        if self._limits is not None and now_s >= self._looked_s + LOOK_S:
+            self._looked_s = now_s
+            said = self._store.count(self._key("hangs"))
+            self._is_due |= said != self._said
+            self._said = said
+        if self._is_due or self._token or now_s >= self._suspicion.look_again_s:
+            self._is_due = False
+            self._number += 1
+            self._asked_at_s, self._heard = now_s, {}
+            self._hooks.publish({LOOK_NOW: self._number})
+        return None
+
+    def _hear_user(self) -> None:
+        if not self._token and (token := self._hooks.asked()) != self._answered:
+            self._token = token
+
+    def _gather(self, now_s: float, done: set[int]) -> FailureReport | None:
+        for node in set(self._nodes) - set(self._heard) - done:
+            said = self._store.get(self._key(f"hangs/{self._number}/{node}"))
+            if said is not None:
+                self._heard[node] = said
+        silent = set(self._nodes) - set(self._heard) - done
+        wait_s = ANSWERS_S + ANSWER_EACH_S * len(self._nodes)
+        if silent and now_s < self._asked_at_s + wait_s:
+            return None
+        self._asked_at_s = 0.0
+        heard = self._heard.values()
+        job_look = JobLook(
+            now_s,
+            [stand_of(stand) for said in heard for stand in said["stands"]],
+            [evidence_of(plain) for said in heard for plain in said["evidence"]],
+            {int(rank): Used(*used) for said in heard for rank, used in said["used"].items()},
+            [rank for node in sorted(silent) for rank in self._nodes[node]],
+        )
+        if self._token:
+            self._answer(job_look)
+        return self._judge(job_look) if self._limits is not None else None
+
+    def _answer(self, job_look: JobLook) -> None:
+        """Tell the user who has asked."""
+        self._answered, self._token = self._token, ""
+        self._write(stacks.path_of(self._hooks.attempt_dir), self._told(job_look, self._answered))
+
+    def _judge(self, job_look: JobLook) -> FailureReport | None:
+        stood_s = self._suspicion.stood_s
+        finding = self._suspicion.hear(job_look)
+        ruling, stands = self._suspicion.verdict, self._suspicion.stands
+        if finding == "cleared":
+            log.warning("the ranks go on, after they had stood for %s", duration(stood_s))
+            self._hooks.record(HangCleared(seconds=round(stood_s, 1)))
+        if ruling is None or finding not in {"suspected", "hang"}:
+            return None
+        ends = finding == "hang" and self._ends_round
+        words = f"{ruling.summary} (stood at {in_words(stands)})"
+        fields: dict[str, Any] = {
+            "kind_of": ruling.kind,
+            "ranks": ruling.ranks,
+            "summary": ruling.summary,
+            "stood_s": round(self._suspicion.stood_s, 1),
+            "limit_s": round(self._suspicion.limit_s, 1),
+        }
+        self._write(hang_path(self._hooks.attempt_dir), self._told(job_look, ""))
+        if finding == "suspected":
+            log.warning("the ranks may hang: %s", words)
+            self._hooks.record(HangSuspected(**fields))
+            return None
+        log.warning("the ranks hang%s: %s", "; the round ends" if ends else "", words)
+        self._hooks.record(HangFound(**fields, ended=ends))
+        return self._failure(job_look, words) if ends else None
+
+    @property
+    def _ends_round(self) -> bool:
+        return self._limits is not None and self._limits.ends_round
+
+    def _failure(self, job_look: JobLook, words: str) -> FailureReport:
+        ruling = self._suspicion.verdict
+        named = ruling.ranks if ruling is not None else ()
+        ranks = named or tuple(stand.rank for stand in self._suspicion.stands)
+        nodes = {one.rank: one.node for one in job_look.evidence}
+        text = "\n".join(ruling.details) if ruling is not None else ""
+        return FailureReport(
+            ranks[0],
+            nodes.get(ranks[0], ""),
+            HANG,
+            words,
+            text,
+            time=time.time(),
+            others=list(ranks[1:]),
+        )
+
+    def _told(self, job_look: JobLook, token: str) -> dict[str, Any]:
+        return stacks.document_of(
+            job_look, token=token, t=time.time(), hang=self._suspicion.verdict
+        )
+
+    def _write(self, path: Path, document: dict[str, Any]) -> None:
+        try:
+            replace_text(path, json.dumps(document))
+        except OSError as error:  # a full disk costs the file, never the verdict
+            log.warning("cannot write what the ranks do: %s", error)

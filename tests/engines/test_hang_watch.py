@@ -1,0 +1,128 @@
+"""A real agent names ranks that hang, ends them and starts anew; slow ones it only looks at."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from hpctrain.hangs import stacks
+from hpctrain.hangs.standing import HangLimits
+from tests.support.rank_agents import Agents
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+RANKS = 4
+LIMIT_S = 2.0
+LIMITS = HangLimits(LIMIT_S, first_step_s=30.0, save_s=30.0)
+TRAINS = """
+import ctypes, os, pathlib, signal, time
+import torch, torch.distributed as dist
+import hpctrain
+
+folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+run = hpctrain.init()
+rank, again = run.world.rank, folder.name != "1"
+
+def fetch_rows(step):
+    pass
+
+for step in run.steps(STEPS):
+    with run.timed("data"):
+        WRONG
+        time.sleep(0.05)
+    dist.all_reduce(torch.ones(4))
+    AFTER
+"""
+
+
+def program(wrong="pass", after="pass", steps=30, at=10, bad=1):
+    """A training in which rank `bad` does something at a step, at its first start."""
+    when = f"if step == {at} and rank == {bad} and not again: fetch_rows(step)"
+    text = TRAINS.replace("    pass\n", f"    {wrong}\n", 1)
+    return text.replace("WRONG", when).replace("AFTER", after).replace("STEPS", str(steps))
+
+
+@pytest.fixture
+def agents(tmp_path):
+    agents = Agents(tmp_path, RANKS)
+    yield agents
+    agents.close()
+
+
+def events(folder):
+    path = folder / "events"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        ("time.sleep(1000)", "behind", "3 ranks wait for rank 1, which has not come to all_reduce"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped", "rank 1 is stopped (by a signal)"),
+    ],
+)
+def test_a_hang_is_named_ended_and_started_again(agents, tmp_path, wrong, kind, words):
+    [[ending, *_]] = agents.run(program(wrong), starts=2, hangs=LIMITS, end_wait_s=30)
+
+    suspected, hang = events(tmp_path)
+    assert (suspected["kind"], hang["kind"], hang["ended"]) == ("hang_suspected", "hang", True)
+    assert (hang["kind_of"], hang["ranks"]) == (kind, [1])
+    assert words in hang["summary"]
+    assert LIMIT_S <= suspected["stood_s"] < LIMIT_S + 1.0
+    told = json.loads((tmp_path / "1" / "hang.json").read_text())
+    assert told["verdict"]["summary"] == hang["summary"]
+    assert {row["rank"]: row["step"] for row in told["ranks"]} == dict.fromkeys(range(RANKS), 10)
+    assert words in (tmp_path / "failure-1").read_text()
+    assert ending == "left", "the second start has come to its end"
+
+
+def test_work_that_takes_several_limits_is_looked_at_and_left_alone(agents, tmp_path):
+    """Rank 0 evaluates, the others wait for it: as in most programs."""
+    computes = "for number in range(60): time.sleep(0.1) if number % 2 else sum(range(2000000))"
+    [[ending, why, *_]] = agents.run(program(computes, bad=0), hangs=LIMITS, end_wait_s=30)
+
+    assert (ending, why) == ("left", "")
+    kinds = [event["kind"] for event in events(tmp_path)]
+    assert "hang" not in kinds
+    assert kinds.count("hang_suspected") == kinds.count("hang_cleared") >= 1
+
+
+def test_where_it_is_only_to_be_told_nothing_is_ended(agents, tmp_path):
+    limits = HangLimits(0.5, ends_round=False)
+    [[ending, *_]] = agents.run(program("time.sleep(6)"), hangs=limits, end_wait_s=30)
+
+    assert ending == "left"
+    told = [(event["kind"], event.get("ended")) for event in events(tmp_path)]
+    assert told == [("hang_suspected", None), ("hang", False), ("hang_cleared", None)]
+
+
+def test_the_first_step_and_a_named_section_have_their_own_limits(agents, tmp_path):
+    limits = HangLimits(0.5, first_step_s=60.0)
+    section = 'with run.section("evaluation", limit_s=60): time.sleep(3)'
+    first = program("time.sleep(3)", at=0, after=section, steps=2)
+    [[ending, *_]] = agents.run(first, hangs=limits, end_wait_s=30)
+    assert (ending, events(tmp_path)) == ("left", [])
+
+
+def test_a_user_is_told_where_the_ranks_are_at_any_time(agents, tmp_path):
+    agents.start(program("time.sleep(1000)"), hangs=None)
+    path, deadline_s = stacks.path_of(tmp_path / "1"), time.monotonic() + 60
+    rows = []
+    while not any(row["at"].endswith("fetch_rows") for row in rows):
+        assert time.monotonic() < deadline_s
+        stacks.ask(tmp_path / "stacks-request.json", "1", token := str(time.monotonic()))
+        while (told := stacks.answer(path, token)) is None:
+            assert time.monotonic() < deadline_s, "no answer"
+            time.sleep(0.05)
+        rows = told["ranks"]
+    assert [row["rank"] for row in rows] == list(range(RANKS))
+    assert told["verdict"]["ranks"] == [1]
+    assert events(tmp_path) == [], "nobody watches"
+
+
+def test_switched_off_nothing_is_looked_at(agents, tmp_path):
+    assert agents.run(program("time.sleep(1000)"), hangs=None, patience_s=8) == [None]
+    assert events(tmp_path) == []
+    assert not (tmp_path / "1" / "hang.json").exists()
