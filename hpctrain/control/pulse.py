@@ -23,6 +23,7 @@ from hpctrain.control.board import (
     PULSE_STEP,
     Board,
 )
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,6 +196,21 @@ class Phase:
 
     def __exit__(self, *_: object) -> None:
         _here.back(self._before.pop())
+
+
+def section(name: object, limit_s: float | None) -> Phase:
+    """A section of the program's own, as a program has named it.
+
+    Raises:
+        UsageError: no name, or no number of seconds above 0.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= SECTION_LETTERS or not name.isprintable():
+        raise UsageError(
+            f"run.section({name!r}): a section has a name of 1 to {SECTION_LETTERS} letters"
+        )
+    if limit_s is not None and not limit_s > 0:
+        raise UsageError(f"run.section({name!r}, limit_s={limit_s!r}): seconds above 0")
+    return Phase(name, limit_s)
 
 
 _here: Pulse | _Silent = _Silent()

@@ -23,6 +23,7 @@ from hpctrain.control.pulse import (
     phase_name,
     read,
 )
+from hpctrain.errors import UsageError
 
 RANK = 9
 
@@ -126,3 +127,12 @@ def test_a_pulse_disturbs_no_other_word_of_the_row(board, here):
     at = board.at(RANK - board.first_rank)
     here.at_step(3, STEP)
     assert not any(board.words[at : at + 6 + len(KINDS)])
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_s"),
+    [("", None), ("x" * 81, None), ("a\nb", None), (3, None), ("a", 0), ("a", -1)],
+)
+def test_a_section_without_a_name_or_with_no_time_is_refused(name, limit_s):
+    with pytest.raises(UsageError, match=r"a section has|seconds above"):
+        pulse.section(name, limit_s)
