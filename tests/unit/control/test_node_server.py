@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import struct
 import time
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from hpctrain.control import node_server
 from hpctrain.control.board import FIRST_WISH, SOCKET, TICK, WAITS, Board
 from hpctrain.control.collectives import CALL_KINDS, Call
-from hpctrain.control.endpoint import meet_parent
+from hpctrain.control.endpoint import Endpoint, meet_parent
 from hpctrain.control.lease import Decision, Lease, Report, Wishes
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.control.wire import MOST_BYTES, Greeting, Splitter, framed, packed, unpacked
@@ -633,13 +634,42 @@ def test_a_rank_that_is_there_already_keeps_its_place(run):
     assert run(act) == "the end"
 
 
-def test_who_is_another_user_is_no_rank(run, monkeypatch):
+STRANGER = 4711
+"""Neither root nor who runs the tests."""
+
+
+@pytest.mark.parametrize(
+    ("uid", "is_let_in"), [(os.getuid(), True), (0, True), (STRANGER, False), (-1, False)]
+)
+def test_a_rank_is_its_users_own_or_roots(run, monkeypatch, uid, is_let_in):
+    """As the kernel says of who has connected: process, user, group; -1 is one it cannot name."""
+    said = struct.pack("3i", os.getuid(), uid, os.getgid())
+    monkeypatch.setattr(Endpoint, "option", lambda *_: said)
+
     async def act(node):
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
         strange = await node.rank(0)
-        if os.geteuid() == 0:
-            await strange.hear("welcome")  # root may
+        if is_let_in:
+            await strange.hear("welcome")
         else:
             await strange.end()
+        return strange.heard.qsize()
+
+    assert run(act) == 0
+
+
+def test_the_kernel_is_asked_who_connects(run):
+    asked = []
+
+    async def act(node):
+        let_in = node.server._greet_rank
+
+        def greet(peer, message):
+            credentials = peer.option(socket.SO_PEERCRED, 12)
+            asked.append(struct.unpack("3i", credentials))
+            let_in(peer, message)
+
+        node.server._greet_rank = greet
+        await (await node.rank(0)).hear("welcome")
 
     run(act)
+    assert asked == [(os.getpid(), os.getuid(), os.getgid())]

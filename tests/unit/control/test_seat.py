@@ -343,8 +343,10 @@ def test_ranks_of_the_agents_have_a_place_and_others_are_told_why_not(tree, tmp_
     assert why_none(tmp_path / "none", 0, RANKS).startswith(
         f"{tmp_path}/none is not seen from here"
     )
-    with pytest.raises(ControlLost, match=r"is rank 0, and .* has started ranks 2 to 3: unset"):
-        why_none(folder, 0, RANKS)
+    for other in (1, 4):
+        told = rf"is rank {other}, and .* has started ranks 2 to 3: unset"
+        with pytest.raises(ControlLost, match=told):
+            why_none(folder, other, RANKS)
 
 
 def test_the_board_of_another_version_is_none(tmp_path):
@@ -364,6 +366,30 @@ def test_a_rank_has_the_place_of_one_process(tree):
     assert why_none(tree.folder(2), 3, RANKS) == ""
     with closing(Seat.take(tree.folder(2), 3)):
         assert why_none(tree.folder(2), 3, RANKS) == ""
+
+
+def test_a_forked_copy_of_a_seat_is_none(tree):
+    """A data loader's worker: what it would say is the rank's own."""
+    with closing(Seat.take(tree.folder(0), 0)) as seat:
+        child = os.fork()
+        if child == 0:
+            try:
+                Seat.take(tree.folder(0), 0)
+            except HpctrainError as error:
+                os._exit(7 if "another process is rank 0 already" in str(error) else 8)
+            os._exit(9)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        assert Seat.take(tree.folder(0), 0) is seat
+
+
+def test_a_seat_that_was_left_can_be_taken_anew(tree):
+    with closing(Seat.take(tree.folder(0), 0)) as left:
+        pass
+    with closing(Seat.take(tree.folder(0), 0)) as seat:
+        assert seat is not left
+        left.close()  # once more, which takes nothing from the one that is taken
+        assert Seat.take(tree.folder(0), 0) is seat
 
 
 @pytest.fixture
