@@ -12,7 +12,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 TESTS ?=
 PYTEST ?= pytest -q
 # see tests/conftest.py
-BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+BESIDE := -n 2 $(BY_FILE)
 
 .PHONY: help
 help: ## show this list
@@ -75,7 +76,7 @@ container: $(STAMP)
 .PHONY: test
 test: slurm browser fuse container strace ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
 	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
-	@$(PYTEST) $(BESIDE) $(TESTS)
+	@$(PYTEST) -n 3 $(BY_FILE) $(TESTS)
 
 # The versions of SLURM beside this machine's own, and what of tests/slurm each is held against.
 SLURM_VERSIONS := 24.11 26.05

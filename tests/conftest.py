@@ -1,8 +1,9 @@
 """Fixtures for all tests, and what to do where a test's surroundings are missing.
 
-`make test` runs two files at a time (pytest-xdist). Those that need SLURM come first, since they
-mostly wait for it; each side has a cluster of its own. What needs none gets what they leave of the
-CPUs (`nice`), so that no time limit of a real job is missed because of a unit test.
+`make test` runs three files at a time (pytest-xdist). Two workers begin with those that need
+SLURM, each with a cluster of its own; they mostly wait for it. The third takes what needs none
+(`support.two_clusters`), which gets what they leave of the CPUs (`nice`), so that no time limit of
+a real job is missed because of a unit test.
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
@@ -26,6 +27,7 @@ from tests.support import browser, client_disk, container_image, file_operations
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.two_clusters import SLURM_TESTS, TwoClusters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +41,6 @@ hypothesis_settings.load_profile("beside")
 REQUIRE = "HPCTRAIN_REQUIRE"
 PYTEST_CURRENT_TEST = "PYTEST_CURRENT_TEST"
 BESIDE_NICENESS = 15
-SLURM_TESTS = "tests/slurm/"
 NEEDS = {
     "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
     "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
@@ -57,6 +58,12 @@ NEEDS = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(SLURM_TESTS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> TwoClusters | None:
+    """How files are shared out where several workers run whole ones."""
+    return TwoClusters(config) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
