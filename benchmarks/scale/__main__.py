@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale import anchors, laws, model, points
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    ByRanks = Callable[[int, model.Constants], float]
+    """So many ranks and the constants to seconds, or to operations."""
 
 RUNS = {
     "agreement": (16, 64, 128, 256, 512),
@@ -108,6 +114,12 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
     def seconds(values: list[float]) -> list[str]:
         return [f"{value:.3g}" for value in values]
 
+    def counted(law: ByRanks) -> list[str]:
+        return counts([law(ranks, given) for ranks in RANKS])
+
+    def timed(law: ByRanks) -> list[str]:
+        return seconds([law(ranks, given) for ranks in RANKS])
+
     agents = [model.nodes(ranks) for ranks in RANKS]
     below = [model.depth(number) for number in agents]
     shared = "a server's look is thought"
@@ -121,17 +133,17 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         row(
             "commit: gather, table, rename, s",
             "a + b x ranks + levels x hop; this disk",
-            seconds([laws.commit_s(ranks, given) for ranks in RANKS]),
+            timed(laws.commit_s),
         ),
         row(
             "choose among 20, tell, read the table, s",
             "a + b x ranks + (levels + 1) x (hop + 32 x message)",
-            seconds([laws.restore_s(ranks, given) for ranks in RANKS]),
+            timed(laws.restore_s),
         ),
         row(
             "choose where 19 of 20 are torn, s",
             "a + b x ranks",
-            seconds([laws.choose_torn_s(ranks, given) for ranks in RANKS]),
+            timed(laws.choose_torn_s),
         ),
         row(
             "agents meet and learn their ranks, s",
@@ -141,7 +153,7 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         row(
             "start: meet, tree, choose, s",
             "the sum; without imports and torch's meeting",
-            seconds([laws.start_s(ranks, given) for ranks in RANKS]),
+            timed(laws.start_s),
         ),
         row(
             "the store's process in training, cores",
@@ -156,17 +168,17 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         row(
             "start, operations on the run's directory",
             "a + b x ranks + c x nodes",
-            counts([model.start_operations(ranks, given) for ranks in RANKS]),
+            counted(model.start_operations),
         ),
         row(
             "start, on an environment that is not staged",
             "c x nodes + b x ranks",
-            counts([model.import_operations(ranks, given) for ranks in RANKS]),
+            counted(model.import_operations),
         ),
         row(
             "save, operations",
             "a + b x ranks",
-            counts([model.save_operations(ranks, given) for ranks in RANKS]),
+            counted(model.save_operations),
         ),
         row(
             "looks before the rename, this disk, s",
@@ -186,7 +198,7 @@ def rows(given: model.Constants) -> list[tuple[str, str, list[str]]]:
         row(
             "resume, operations",
             "a + b x ranks",
-            counts([model.resume_operations(ranks, given) for ranks in RANKS]),
+            counted(model.resume_operations),
         ),
         row(
             "status of 30 days, this disk, s",

@@ -147,6 +147,16 @@ class Anchor:
         return processes(point) > self.busy_above or point["load"] > BUSY_LOAD
 
 
+def _of_checkpoint(measured: str, law: Callable[[int, Constants], float]) -> Anchor:
+    return Anchor(
+        "checkpoint",
+        measured,
+        "a + b x ranks",
+        lambda point, given: law(int(point["ranks"]), given),
+        2.5,
+    )
+
+
 ANCHORS = (
     Anchor(
         "agreement", "notice_s", "step + max(50 ms, 3 x levels x (2 x hop + 10 ms))",
@@ -160,26 +170,11 @@ ANCHORS = (
         "agreement", "gather_s", "a + levels x hop + b x ranks",
         lambda point, given: gather_s(int(point["ranks"]), int(point["levels"]), given), 2.0, 128,
     ),
-    Anchor(
-        "checkpoint", "table_s", "a + b x ranks",
-        lambda point, given: table_s(int(point["ranks"]), given), 2.5,
-    ),
-    Anchor(
-        "checkpoint", "publish_s", "a + b x ranks",
-        lambda point, given: publish_s(int(point["ranks"]), given), 2.5,
-    ),
-    Anchor(
-        "checkpoint", "choose_s", "a + b x ranks",
-        lambda point, given: choose_s(int(point["ranks"]), given), 2.5,
-    ),
-    Anchor(
-        "checkpoint", "choose_torn_s", "a + b x ranks",
-        lambda point, given: choose_torn_s(int(point["ranks"]), given), 2.5,
-    ),
-    Anchor(
-        "checkpoint", "read_s", "a + b x ranks",
-        lambda point, given: read_s(int(point["ranks"]), given), 2.5,
-    ),
+    _of_checkpoint("table_s", table_s),
+    _of_checkpoint("publish_s", publish_s),
+    _of_checkpoint("choose_s", choose_s),
+    _of_checkpoint("choose_torn_s", choose_torn_s),
+    _of_checkpoint("read_s", read_s),
     Anchor(
         "meeting", "meet_s", "a + agents x connection, where names are known",
         lambda point, given: meet_s(int(point["agents"]), replace(given, name_s=0.0)), 2.0,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent import signals
-from hpctrain.base.process import die_with_parent
+from hpctrain.base.process import die_with_parent, fork_beside
 from hpctrain.errors import ClusterError
 from hpctrain.preflight.rendezvous import is_loopback, listen
 
@@ -36,13 +36,7 @@ class StoreProcess:
 
     def __init__(self) -> None:
         """Fork it; nothing is served yet."""
-        self._line, theirs = socket.socketpair()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._line.close()
-            _serve_until_killed(theirs, parent)
-        theirs.close()
+        self.pid, self._line = fork_beside(_serve_until_killed)
 
     def serve(self, address: str, port: int) -> None:
         """Serve an empty store on a port; the store before the last one ends.

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+    from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PER_RANK = 1
@@ -52,6 +54,26 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
     """
     flags = ["-P", "-u"] if unbuffered else ["-P"]
     return [python or sys.executable, *flags, "-m", module, *words]
+
+
+def fork_beside(serve: Callable[[socket.socket, int], NoReturn]) -> tuple[int, socket.socket]:
+    """Fork a process that does what it is told over a line. To be called with one thread.
+
+    Args:
+        serve: Its life, given its end of the line and the id of its parent; it must not return
+            into the parent's code.
+
+    Returns:
+        Its id, and this process's end of the line.
+    """
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        serve(theirs, parent)
+    theirs.close()
+    return pid, ours
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -23,11 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpctrain.base.process import die_with_parent
+from hpctrain.base.process import die_with_parent, fork_beside
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
+    import socket
     from typing import Self
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
@@ -49,13 +49,7 @@ class NodeProcess:
         """Fork it; nothing is served yet. To be made while this process has one thread."""
         self.folder = Path()
         self._end = ""
-        self._line, theirs = socket.socketpair()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._line.close()
-            _serve_until_killed(theirs, parent)
-        theirs.close()
+        self.pid, self._line = fork_beside(_serve_until_killed)
 
     def begin(self, place: TreePlace, *, secret: str, about: str, address: str) -> int:
         """Serve a new round of ranks; the one before it ends.

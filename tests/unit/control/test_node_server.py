@@ -117,20 +117,30 @@ class Node:
         """The test as the node above, which this one joins."""
         met: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
 
-        async def let_in(reader, writer):
+        def let_in(reader, writer, said, codes):
+            writer.write(framed(said))
+            met.set_result(_Sealed(reader, writer, codes))
+
+        await self._join(let_in)
+        peer = await met
+        self.peers.append(peer)
+        return peer
+
+    async def join_one_that(self, behave) -> None:
+        """Join a parent that has let this node in, and then does `behave(writer, proof)`."""
+        await self._join(lambda _, writer, said, __: behave(writer, framed(said)))
+
+    async def _join(self, let_in) -> None:
+        async def greet(reader, writer):
             greeting, splitter = Greeting(SECRET, ABOUT), Splitter()
             writer.write(framed(greeting.challenge()))
             (answer,) = splitter.feed(await reader.read(1 << 16))
             _, said, codes = greeting.admit(answer)
-            writer.write(framed(said))
-            met.set_result(_Sealed(reader, writer, codes))
+            let_in(reader, writer, said, codes)
 
-        door = await asyncio.start_server(let_in, HERE, 0)
+        door = await asyncio.start_server(greet, HERE, 0)
         self.doors = [door]
         await self.server.join(HERE, door.sockets[0].getsockname()[1])
-        peer = await met
-        self.peers.append(peer)
-        return peer
 
 
 class _Sealed(Peer):
@@ -542,18 +552,12 @@ def test_a_parent_that_says_more_than_its_proof_is_none(run, monkeypatch, behind
     monkeypatch.setattr(node_server, "JOIN_S", 0.0)
 
     async def act(node):
-        async def let_in(reader, writer):
-            greeting, splitter = Greeting(SECRET, ABOUT), Splitter()
-            writer.write(framed(greeting.challenge()))
-            (answer,) = splitter.feed(await reader.read(1 << 16))
-            proof = framed(greeting.admit(answer)[1])
+        def behave(writer, proof):
             writer.write(proof + (proof if behind == "the proof again" else b"\xff" * 4))
             node.peers.append(writer)
 
-        door = await asyncio.start_server(let_in, HERE, 0)
-        node.doors = [door]
         with pytest.raises(ControlLost, match="is not the parent of node 1"):
-            await node.server.join(HERE, door.sockets[0].getsockname()[1])
+            await node.join_one_that(behave)
 
     run(act, 1)
 
@@ -563,17 +567,12 @@ def test_a_parent_that_ends_right_behind_its_proof_is_a_failure(run, monkeypatch
     monkeypatch.setattr(node_server, "JOIN_S", 0.0)
 
     async def act(node):
-        async def let_in(reader, writer):
-            greeting, splitter = Greeting(SECRET, ABOUT), Splitter()
-            writer.write(framed(greeting.challenge()))
-            (answer,) = splitter.feed(await reader.read(1 << 16))
-            writer.write(framed(greeting.admit(answer)[1]))
+        def behave(writer, proof):
+            writer.write(proof)
             writer.close()
 
-        door = await asyncio.start_server(let_in, HERE, 0)
-        node.doors = [door]
         try:
-            await node.server.join(HERE, door.sockets[0].getsockname()[1])
+            await node.join_one_that(behave)
         except ControlLost as error:
             return str(error)
         rank = await node.rank(2)
