@@ -8,6 +8,7 @@ disturbed. tests/unit/runtime/test_tracked.py and tests/engines/test_resume.py h
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from functools import partial
@@ -158,27 +159,30 @@ class Program:
 
         From here on a snapshot says what is steady until then.
         """
-        if self._updates_alone:
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            return
+        # A wrapper around an optimizer may have no hooks, or never call them.
+        with contextlib.suppress(AttributeError):
+            self.optimizer.register_step_pre_hook(lambda *_: act())
             self._tells_updates = True
-            self.optimizer.register_step_pre_hook(lambda *_: act())  # type: ignore[union-attr]
-
-    @property
-    def _updates_alone(self) -> bool:
-        """Whether one optimizer, of torch's kind, is all that changes weights, as far as we know.
-
-        DeepSpeed updates masters of its own, and a program's own loop does what it likes.
-        """
-        if self.engine is None or self.engine.kind.startswith("zero"):
-            return False
-        return isinstance(self.optimizer, torch.optim.Optimizer)
 
     def _steady(self, state: State) -> frozenset[str]:
-        """See `State`. Buffers are not: batch norm changes its own in the forward pass."""
+        """See `State`. Buffers are not: batch norm changes its own in the forward pass.
+
+        DeepSpeed gives masters of its own to the program's optimizer, and changes them there alone.
+        A program's own loop may have a second optimizer, of which nobody hears: there it is what
+        the one that is tracked updates.
+        """
         # Nobody waits for an update otherwise, and walking through the names holds up training.
-        if not self._tells_updates or self.model is None:
+        if not self._tells_updates or self.model is None or self.optimizer is None:
             return frozenset()
-        weights = {names.MODEL + names.unwrapped(name) for name, _ in self.model.named_parameters()}
-        return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in weights)
+        weights = self.model.named_parameters(remove_duplicate=False)
+        if self.engine is None:
+            groups = self.optimizer.param_groups
+            updated = {id(parameter) for group in groups for parameter in group["params"]}
+            weights = ((name, weight) for name, weight in weights if id(weight) in updated)
+        named = {names.MODEL + names.unwrapped(name) for name, _ in weights}
+        return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in named)
 
     # ---- restoring
 

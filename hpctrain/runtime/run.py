@@ -586,6 +586,12 @@ class Run:
         if self._trackers is not None:
             self._trackers.flush()
 
+    def _before_update(self) -> None:
+        """What training waits here for a copy counts as what it waits for a save."""
+        if self._saves is not None and self._saves.is_copying:
+            with self._telemetry.saving:
+                self._saves.before_update()
+
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event(StopRequested(cause=cause, rank=self.world.rank))
         if self._saves is not None:
@@ -724,7 +730,7 @@ class Run:
         started = time.monotonic()
         self._saves = Saves(place, self.world, self._clock, self.settings.evaluate)
         if self.settings.checkpoint.overlap_copy:
-            self._program.call_before_update(self._saves.before_update)
+            self._program.call_before_update(self._before_update)
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena)

@@ -258,8 +258,8 @@ class CheckpointSettings(Table):
     )
     overlap_copy: bool = setting(
         False,
-        "on a GPU, copy weights and moments beside the forward and backward pass; for programs that "
-        "change them in the optimizer's step alone, after run.parallelize",
+        "copy weights and moments beside the next forward and backward pass, and wait for the copy "
+        "before the optimizer's step; for programs that change them in that step alone",
     )
     when_busy: str = setting(
         "wait",

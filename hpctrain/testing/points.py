@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 POINTS = {
     "stage.made": "the staged directory is there, and empty",
     "arena.copy": "a tensor's bytes are about to be copied into the arena",
+    "arena.behind": "the thread that copies beside training is about to begin",
     "writer.request": "the writer process has been asked for a shard, and is about to begin",
     "shard.open": "a shard is about to be created",
     "shard.write": "bytes are about to be written into a shard",

@@ -1,4 +1,4 @@
-"""Copies of a device's tensors into host memory, beside what the device computes.
+"""Copies of tensors into host memory, beside what is computed next: here those of a device.
 
     own stream:   update | ................ forward, backward | (waits) | update | ...
     side stream:         | copies ........................... |
@@ -7,8 +7,9 @@
 The side stream begins behind what the own stream was given so far: else a copy would be older than
 the last update. The own stream waits for the copies before the next change (`HostCopies.hold`):
 else a copy would be half of it. Written against `torch.accelerator`; only page-locked memory is
-CUDA's own. tests/unit/checkpoint/test_device_copy.py runs it on a stand-in device that does things
-as late, as early and in as odd an order as streams allow.
+CUDA's own. Tensors that are in host memory already are a thread's: see host_copy.py.
+tests/unit/checkpoint/test_device_copy.py runs it on a stand-in device that does things as late, as
+early and in as odd an order as streams allow.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain.checkpoint.tensors.host_copy import SMALL_BYTES, CopyThread, Watch
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    _Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    """Target, source, and what is watched where it is steady."""
+
 log = logging.getLogger("hpctrain.checkpoint")
 
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
+
+
+class CopyTorn(CheckpointError):
+    """A copy is not of one moment."""
 
 
 class HostCopies:
@@ -39,31 +48,48 @@ class HostCopies:
         self,
         done: torch.Event | None = None,
         sources: Sequence[torch.Tensor] = (),
+        thread: CopyThread | None = None,
         steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Of one device.
+        """Of one device and of the host.
 
         Args:
-            done: When they are made; None for copies that are made.
+            done: When the device's are made; None for none.
             sources: Kept until then: the memory of a temporary would be handed out again and
                 overwritten, since the allocator knows nothing of the side stream.
+            thread: Makes the host's; None for copies that are made.
             steady: What must not change before `hold`.
         """
         self._done = done
         self._sources = list(sources)
-        self._steady = [(tensor, _changes(tensor)) for tensor in steady]
-        self._is_beside = bool(steady)
-        self._is_held = self._is_torn = False
+        self._thread = thread
+        self._watch = Watch(steady)
+        self._has_steady = self._watch.is_open
         self._lock = threading.Lock()
 
-    def hold(self) -> None:
-        """What the device is given from here on, by this thread, begins when the copies are made.
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `hold` is to be called before the next change."""
+        return self._watch.is_open
 
-        The host does not wait.
+    @property
+    def held_s(self) -> float:
+        """How long the host stood in `hold`, seconds; final when `wait` has returned."""
+        return self._thread.held_s if self._thread is not None else 0.0
+
+    def hold(self) -> None:
+        """What is steady may change when this returns.
+
+        The host waits for its own copies. For the device's it does not: what the device is given
+        from here on, by this thread, begins when they are made.
         """
+        if not self._watch.is_open:
+            return
+        if self._thread is not None:
+            self._thread.hold()
         with self._lock:
-            if self._done is not None and not self._is_held:
-                self._end_watch()
+            self._watch.end()
+            if self._done is not None:
                 _own_stream(self._done.device).wait_event(self._done)
 
     def wait(self) -> bool:
@@ -75,39 +101,51 @@ class HostCopies:
         Raises:
             CheckpointError: what was to be steady has changed meanwhile.
         """
-        if self._done is None:
-            return False
-        self._done.synchronize()
-        with self._lock:
-            if not self._is_held:  # what changes from here on is behind the copies all the same
-                self._end_watch()
-            self._done, self._sources = None, []
-        if self._is_torn:
-            raise CheckpointError(
-                "weights were changed outside of the optimizer's step while they were copied; set "
-                "checkpoint.overlap_copy = false for this program"
-            )
-        return not self._is_beside
+        if self._thread is not None:
+            self._thread.wait()
+        done = self._done
+        if done is not None:
+            done.synchronize()
+            with self._lock:
+                self._done, self._sources = None, []
+        self._refuse_torn()
+        return done is not None and not self._has_steady
 
-    def _end_watch(self) -> None:
-        self._is_held = True
-        self._is_torn = any(_changes(tensor) != count for tensor, count in self._steady)
-        self._steady = []
+    def prove(self) -> None:
+        """Once more before the copies are believed: a change may not have been counted until now.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
+        with self._lock:
+            self._watch.end()
+        self._refuse_torn()
+
+    def _refuse_torn(self) -> None:
+        if self._watch.is_torn or (self._thread is not None and self._thread.is_torn):
+            raise CopyTorn(
+                "weights were changed outside of the optimizer's step while they were copied; this "
+                "rank copies them at once from now on; set checkpoint.overlap_copy = false for "
+                "this program"
+            )
 
 
 def copy_to_host(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     steady: Sequence[torch.Tensor | None] = (),
+    *,
+    step: int | None = None,
 ) -> HostCopies:
     """Copy tensors into host memory; at once from the host's, behind from a device's.
 
     Args:
-        targets: On the CPU, of the sources' shapes and dtypes.
+        targets: On the CPU, of one dimension, of as many bytes as the sources.
         sources: Of the CPU and of one device. They may change when this returns.
         steady: For each source None; or, where it does not change before `HostCopies.hold`, the
-            program's tensor, by which a change would be noticed. Such are copied beside what the
-            device does until then.
+            program's tensor, by which a change would be noticed. Such are copied beside what is
+            computed until then: a device's by the device, large ones of the host by a thread.
+        step: The checkpoint's, for faults that a test puts in.
 
     Returns:
         What to wait for before a target is read.
@@ -115,37 +153,42 @@ def copy_to_host(
     rows = list(zip(targets, sources, steady or [None] * len(sources), strict=True))
     here = [row for row in rows if row[1].device.type == "cpu"]
     there = [row for row in rows if row[1].device.type != "cpu"]
-    _copy(here)
-    if not there:
-        return HostCopies()
-    device = there[0][1].device
-    own, side = _own_stream(device), _side_stream(device)
-    side.wait_event(own.record_event())
-    if moving := [row for row in there if row[2] is None]:
-        _copy(moving, side)
-        own.wait_event(side.record_event())
-    resting = [row for row in there if row[2] is not None]
-    _copy(resting, side)
+    behind = [row for row in here if row[2] is not None and row[1].nbytes >= SMALL_BYTES]
+    behind_ids = {id(target) for target, _, _ in behind}
+    _copy([row for row in here if id(row[0]) not in behind_ids])
+    done, resting = _copy_beside(there)
+    # A DTensor counts its own changes, and its local tensor those that are made to it alone.
+    watched = [tensor for _, source, tensor in behind for tensor in (tensor, source)]
+    watched += [tensor for _, _, tensor in resting]
     return HostCopies(
-        side.record_event(),
+        done,
         [source for _, source, _ in resting],
-        [tensor for _, _, tensor in resting if tensor is not None],
+        CopyThread([row[:2] for row in behind], step=step) if behind else None,
+        [tensor for tensor in watched if tensor is not None],
     )
 
 
-def _copy(
-    rows: Sequence[tuple[torch.Tensor, torch.Tensor, Any]], stream: torch.Stream | None = None
-) -> None:
+def _copy_beside(rows: Sequence[_Row]) -> tuple[torch.Event | None, Sequence[_Row]]:
+    """Have a device copy; when that will be done, and what must not change before."""
+    if not rows:
+        return None, []
+    device = rows[0][1].device
+    own, side = _own_stream(device), _side_stream(device)
+    side.wait_event(own.record_event())
+    if moving := [row for row in rows if row[2] is None]:
+        _copy(moving, side)
+        own.wait_event(side.record_event())
+    resting = [row for row in rows if row[2] is not None]
+    _copy(resting, side)
+    return side.record_event(), resting
+
+
+def _copy(rows: Sequence[_Row], stream: torch.Stream | None = None) -> None:
     if not rows:
         return
-    targets, sources = [row[0] for row in rows], [row[1] for row in rows]
+    targets, sources = [row[0].view(row[1].dtype) for row in rows], [row[1] for row in rows]
     with torch.no_grad(), stream or contextlib.nullcontext():
         torch._foreach_copy_(targets, sources, non_blocking=stream is not None)  # one call for all
-
-
-def _changes(tensor: torch.Tensor) -> int:
-    """How often it was changed in place so far; a change through `.data` is not counted."""
-    return tensor._version  # noqa: SLF001 - torch has no other name for it
 
 
 def _own_stream(device: torch.device) -> torch.Stream:

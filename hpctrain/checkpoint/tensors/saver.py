@@ -5,6 +5,8 @@
     process:                                     | digest, write, flush |
 
 From a device the copy is made behind training too, and only the device waits: see device_copy.py.
+With `checkpoint.overlap_copy` what changes in the optimizer's step alone is copied beside the next
+forward and backward pass, on a CPU by a thread (host_copy.py), and training waits before that step.
 
 The thread only waits (for the writer process, or in a collective on a group of its own), so it
 holds Python's lock for moments. At most one save is in flight; the arena belongs to it until it is
@@ -24,7 +26,12 @@ import torch
 
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, held, parts_to_write
-from hpctrain.checkpoint.tensors.device_copy import HostCopies, PageLocked, copy_to_host
+from hpctrain.checkpoint.tensors.device_copy import (
+    CopyTorn,
+    HostCopies,
+    PageLocked,
+    copy_to_host,
+)
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
 from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
@@ -62,6 +69,7 @@ class _Flight:
         self.step = step
         self.began = began
         self.stall_s = 0.0
+        self.is_given_up = False
         self.landed = threading.Event()
         self.outcome: Outcome | None = None
 
@@ -89,6 +97,7 @@ class Saver:
         self._locked = PageLocked()
         self._writer = ShardWriter()
         self._copies = HostCopies()
+        self._copies_at_once = not place.settings.overlap_copy
         self._flight: _Flight | None = None
         self._preparing: threading.Thread | None = None
 
@@ -187,8 +196,7 @@ class Saver:
         copies = self._copies
 
         def write(path: Path) -> ShardReport:
-            if copies.wait():
-                flight.stall_s = time.monotonic() - flight.began
+            self._await_copies(flight, copies)
             request = WriteRequest(
                 path=path,
                 pieces=[part.piece for part in parts],
@@ -198,9 +206,26 @@ class Saver:
                 **write_options(self._place.settings, manifest),
             )
             self._writer.begin(request, self._arena)
-            return self._writer.wait(self._place.settings.timeout_s)
+            report = self._writer.wait(self._place.settings.timeout_s)
+            copies.prove()
+            return report
 
-        return write
+        def write_if_of_one_moment(path: Path) -> ShardReport:
+            try:
+                return write(path)
+            except CopyTorn:  # who changes weights beside their copy once will do so again
+                self._copies_at_once = True
+                raise
+
+        return write_if_of_one_moment
+
+    def _await_copies(self, flight: _Flight, copies: HostCopies) -> None:
+        """In the save's thread: then the arena holds the state, and the stall is known."""
+        if copies.wait():
+            flight.stall_s = time.monotonic() - flight.began
+        flight.stall_s += copies.held_s
+        if flight.is_given_up:
+            raise CheckpointError("the shard was not written: it was abandoned")
 
     def _behind(
         self,
@@ -246,22 +271,31 @@ class Saver:
         if not size:
             return offsets
         whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
+        lengths = [part.piece.nbytes for part in parts]
+        # All in one call: one for each part takes milliseconds.
+        cuts = [n for length in lengths for n in (length, aligned(length) - length)]
+        pieces = torch.split(whole, cuts)
         sources, targets, watched = [], [], []
-        for part, offset in zip(parts, offsets, strict=True):
-            if part.piece.nbytes:
-                target = whole[offset : offset + part.piece.nbytes]
-                targets.append(target.view(part.view.dtype))
+        for part, length, target in zip(parts, lengths, pieces[::2], strict=True):
+            if length:
+                targets.append(target)
                 sources.append(part.view.reshape(-1))
                 watched.append(steady.get(part.piece.name))
-        self._copies = copy_to_host(targets, sources, watched)
+        self._copies = copy_to_host(targets, sources, watched, step=step)
         return offsets
 
     def _steady(self, state: State) -> dict[str, torch.Tensor]:
         """What changes in the optimizer's step alone, and is copied until then."""
-        if not self._place.settings.overlap_copy:
+        if self._copies_at_once:
             return {}
         shared = ((name, state.shared[name]) for name in state.steady)
-        return {name: t.local if isinstance(t, Flat) else t for name, t in shared}
+        steady = ((name, t.local if isinstance(t, Flat) else t) for name, t in shared)
+        return {name: t for name, t in steady if not t.is_inference()}  # these count no changes
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether `before_update` is to be called before the next change."""
+        return self._copies.is_awaited
 
     def before_update(self) -> None:
         """The optimizer is about to change what may still be copied. Not collective."""
@@ -291,7 +325,8 @@ class Saver:
 
     def abandon(self) -> Outcome | None:
         """Give the save in flight up at once; what it staged is swept later. Collective."""
-        if self.in_flight:
+        if self.in_flight and self._flight is not None:
+            self._flight.is_given_up = True
             self._writer.abandon()
         return self.land()
 

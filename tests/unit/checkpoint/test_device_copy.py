@@ -140,21 +140,31 @@ def test_a_weight_that_changes_while_it_is_copied_is_an_error(device):
 
 
 @seeds(10)
-def test_a_change_behind_the_hold_or_behind_the_copies_is_none(device):
+@pytest.mark.parametrize("ends", ["hold", "prove"])
+def test_a_change_behind_the_hold_or_behind_the_proof_is_none(device, ends):
     training = Training(device.put)
     _, copies = copies_of(training.tensors, STEADY)
-    copies.hold()
+    if ends == "prove":
+        copies.wait()
+    getattr(copies, ends)()
     training.w.add_(1.0)
+    copies.hold()
     copies.wait()
+    copies.prove()
 
+
+@seeds(1)
+def test_a_change_that_is_counted_only_after_the_copies_is_noticed(device):
+    training = Training(device.put)
     _, copies = copies_of(training.tensors, STEADY)
     copies.wait()
     training.w.add_(1.0)
-    copies.hold()
-    copies.wait()
+
+    with pytest.raises(CheckpointError, match="outside of the optimizer"):
+        copies.prove()
 
 
-def test_on_a_cpu_copies_are_made_at_once():
+def test_on_a_cpu_what_is_small_is_copied_at_once():
     host, source = torch.zeros(3), torch.arange(3.0)
     copies = copy_to_host([host], [source])
 

@@ -125,19 +125,48 @@ def test_what_the_optimizer_alone_changes_is_steady_and_buffers_are_not():
     ]  # fmt: skip
 
 
-def test_nothing_is_steady_where_others_may_change_it():
-    """DeepSpeed has masters of its own; a program's own loop does what it likes."""
-    deepspeed, own = program.Program(ALONE), program.Program(ALONE)
-    deepspeed.use(_engine("zero3"))
-    trained = _engine("own")
-    own.model, own.optimizer = trained.model, trained.optimizer
+def test_of_a_programs_own_loop_what_its_tracked_optimizer_updates_is_steady():
+    """A second optimizer of it says nothing to anybody."""
+    own, trained = program.Program(ALONE), _engine("own")
+    own.model, second = trained.model, torch.nn.Linear(2, 2)
+    own.model.append(second)
+    own.optimizer = trained.optimizer
+    own.optimizer.step()
+    own.call_before_update(lambda: None)
 
-    for found in (deepspeed, own):
-        calls = []
-        found.call_before_update(lambda: calls.append(1))  # noqa: B023
-        assert found.snapshot()[0].steady == frozenset()
-        found.optimizer.step()
-        assert calls == []
+    steady = own.snapshot()[0].steady
+    assert sorted(name for name in steady if name.startswith("model.")) == [
+        "model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight",
+    ]  # fmt: skip
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by its class, without what torch's own have."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, lambda inner: SimpleNamespace(step=inner.step)])
+def test_nothing_is_steady_where_nobody_hears_of_an_update(wrap):
+    found, engine = program.Program(ALONE), _engine("ddp")
+    engine.optimizer = wrap(engine.optimizer)
+    found.use(engine)
+    found.call_before_update(lambda: None)
+
+    assert found.snapshot()[0].steady == frozenset()
+
+
+def test_all_names_of_a_tied_weight_are_steady():
+    found, engine = program.Program(ALONE), _engine("ddp")
+    engine.model.append(torch.nn.Linear(2, 2))
+    engine.model[2].weight = engine.model[0].weight
+    tensors = {f"model.{name}": tensor for name, tensor in engine.model.state_dict().items()}
+    engine.state = lambda with_optimizer: State(tensors)
+    found.use(engine)
+    found.call_before_update(lambda: None)
+
+    assert {"model.0.weight", "model.2.weight"} <= found.snapshot()[0].steady
 
 
 def test_a_save_hears_of_an_update_before_it_happens():
