@@ -38,9 +38,11 @@ class StandInDevice:
         self._thread = threading.local()
         self.streams: list[StandInStream] = []
         self.own = StandInStream(self)
+        self.clock = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "Stream", lambda device: StandInStream(self))
+        monkeypatch.setattr(torch, "Event", lambda device, *, enable_timing: StandInEvent(self))
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _=None: self.current)
 
     @property
@@ -71,6 +73,7 @@ class StandInDevice:
         """Do what one stream can do while the others stand still; whether that is all it has."""
         with self._lock:
             while stream.queue and _is_ready(stream.queue[0][0]):
+                self.clock += 1
                 stream.queue.popleft()[1]()
         return not stream.queue
 
@@ -78,6 +81,7 @@ class StandInDevice:
         ready = [s for s in self.streams if s.queue and _is_ready(s.queue[0][0])]
         if not ready:
             return False
+        self.clock += 1
         self._random.choice(ready).queue.popleft()[1]()
         return True
 
@@ -93,7 +97,14 @@ class StandInEvent:
         self.is_done = False
 
     def finish(self) -> None:
-        self.is_done = True
+        self.is_done, self.at = True, self._stand_in.clock
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def elapsed_time(self, later: StandInEvent) -> float:
+        """In operations of the device, for milliseconds."""
+        return float(later.at - self.at)
 
     def synchronize(self) -> None:
         self._stand_in.run_until(lambda: self.is_done)
@@ -106,8 +117,8 @@ class StandInStream:
         self.queue: deque[tuple[StandInEvent | None, Callable[[], Any]]] = deque()
         device.streams.append(self)
 
-    def record_event(self) -> StandInEvent:
-        event = StandInEvent(self._device)
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        event = event or StandInEvent(self._device)
         self._device.tell(event.finish, self)
         return event
 

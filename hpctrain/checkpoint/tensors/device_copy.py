@@ -61,6 +61,8 @@ class HostCopies:
             steady: What must not change before `hold`.
         """
         self._done = done
+        self._arrived: torch.Event | None = None
+        self._device_s = 0.0
         self._sources = list(sources)
         self._thread = thread
         self._watch = Watch(steady)
@@ -74,8 +76,8 @@ class HostCopies:
 
     @property
     def held_s(self) -> float:
-        """How long the host stood in `hold`, seconds; final when `wait` has returned."""
-        return self._thread.held_s if self._thread is not None else 0.0
+        """How long `hold` kept the host, or the device, from going on; final behind `wait`."""
+        return self._device_s + (self._thread.held_s if self._thread is not None else 0.0)
 
     def hold(self) -> None:
         """What is steady may change when this returns.
@@ -90,7 +92,9 @@ class HostCopies:
         with self._lock:
             self._watch.end()
             if self._done is not None:
-                _own_stream(self._done.device).wait_event(self._done)
+                own = _own_stream(self._done.device)
+                self._arrived = own.record_event(_moment(self._done.device))
+                own.wait_event(self._done)
 
     def wait(self) -> bool:
         """Wait until they are made; only then does host memory hold what was copied.
@@ -108,6 +112,9 @@ class HostCopies:
             done.synchronize()
             with self._lock:
                 self._done, self._sources = None, []
+                # One that is not there yet has nothing to wait for any more.
+                if self._arrived is not None and self._arrived.query():
+                    self._device_s = max(0.0, self._arrived.elapsed_time(done) / 1e3)
         self._refuse_torn()
         return done is not None and not self._has_steady
 
@@ -180,7 +187,7 @@ def _copy_beside(rows: Sequence[_Row]) -> tuple[torch.Event | None, Sequence[_Ro
         own.wait_event(side.record_event())
     resting = [row for row in rows if row[2] is not None]
     _copy(resting, side)
-    return side.record_event(), resting
+    return side.record_event(_moment(device)), resting
 
 
 def _copy(rows: Sequence[_Row], stream: torch.Stream | None = None) -> None:
@@ -194,6 +201,11 @@ def _copy(rows: Sequence[_Row], stream: torch.Stream | None = None) -> None:
 def _own_stream(device: torch.device) -> torch.Stream:
     """The one that this thread's work goes to."""
     return torch.accelerator.current_stream(device)
+
+
+def _moment(device: torch.device) -> torch.Event:
+    """To be recorded; `elapsed_time` tells the milliseconds from one to another."""
+    return torch.Event(device, enable_timing=True)
 
 
 @cache

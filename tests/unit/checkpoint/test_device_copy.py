@@ -127,6 +127,26 @@ def test_the_device_computes_while_steady_tensors_are_copied_and_only_then(devic
     assert device.run_alone(device.own)
 
 
+@seeds(1)
+@pytest.mark.parametrize("copies_first", [False, True])
+def test_what_the_device_waits_before_the_update_is_told(device, copies_first):
+    training = Training(device.put)
+    weights = {name: training.tensors[name] for name in STEADY}
+    device.run_until(lambda: device.run_alone(device.own))
+    device._eagerness = 0.0
+    _, copies = copies_of(weights, STEADY)
+    device.run_alone(device.own)
+    side = next(stream for stream in device.streams if stream is not device.own)
+    if copies_first:
+        assert device.run_alone(side)
+    training.forward_backward(1)
+    copies.hold()
+    device.run_alone(device.own)  # to the update, for which it has to wait or has not
+    copies.wait()
+
+    assert (copies.held_s > 0) is not copies_first
+
+
 @seeds(10)
 def test_a_weight_that_changes_while_it_is_copied_is_an_error(device):
     training = Training(device.put)
