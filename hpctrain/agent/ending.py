@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.errors import CheckpointError
+    from hpctrain.history.run_history import AttemptRecord
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
@@ -218,6 +219,11 @@ class EndWriter:
         return {"step": step, "heard": heard}
 
 
+def _is_replaced(attempt: AttemptRecord) -> bool:
+    """Whether its ranks started again in their allocation without a node that was lost."""
+    return attempt.reason is EndReason.NODE_FAILED and attempt.next is Next.RESTART
+
+
 def _requeued(facts: EndFacts, *, by: str) -> kinds.Requeued:
     return kinds.Requeued(by=by, job_id=facts.job_id, restarts=facts.restarts)
 
@@ -311,7 +317,8 @@ class AttemptEnding:
         own = "restart", self._context.job_id, self._context.restarts
         attempts = self._look(attempt).history.attempts
         again = [a for a in attempts if (a.by, a.job_id, a.restarts) == own]
-        if len(again) >= self._settings.run.restarts_in_job:
+        lost = [a for a in attempts if (a.job_id, a.restarts) == own[1:] and _is_replaced(a)]
+        if len(again) - len(lost) >= self._settings.run.restarts_in_job:
             return False
         if failure is not None and failure.kind == HANG and self._came_to_end(attempt, failure):
             return False

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
 from hpctrain.agent.cpus import cpus_of_ranks
-from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.environment import RankEnvironment
+from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
+from hpctrain.agent.stay_alive import EARLY_END_S, lifeline_of, rendezvous_of
 from hpctrain.base import process
 from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_NODE
 from hpctrain.base.files import follow_folder
@@ -35,6 +36,8 @@ from hpctrain.run.ownership import job_spec, start_secret
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpctrain.agent.lifeline import Lifeline
+    from hpctrain.agent.rendezvous import LeftOut, Loss, Rendezvous
     from hpctrain.agent.resume_args import ResumeArgs
     from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.event_types import RanksAwaited
@@ -67,21 +70,19 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
     spec = job_spec(run)
-    first = context.node_rank == 0
-    ending = AttemptEnding(run, spec, context, control)
+    own = context.job_id, context.restarts
+    ending = LossEnding(run, spec, context, control)
     started = time.time()
-    if first:
-        ending.record_lost_attempt()
-        if why := ending.is_over():
-            ledger.record(run, OrphanLeft(job_id=context.job_id, why=why))
-            log.warning("%s", why)
-            # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
-            # They are killed with it, and the batch side ends the job in peace.
-            return RunAlive.exit_code
+    if context.node_rank == 0 and (why := _why_not(run, context, ending)):
+        # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
+        # They are killed with it, and the batch side ends the job in peace.
+        _send_home(lifeline_of(spec, context, start_secret(run, *own)), why)
+        return RunAlive.exit_code
     _allow_connections(spec, context)  # before the store's process and the ranks are forked
     environment = RankEnvironment(run, spec, context)
     environment.before_imports()
-    secret = start_secret(run, context.job_id, context.restarts)
+    secret = start_secret(run, *own)
+    lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
     node_check.begin()
     node_control = NodeControl(context.master_addr, secret)  # before anything large is imported
@@ -98,12 +99,31 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             secret=secret,
             started=started,
             node_control=node_control,
+            lifeline=lifeline,
         )
     finally:
         node_control.stop()
+        _send_home(lifeline, "the agent of the first node has left")
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
+
+
+def _why_not(run: RunDir, context: JobContext, ending: LossEnding) -> str:
+    """Node 0: why this job must not run, or ""."""
+    ending.record_lost_attempt()
+    if why := ending.is_over():
+        ledger.record(run, OrphanLeft(job_id=context.job_id, why=why))
+        log.warning("%s", why)
+    return why
+
+
+def _send_home(lifeline: Lifeline | None, why: str) -> None:
+    """Node 0: tell agents that wait for a round that there will be none."""
+    if lifeline is not None:
+        if lifeline.place.node == 0:
+            lifeline.end(why, EARLY_END_S)
+        lifeline.stop()
 
 
 def _allow_connections(spec: Spec, context: JobContext) -> None:
@@ -131,19 +151,21 @@ def _preload() -> None:
     gc.freeze()  # so that a collection in a rank does not copy the shared pages
 
 
-def _run_rounds(
+def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     run: RunDir,
     spec: Spec,
     context: JobContext,
-    ending: AttemptEnding,
+    ending: LossEnding,
     environment: RankEnvironment,
     *,
     secret: str,
     started: float,
     node_control: NodeControl,
+    lifeline: Lifeline | None,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from hpctrain.agent.in_place_node import InPlaceAgent
     from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
@@ -176,7 +198,8 @@ def _run_rounds(
         begun = AttemptStarted(
             **fence.identity(run, attempt),
             by="restart" if again else "start",
-            nodes=tuple(context.nodes),
+            nodes=rendezvous.names(),
+            spares=rendezvous.spares,
             world_size=world_size,
             ranks_per_node=spec.settings.slurm.ranks(),
             slurm_cluster=context.cluster,
@@ -205,14 +228,20 @@ def _run_rounds(
     def may_restart(failure: FailureReport | None) -> bool:
         return ending.after_crash(agent.attempt_number, failure)
 
-    rendezvous = Rendezvous(
-        context.master_addr,
-        context.port,
-        context.node_rank,
-        context.nodes,
-        # The last part is nobody's to guess; what agents say is signed besides.
-        run_id=f"{context.job_id}.{context.restarts}.{code(secret, 'rendezvous')[:16]}",
-        timeout_s=RENDEZVOUS_S,
+    def may_go_on(why: str) -> bool:
+        return ending.after_loss(agent.attempt_number, why)
+
+    def lost(loss: Loss, members: tuple[int, ...] | None) -> None:
+        names = [context.nodes[node] for node in members or ()]
+        ending.record_loss(agent.attempt_number or None, loss, names)
+
+    # The last part is nobody's to guess; what agents say is signed besides.
+    run_id = f"{context.job_id}.{context.restarts}.{code(secret, 'rendezvous')[:16]}"
+    at = (context.master_addr, context.port, context.node_rank, context.nodes)
+    rendezvous = (
+        Rendezvous(*at, run_id=run_id, timeout_s=RENDEZVOUS_S)
+        if lifeline is None
+        else rendezvous_of(lifeline, spec, context, run_id=run_id, timeout_s=RENDEZVOUS_S)
     )
     workers = WorkerSpec(
         role="rank",
@@ -223,7 +252,7 @@ def _run_rounds(
         max_restarts=1_000_000,
         monitor_interval=0.1,
         master_addr=context.master_addr,
-        master_port=context.port,
+        master_port=context.port if lifeline is None else None,
     )
 
     def awaited(fact: RanksAwaited) -> None:
@@ -235,16 +264,18 @@ def _run_rounds(
             begin,
             deadline,
             may_restart,
-            resume,
-            sealing,
-            awaited,
+            resume=resume,
+            sealing=sealing,
+            awaited=awaited,
+            may_go_on=may_go_on,
+            lost=lost,
             starts=ending.starts,
             more_args=partial(_more_args, spec),
             notice=StopNotice(run, context, deadline, lead_s=_lead_s(spec)),
             record=lambda fact: ending.record(agent.attempt_number, fact),
             asked_stacks=partial(stacks.asked, run.stacks_request, context.job_id),
         )
-    agent = NodeAgent(
+    agent = (NodeAgent if lifeline is None else InPlaceAgent)(
         workers,
         node=context.nodes[context.node_rank],
         attempt_dir=run.attempt,
@@ -258,6 +289,8 @@ def _run_rounds(
     )
     try:
         agent.run()
+        if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
+            return _leave(agent.left_out, rendezvous, ending)
         if hooks is None or agent.end is None:
             return 0
         return ending.conclude(agent.attempt_number, agent.end, deadline)
@@ -267,6 +300,16 @@ def _run_rounds(
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _leave(left_out: LeftOut, rendezvous: Rendezvous, ending: LossEnding) -> int:
+    """A node that takes part no more; where node 0 died one of them sees to the job."""
+    log.warning("leaves the job: %s", left_out)
+    if not left_out.first_is_gone:
+        return 0
+    line = [node for node in rendezvous.members if node]
+    line += [node for node in range(1, len(rendezvous.nodes)) if node not in line]
+    return ending.after_first_node(str(left_out), line.index(rendezvous.node))
 
 
 def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     from hpctrain.agent.control import NodeControl
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.agent.rendezvous import Loss, Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.agent.stop_notice import StopNotice
@@ -112,7 +112,9 @@ class RoundEnd:
         restart: The agents start the ranks again in this allocation.
         why: In words.
         failure: The first causal failure.
-        silent_nodes: Nodes whose agents did not answer after it: they are dead.
+        silent_nodes: Nodes that are dead, by their numbers in the job: their agents did not answer
+            after it, or they were lost.
+        left_out: Why this node takes part in no round any more; then nobody else waits for it.
     """
 
     ending: Ending
@@ -120,6 +122,7 @@ class RoundEnd:
     why: str = ""
     failure: FailureReport | None = None
     silent_nodes: list[int] = field(default_factory=list)
+    left_out: str = ""
 
 
 class NothingToResume(Exception):
@@ -149,6 +152,8 @@ class RoundHooks:
         notice: Whether ranks that ask nobody should leave.
         record: Writes an event into the ledger.
         asked_stacks: The token of a user's request to know where the ranks are; "" for none.
+        may_go_on: Whether ranks may start again after nodes were lost, where others can go on.
+        lost: Told of each node that was lost, also of spares.
     """
 
     begin: Callable[[int], Attempt]
@@ -164,6 +169,8 @@ class RoundHooks:
     notice: StopNotice | None = None
     record: Callable[[LedgerFact], None] = lambda _: None
     asked_stacks: Callable[[], str] = lambda: ""
+    may_go_on: Callable[[str], bool] = lambda _why: False
+    lost: Callable[[Loss, tuple[int, ...] | None], None] = lambda _loss, _members: None
 
 
 @dataclass
@@ -276,12 +283,7 @@ class NodeAgent(LocalElasticAgent):
         group = self._worker_group
         orphans = Orphans()
         while True:
-            try:
-                self._initialize_workers(group)
-            except StopHeard as stop:
-                self.end = RoundEnd("killed", why=str(stop))
-            else:
-                self.end = self._run_round(group)
+            self.end = self._start_and_run(group)
             control = [] if self._control is None else [self._control.pid]
             orphans.end(spare={*telling(), *control})
             if self.end.restart:
@@ -289,15 +291,25 @@ class NodeAgent(LocalElasticAgent):
                 continue
             is_left = self.end.ending == "left"
             group.state = WorkerState.SUCCEEDED if is_left else WorkerState.FAILED
-            self._say_goodbye()
+            if not self.end.left_out:
+                self._say_goodbye()
             return RunResult(state=group.state)
+
+    def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            self._initialize_workers(group)
+        except StopHeard as stop:
+            return RoundEnd("killed", why=str(stop))
+        return self._run_round(group)
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:
         ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
         with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
-            end = self._watch_round()
-            self._stop_watching()
-            self._stop_workers(group)
+            try:
+                end = self._watch_round()
+            finally:
+                self._stop_watching()
+                self._stop_workers(group)
             if seal is not None:
                 seal.returned = end.ending == "left"
         return end
@@ -411,8 +423,7 @@ class NodeAgent(LocalElasticAgent):
         else:
             os.environ.pop(HPCTRAIN_RESUME, None)
 
-    def _watch_round(self) -> RoundEnd:
-        reported = False
+    def _watch_round(self, *, reported: bool = False) -> RoundEnd:
         reports = _Reports()
         said_at = time.monotonic()
         self._hangs = self._round_hangs()
@@ -432,6 +443,7 @@ class NodeAgent(LocalElasticAgent):
             if not reported:
                 reported = self._report_if_over()
                 self._tell_ends()
+            self._look()
             verdict = self._read_news()
             if verdict is None and self._hooks is not None:
                 verdict = self._coordinate(self._hooks, reports)
@@ -535,10 +547,13 @@ class NodeAgent(LocalElasticAgent):
             failures = self._failures(self._monitor_workers(self._worker_group))
             if self._control is not None and (failure := self._control.failure()) is not None:
                 failures.append(failure)
+        self._say_report(failures)
+        return True
+
+    def _say_report(self, failures: list[FailureReport]) -> None:
         plain = [asdict(failure) for failure in failures]
         self._news_store.set(self._key(f"report/{self._worker_group.group_rank}"), plain)
         self._news_store.count(self._key("reports"), 1)
-        return True
 
     def _tell_ends(self) -> None:
         """Tell node 0 which ranks have returned, and whether the others live."""
@@ -632,9 +647,16 @@ class NodeAgent(LocalElasticAgent):
         failure = first_causal(reports.failures)
         why = failure.summary if failure else "a rank failed"
         if silent:
-            return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
+            return self._after_no_sign(hooks, silent, why, failure)
         restart = hooks.deadline.cause is None and hooks.may_restart(failure)
         return RoundEnd("failed", restart=restart, why=why, failure=failure)
+
+    def _after_no_sign(
+        self, hooks: RoundHooks, silent: list[int], why: str, failure: FailureReport | None
+    ) -> RoundEnd:
+        """A rank has failed, and these nodes are dead, by their places in the round."""
+        del hooks
+        return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
 
     def _after_silence(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
         """Some ranks have returned: end the round where nothing is to be expected of the others."""
@@ -757,8 +779,12 @@ class NodeAgent(LocalElasticAgent):
         """The agents' store of this round; torch types it as None until the rendezvous."""
         store: Any = self._worker_group.store
         if self._signed is None or self._signed.of is not store:
-            self._signed = SignedStore(store, self._secret)
+            self._signed = SignedStore(store, self._secret, self._look)
         return self._signed
+
+    def _look(self) -> None:
+        """Whether this node still takes part; raises where it does not."""
+        self._meeting_place.look()
 
     @property
     def _node_count(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
@@ -36,11 +37,60 @@ SAY_S = 30.0
 """After this long node 0 says for whom it waits."""
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A node that takes part no more.
+
+    Attributes:
+        node: Its number in the job.
+        name: Its name.
+        why: In words.
+        was_member: Of the round that went on then, and no spare.
+    """
+
+    node: int
+    name: str
+    why: str
+    was_member: bool
+
+
+class LeftOut(Exception):
+    """This node does not take part any more: its ranks must end.
+
+    Attributes:
+        first_is_gone: Nothing was heard from node 0, so that somebody else must see to the job.
+        is_over: Node 0 has said that there is nothing more to do.
+    """
+
+    def __init__(self, why: str, *, first_is_gone: bool = False, is_over: bool = False) -> None:
+        super().__init__(why)
+        self.first_is_gone = first_is_gone
+        self.is_over = is_over
+
+
+class RoundBroken(Exception):
+    """The round is over by the loss of a node: node 0 has announced the next one."""
+
+
 class Rendezvous(StaticTCPRendezvous):
     """torch's static rendezvous; node 0's store is in a process of its own, and new each round.
 
     In an old round's store ranks would find dead ones' addresses.
+
+    Attributes:
+        round: Which start of the ranks it is, from 0 on.
+        members: Of the round, by their places in it: the numbers of their nodes in the job.
+        nodes: The names of all nodes of the job.
+        node: This one's number in it.
     """
+
+    stays_alive = False
+    """Whether a round goes on without a node that was lost (`in_place.py`)."""
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that live and wait, by name: none here."""
+        return ()
 
     def __init__(
         self,
@@ -63,9 +113,10 @@ class Rendezvous(StaticTCPRendezvous):
             timeout_s: So long may the nodes take to meet.
         """
         super().__init__(address, port, rank, len(nodes), run_id, timeout_s)
-        self._nodes = nodes
+        self.nodes, self.node = nodes, rank
+        self.members = tuple(range(len(nodes)))
         self._first_port = port
-        self._round = 0
+        self.round = 0
         self._last: Any = None
         self._server = StoreProcess() if rank == 0 else None
 
@@ -90,8 +141,37 @@ class Rendezvous(StaticTCPRendezvous):
         The old one is kept for another round, since agents may still be reading the verdict in it.
         """
         self._last, self._store = self._store, None
-        self._round += 1
-        self.master_port = self._first_port + self._round % PORTS
+        self.round += 1
+        self.master_port = self._first_port + self.round % PORTS
+
+    def names(self) -> tuple[str, ...]:
+        """Of the round's nodes."""
+        return tuple(self.nodes[node] for node in self.members)
+
+    def look(self) -> None:
+        """Whether this node still takes part in the round; here it does while there is one."""
+
+    def losses(self) -> list[Loss]:
+        """Nodes that were lost since the last call; of none can be told here."""
+        return []
+
+    def drop(self, places: Sequence[int], why: str) -> list[Loss]:
+        """Leave members out of all further rounds; here that cannot be."""
+        del places, why
+        return []
+
+    def note_death(self, node: str) -> bool:
+        """A rank of a node has died; returns whether the next round is without it."""
+        del node
+        return False
+
+    def next_members(self) -> tuple[int, ...] | None:
+        """The nodes of the next round; None where there can be none."""
+        return self.members
+
+    def why_gone(self) -> str:
+        """Why the store does not answer, where that is known after a moment."""
+        return ""
 
     def close(self) -> None:
         """Serve no more. Harmless when repeated."""
@@ -117,7 +197,7 @@ class Rendezvous(StaticTCPRendezvous):
             here.wait([str(rank) for rank in range(self.world_size)], timedelta(seconds=wait_s))
         except RuntimeError:
             return fold_nodes(
-                [name for rank, name in enumerate(self._nodes) if not here.check([str(rank)])]
+                [name for rank, name in enumerate(self.nodes) if not here.check([str(rank)])]
             )
         return ""
 
@@ -125,14 +205,16 @@ class Rendezvous(StaticTCPRendezvous):
 class SignedStore:
     """One round's store."""
 
-    def __init__(self, store: Any, secret: str) -> None:
+    def __init__(self, store: Any, secret: str, look: Callable[[], None] = lambda: None) -> None:
         """Speak through that store.
 
         Args:
             store: torch's.
             secret: Of this start of the job.
+            look: Called again and again while something is waited for; may raise.
         """
         self.of = store
+        self._look = look
         self._secret = secret
         self._told: set[str] = set()
         self._said: dict[str, Any] = {}
@@ -177,6 +259,7 @@ class SignedStore:
         """
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
+            self._look()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no agent said {key} in {timeout_s:g} s")
             time.sleep(POLL_S)

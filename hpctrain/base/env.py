@@ -9,6 +9,8 @@ from __future__ import annotations
 HPCTRAIN_AFTER = "HPCTRAIN_AFTER"
 """Directory of the run after which this one runs; several with colons between.
 Set by agents; read by users' programs."""
+HPCTRAIN_ALIVE = "HPCTRAIN_ALIVE"
+"""Whether the job outlives its nodes: 1 or nothing. Set by the batch script; read by agents."""
 HPCTRAIN_ATTEMPT = "HPCTRAIN_ATTEMPT"
 """The attempt with its fence, as JSON. Set by agents; read by ranks."""
 HPCTRAIN_ATTEMPT_DIR = "HPCTRAIN_ATTEMPT_DIR"

@@ -62,7 +62,11 @@ class _Submit(click.Command):
 
 
 @click.command(name="submit", cls=_Submit, epilog=EXAMPLES)
-@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes; a range takes what there is.")
+@click.option(
+    "--nodes",
+    metavar="N|MIN-MAX[+S]",
+    help="Nodes; a range takes what there is; S more wait as spares.",
+)
 @click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
 @click.option(
     "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."

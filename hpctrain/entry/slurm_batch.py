@@ -100,6 +100,8 @@ def _before(root: str) -> int:
     for name, value in exports(os.environ, _meeting_point(spec)).items():
         print(f"export {name}={shlex.quote(value)}")
     print(f"hpctrain_evaluate={_evaluates(spec)}")
+    if _stays_alive(spec):
+        print("hpctrain_alive=1")
     for line in _staging(root):
         print(line)
     return 0
@@ -273,6 +275,14 @@ def _evaluates(spec: dict[str, Any]) -> str:
     """Whether somebody is to look after the run's evaluations, for the shell: 1 or nothing."""
     beside = spec.get("beside")
     return "1" if isinstance(beside, dict) and "evaluate" in beside else ""
+
+
+def _stays_alive(spec: dict[str, Any]) -> bool:
+    """Whether the job outlives its nodes: as `AliveSettings.is_on`, without its import."""
+    with contextlib.suppress(KeyError, TypeError):
+        alive = spec["settings"]["alive"]
+        return bool(alive["spares"]) or alive["shrink"] == "auto"
+    return False
 
 
 def _met_at(node: str, meeting: MeetingPoint) -> str:

@@ -148,7 +148,7 @@ def decide_end(
         allowed = allow(history, reason, budget, attempt=facts.attempt)
         if not allowed.ok:
             return EndDecision(reason, Next.STOP, allowed.exit_code, allowed.why)
-    if facts.in_place and reason is EndReason.CRASHED:
+    if facts.in_place and reason in {EndReason.CRASHED, EndReason.NODE_FAILED}:
         following = Next.RESTART
     return EndDecision(reason, following)
 

@@ -242,6 +242,9 @@ class AttemptStarted(LedgerFact):
     nodes: tuple[str, ...] = maybe(check.texts, "host names, by node rank")
     world_size: int | None = maybe(check.count, "ranks; 0 where none was started")
     ranks_per_node: int | None = maybe(check.count, "ranks on each node")
+    spares: tuple[str, ...] = maybe(
+        check.texts, "nodes that wait to take a lost one's place: `alive.spares`"
+    )
     run_dir: str = maybe(check.path, "where the run lay then: a copy is known by it")
     slurm_cluster: str = maybe(check.words, "SLURM's ClusterName")
     token: str = maybe(check.identifier, "the attempt's own, by which it holds the fence")
@@ -595,6 +598,19 @@ class HangFound(LedgerFact):
     stood_s: float | None = maybe(check.seconds, "for how long they had stood")
     limit_s: float | None = maybe(check.seconds, "after which a look is taken")
     ended: bool = maybe(check.flag, "the round was ended; else it was only told")
+
+
+@event("node_lost", by="the agent of node 0; another one where it is node 0 that was lost")
+class NodeLost(LedgerFact):
+    """A node of the job takes part no more, and the job has not ended by that."""
+
+    node: str = maybe(check.words, "its name")
+    why: str = maybe(check.words, "what was seen of it")
+    was_spare: bool = maybe(check.flag, "it was waiting, and no rank ran there")
+    was_first: bool = maybe(check.flag, "its agent led the others, so that the job is requeued")
+    members: tuple[str, ...] = maybe(
+        check.texts, "nodes that go on, by node rank; missing where the run cannot go on here"
+    )
 
 
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")

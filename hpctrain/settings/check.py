@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
@@ -30,7 +31,7 @@ from hpctrain.settings.schema import OF_EVALUATION, sections, value_at
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.settings.schema import EngineSettings, Settings
+    from hpctrain.settings.schema import EngineSettings, Settings, SlurmSettings
 
 BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
@@ -584,6 +585,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
     notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
     notes += _idle_evaluate(settings, origins) + _check_environment(settings, origins)
+    notes += _idle_alive(settings)
     return Chosen(notes=notes) + fit_lead(settings, origins)
 
 
@@ -618,6 +620,44 @@ def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[s
     if environment.stage != "no" and settings.container.image:
         return ["environment.stage has no effect with container.image, which is one file already"]
     return []
+
+
+def _idle_alive(settings: Settings) -> list[str]:
+    """Of [alive], what will have no effect."""
+    least, most = node_range(settings.slurm.nodes)
+    if settings.alive.shrink == "no" or least < most:
+        return []
+    return [f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"]
+
+
+def split_spares(nodes: str | None) -> tuple[str | None, int | None]:
+    """What `--nodes` said: nodes that train, and after a plus sign those that wait.
+
+    Raises:
+        UsageError: the second is no number.
+    """
+    if nodes is None or "+" not in nodes:
+        return nodes, None
+    training, _, spares = nodes.partition("+")
+    if not re.fullmatch(r"[0-9]{1,4}", spares):
+        raise UsageError(f'--nodes: "{nodes}" has no number of spare nodes after its +, as in 4+1')
+    return training, int(spares)
+
+
+def with_spares(settings: Settings) -> str:
+    """The nodes as `--nodes` takes them."""
+    spares = settings.alive.spares
+    return f"{settings.slurm.nodes}+{spares}" if spares else settings.slurm.nodes
+
+
+def allocated(settings: Settings) -> SlurmSettings:
+    """What is asked of the scheduler, with the spare nodes."""
+    slurm, alive = settings.slurm, settings.alive
+    if not alive.is_on():
+        return slurm
+    least, most = (count + alive.spares for count in node_range(slurm.nodes))
+    nodes = str(most) if least == most else f"{least}-{most}"
+    return replace(slurm, nodes=nodes)
 
 
 def _idle_evaluate(settings: Settings, origins: Mapping[str, str]) -> list[str]:

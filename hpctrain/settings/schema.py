@@ -207,7 +207,7 @@ class PreflightSettings(Table):
 
 
 class AliveSettings(Table):
-    """[alive]: what is done where ranks stand still, or disagree without a word."""
+    """[alive]: what is done where ranks stand still, and where nodes are lost."""
 
     hang: str = setting(
         "restart",
@@ -223,6 +223,29 @@ class AliveSettings(Table):
     first_step_s: float = setting(
         1800.0, "so long in all phases before the first step is over", above=0
     )
+    spares: int = setting(
+        0,
+        "SLURM: nodes asked for beside slurm.nodes that wait, ready, to take the place of a lost one; "
+        "`--nodes 4+1` says so too",
+        most=1000,
+    )
+    shrink: str = setting(
+        "no",
+        "SLURM: where no spare is left, auto: go on with the nodes that live, as far as slurm.nodes MIN-MAX "
+        "and the mesh allow; no: the job is requeued",
+        choices=("no", "auto"),
+    )
+    lease_s: float = setting(
+        10.0,
+        "a node of which nothing is heard for so long is lost; one that stood still for so long ends "
+        "its own ranks",
+        least=1,
+        most=600,
+    )
+
+    def is_on(self) -> bool:
+        """Whether the run outlives its nodes."""
+        return self.spares > 0 or self.shrink == "auto"
 
 
 class BudgetSettings(Table):

@@ -123,6 +123,7 @@ def _started(fact: kinds.AttemptStarted) -> str:
     facts = [
         f"job {fact.job_id}" if fact.job_id else "",
         count(fact.world_size, "rank") if fact.world_size else "",
+        f"spare: {_names(fact.spares)}" if fact.spares else "",
         "no agent came" if fact.by == "batch" else "",
     ]
     on = f" on {_names(fact.nodes)}" if fact.nodes else ""
@@ -308,6 +309,15 @@ def _paused(fact: kinds.RestartPaused) -> str:
     return f"starts again in {duration(fact.seconds or 0.0)}"
 
 
+def _lost(fact: kinds.NodeLost) -> str:
+    what = f"{'spare ' if fact.was_spare else ''}node {fact.node} was lost{_because(fact.why)}"
+    if fact.was_first:
+        return f"{what}; it led the others"
+    return (
+        f"{what}; {f'goes on with {_names(fact.members)}' if fact.members else 'no other can do'}"
+    )
+
+
 def _awaited(fact: kinds.RanksAwaited) -> str:
     left = f"{fold_ranks(fact.left)} did not" if fact.left else "their processes do not end"
     quiet = f"nothing printed or done for {duration(fact.quiet_s or 0.0)}"
@@ -394,6 +404,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "hang_cleared": lambda fact: f"goes on, after {duration(fact.seconds or 0.0)} without a move",
     "hang": lambda fact: f"hangs{'; ended' if fact.ended else ''}{_because(fact.summary)}",
     "restart_paused": _paused,
+    "node_lost": _lost,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),
     "profiled": lambda fact: _profiled("profiled", fact, fact.folder),
     "notified": _notified,

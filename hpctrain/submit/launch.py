@@ -27,6 +27,7 @@ from hpctrain.run.event_types import SubmitFailed, SubmitIntent, Submitted
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
 from hpctrain.scheduler.base import get_cluster
+from hpctrain.settings.check import with_spares
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.live_job import live_job, refusal
 
@@ -262,7 +263,7 @@ def _submit(
         token=token,
         job_id=job_id,
         cluster=spec.cluster,
-        nodes=spec.settings.slurm.nodes,
+        nodes=with_spares(spec.settings),
         by=by,
         from_step=from_step,
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,

@@ -20,7 +20,7 @@ from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
 from hpctrain.scheduler.base import SCHEDULERS, default_cluster, get_cluster
-from hpctrain.settings.check import check, engine_flags, profile_flags
+from hpctrain.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.settings.layers import (
     ENV_SECTION,
     SettingsFile,
@@ -437,7 +437,8 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
     """The flags as `layers.flag_layer` takes them."""
     snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
     return {
-        "slurm.nodes": ("--nodes", request.nodes),
+        "slurm.nodes": ("--nodes", split_spares(request.nodes)[0]),
+        "alive.spares": ("--nodes", split_spares(request.nodes)[1]),
         "slurm.gpus_per_node": ("--gpus-per-node", request.gpus_per_node),
         "slurm.ranks_per_node": ("--ranks-per-node", request.ranks_per_node),
         "slurm.time": ("--time", request.time),

@@ -43,6 +43,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 _ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
 _RUNS_OWN = ("", -1)
 _OF_THE_RUN_ALONE = (
+    "alive.shrink",
+    "alive.spares",
     "checkpoint.keep_best",
     "checkpoint.sealed",
     "environment.stage",

@@ -16,7 +16,7 @@ from hpctrain.base.text import count, duration
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.environment import kept_settings
 from hpctrain.scheduler.slurm.script import check_options, is_exclusive, is_forbidden
-from hpctrain.settings.check import fit_lead, node_range, time_s
+from hpctrain.settings.check import allocated, fit_lead, node_range, time_s
 from hpctrain.settings.layers import DEFAULT, Chosen, Layer, did_you_mean, nearest
 from hpctrain.settings.sbatch_options import name_of
 
@@ -150,7 +150,7 @@ def _choose_cpus(settings: Settings, _origins: Mapping[str, str], site: Site) ->
 
 def need_of(settings: Settings) -> Need:
     """What the settings ask a partition for."""
-    slurm = settings.slurm
+    slurm = allocated(settings)
     least, most = node_range(slurm.nodes)
     cpus = slurm.cpus_per_rank * slurm.ranks()
     return Need(least, most, slurm.gpus_per_node, time_s(slurm.time), cpus)

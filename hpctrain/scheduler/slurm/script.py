@@ -17,7 +17,7 @@ from hpctrain.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
 from hpctrain.base.files import data_dir
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.run.event_fields import is_job_id
-from hpctrain.settings.check import node_range
+from hpctrain.settings.check import allocated, node_range
 from hpctrain.settings.sbatch_options import name_of, names_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
     Raises:
         UsageError: a setting that a batch script cannot hold.
     """
-    settings = spec.settings.slurm
+    settings = allocated(spec.settings)
     from hpctrain.site.preset import site_of  # not for the batch script, which reads `body_path`
 
     site = site_of(spec)
@@ -73,6 +73,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
     lines = [
         "#!/bin/bash",
         *header_lines(settings, spec.name, run, token, site),
+        *(["#SBATCH --no-kill"] if spec.settings.alive.is_on() else []),
         "",
         "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),

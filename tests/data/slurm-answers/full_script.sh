@@ -113,10 +113,16 @@ elif [ "$hpctrain_rc" = 0 ]; then
     hpctrain_watcher=$!
     disown 2>/dev/null
   fi
+  # Where the run outlives its nodes the agents see to each other, and SLURM ends nothing.
+  hpctrain_on_loss=(--kill-on-bad-exit=1) HPCTRAIN_ALIVE=
+  if [ -n "${hpctrain_alive:-}" ]; then
+    hpctrain_on_loss=(--kill-on-bad-exit=0 --no-kill) HPCTRAIN_ALIVE=1
+  fi
+  export HPCTRAIN_ALIVE
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   "${hpctrain_outside[@]}" \
     srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
+    "${hpctrain_on_loss[@]}" --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
     bash -c \
     'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
     run=$1; shift 2

@@ -13,7 +13,7 @@ from hpctrain.errors import ClusterUnreachable, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.environment import clean, kept_settings
 from hpctrain.scheduler.slurm.script import check_options, export_arguments, render_script
-from hpctrain.settings.schema import Settings, SlurmSettings
+from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.load import load_site
 
@@ -377,3 +377,25 @@ def test_the_script_is_told_whether_checkpoints_are_evaluated(
 
     assert slurm_batch.main(["before", str(tmp_path), "tok"]) == 0
     assert capsys.readouterr().out == f"hpctrain_evaluate={said}\n"
+
+
+@pytest.mark.parametrize(
+    ("alive", "said"),
+    [
+        ({"spares": 1, "shrink": "no"}, True),
+        ({"spares": 0, "shrink": "auto"}, True),
+        ({"spares": 0, "shrink": "no"}, False),
+        (None, False),
+    ],
+)
+def test_the_script_is_told_whether_the_run_outlives_its_nodes(
+    tmp_path, monkeypatch, capsys, alive, said
+):
+    settings = {} if alive is None else {"alive": alive}
+    (tmp_path / "spec.json").write_text(json.dumps({"settings": settings}))
+    monkeypatch.setattr(slurm_batch, "exports", lambda *_: {})
+    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root: False)
+
+    assert slurm_batch.main(["before", str(tmp_path), "tok"]) == 0
+    assert ("hpctrain_alive=1" in capsys.readouterr().out) is said
+    assert alive is None or AliveSettings(**alive).is_on() is said

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.script import body_path, quote, render_script
-from hpctrain.settings.schema import Settings, SlurmSettings
+from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
@@ -260,6 +260,42 @@ def test_one_task_per_node_is_started(tmp_path):
     args = (tmp_path / "args").read_text().split("\0")
     layout = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6"}
     assert layout <= set(args)
+
+
+@pytest.mark.parametrize(
+    ("says", "asked", "told"),
+    [
+        ("", {"--kill-on-bad-exit=1"}, ""),
+        ("echo hpctrain_alive=1", {"--kill-on-bad-exit=0", "--no-kill"}, "1"),
+    ],
+)
+def test_slurm_ends_the_step_with_a_node_unless_the_run_outlives_it(tmp_path, says, asked, told):
+    script = Script(tmp_path, NOTE + 'printf "%s" "$HPCTRAIN_ALIVE" > alive')
+    script.command("python", f'[ "$4" = before ] && {says or ":"}; exit 0')
+
+    script.start().wait()
+
+    given = {"--kill-on-bad-exit=0", "--kill-on-bad-exit=1", "--no-kill"}
+    assert given & set((tmp_path / "args").read_text().split("\0")) == asked
+    assert (tmp_path / "alive").read_text() == told
+
+
+@pytest.mark.parametrize(
+    ("nodes", "alive", "asked"),
+    [
+        ("4", {"spares": 1}, "#SBATCH --nodes=5"),
+        ("2-4", {"spares": 2}, "#SBATCH --nodes=4-6"),
+        ("2-4", {"shrink": "auto"}, "#SBATCH --nodes=2-4"),
+    ],
+)
+def test_a_run_that_outlives_its_nodes_asks_for_spares_and_not_to_be_killed(nodes, alive, asked):
+    spec = make_spec(nodes=nodes)
+    spec.settings = Settings(slurm=spec.settings.slurm, alive=AliveSettings(**alive))
+
+    lines = header(render_script(spec, RunDir(Path("/runs/x")), "tok"))
+
+    assert {asked, "#SBATCH --no-kill"} <= set(lines)
+    assert "#SBATCH --no-kill" not in header(render(nodes=nodes))
 
 
 def test_term_does_not_end_the_script_before_srun(tmp_path):

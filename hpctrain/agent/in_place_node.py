@@ -1,0 +1,129 @@
+"""The agent of one node where the run outlives the nodes of its job.
+
+It is `NodeAgent` with other ends of a round: a lost node ends it, and the next one goes on without
+that node. Node 0's agent hears of losses in its rendezvous (`in_place.py`); the others hear there
+that the next round was announced, or that they take part in none any more.
+tests/engines/test_in_place.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.agent.node import MANY, NodeAgent, RoundEnd
+from hpctrain.agent.rendezvous import LeftOut, RoundBroken
+from hpctrain.base.records import FailureReport
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+    from hpctrain.agent.hang_watch import RoundHangs
+    from hpctrain.agent.node import RoundHooks, _Reports
+    from hpctrain.agent.rendezvous import Loss
+
+NO_SIGN = "its agent gave no sign of life after a rank had failed"
+AGAIN = "its ranks died twice within an hour"
+
+
+class InPlaceAgent(NodeAgent):
+    """An agent whose rendezvous is an `in_place.InPlaceRendezvous`.
+
+    Attributes:
+        left_out: Why this node takes part in no round any more; None where it did to the end.
+    """
+
+    left_out: LeftOut | None = None
+
+    def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            return super()._start_and_run(group)
+        except RoundBroken as broken:  # while it began
+            self._stop_workers(group)
+            return RoundEnd("failed", restart=True, why=str(broken))
+        except ControlLost as error:
+            if self._hooks is not None:
+                raise
+            return self._fail_to_start(group, error)
+        except LeftOut as left_out:
+            self._stop_workers(group)
+            if self._hooks is not None:  # the lifeline of node 0 itself
+                return RoundEnd("failed", why=str(left_out))
+            self.left_out = left_out
+            return RoundEnd("failed", why=str(left_out), left_out=str(left_out))
+        except RuntimeError:  # torch's store does not answer
+            self._stop_workers(group)
+            if not (why := self._meeting_place.why_gone()):
+                raise
+            self.left_out = LeftOut(why, first_is_gone=True)
+            return RoundEnd("failed", why=why, left_out=why)
+
+    def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:
+        """The node above is gone: say so, and hear how the round ends."""
+        self._stop_workers(group)
+        self._pcontext = None
+        why = f"ControlLost: {error}"
+        first = group.workers[0].global_rank
+        failure = FailureReport(first, self._node, "error", why, time=time.time())
+        self._say_report([failure])
+        return self._watch_round(reported=True)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._take_round()
+        return super()._start_workers(worker_group)
+
+    def _take_round(self) -> None:
+        """A spare that joins has seen none of the rounds before."""
+        self._round = self._meeting_place.round
+        self._remaining_restarts = MANY - self._round
+        port: Any = self._meeting_place.master_port  # torch types the group's as None
+        self._worker_group.master_port = port
+
+    def _round_hangs(self) -> RoundHangs | None:
+        return None if self._pcontext is None else super()._round_hangs()
+
+    # ---- node 0
+
+    def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
+        if losses := self._meeting_place.losses():
+            end = self._after_losses(hooks, losses)
+            if end is not None:
+                return end
+        return super()._coordinate(hooks, reports)
+
+    def _after_failure(
+        self, hooks: RoundHooks, reports: _Reports, first_failure_at: float
+    ) -> RoundEnd | None:
+        end = super()._after_failure(hooks, reports, first_failure_at)
+        failure = end.failure if end is not None and end.restart else None
+        # What a program raises it raises anywhere; a rank that is killed may lie on a bad node.
+        if failure is not None and failure.kind == "signal":
+            self._leave_out_again(hooks, failure)
+        return end
+
+    def _after_no_sign(
+        self, hooks: RoundHooks, silent: list[int], why: str, failure: FailureReport | None
+    ) -> RoundEnd:
+        end = self._after_losses(hooks, self._meeting_place.drop(silent, NO_SIGN))
+        return super()._after_no_sign(hooks, silent, why, failure) if end is None else end
+
+    def _after_losses(self, hooks: RoundHooks, losses: list[Loss]) -> RoundEnd | None:
+        """Nodes were lost: go on without them, where that can be; None where only spares were."""
+        members = self._meeting_place.next_members()
+        for loss in losses:
+            hooks.lost(loss, members)
+        gone = [loss for loss in losses if loss.was_member]
+        if not gone:
+            return None
+        why = "; ".join(f"{loss.name} was lost: {loss.why}" for loss in gone)
+        may = hooks.deadline.cause is None and members is not None
+        nodes = [loss.node for loss in gone]
+        return RoundEnd("failed", restart=may and hooks.may_go_on(why), why=why, silent_nodes=nodes)
+
+    def _leave_out_again(self, hooks: RoundHooks, failure: FailureReport) -> None:
+        """A node whose ranks die again and again is left out, where a round can do without it."""
+        if self._meeting_place.note_death(failure.node):
+            place = self._meeting_place.names().index(failure.node)
+            for loss in self._meeting_place.drop([place], AGAIN):
+                hooks.lost(loss, self._meeting_place.next_members())

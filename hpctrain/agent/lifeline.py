@@ -1,0 +1,373 @@
+"""The process of a node that shows that it lives, and hears which nodes do.
+
+Every node of the job has a connection to the first one's process, on which both speak eight times
+in a lease. A connection that closes is a node that died; silence for a lease is one that died
+without a word, or stands still. The agent could not do this by itself: it waits for file systems
+and for the scheduler. What each side makes of it:
+
+* The first node's process tells its agent who was lost. Nobody who was lost is let in again.
+* Any other process that has not heard from the first node for a lease, or that itself did not run
+  for a lease, tells its agent to leave, and kills it where it does not: it may have been left out
+  meanwhile, and its ranks must not go on beside those of the next round.
+
+It is forked while the agent has one thread, and asks the file system for nothing.
+tests/unit/agent/test_lifeline.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpctrain.agent import signals
+from hpctrain.agent.control import addresses
+from hpctrain.base.process import PORTS, die_with_parent
+from hpctrain.base.secret import code
+from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
+from hpctrain.control.wire import Greeting, packed, unpacked
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    from typing import Self
+
+LIFELINE_PORT = PORTS - 3
+"""Of the job's ports; those below it are the rounds', those above the preflight's."""
+BEATS = 8
+"""In a lease."""
+LEAVE_S = 5.0
+"""So long may an agent take to leave, at most a lease; then it is killed, and its ranks with it."""
+TRY_AGAIN_S = 0.2
+FIRST_S = 600.0
+"""So long may the first node's agent take to come up."""
+_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LifelinePlace:
+    """Where a node's process stands.
+
+    Attributes:
+        node: This node's number in the job.
+        nodes: How many the job has.
+        address: Of the first node, as the others reach it.
+        port: At which it listens.
+        lease_s: So long silence is taken for life.
+    """
+
+    node: int
+    nodes: int
+    address: str
+    port: int
+    lease_s: float
+
+
+class Lifeline:
+    """The agent's side."""
+
+    def __init__(self, place: LifelinePlace, secret: str) -> None:
+        """Fork the process. To be made while this one has one thread.
+
+        Args:
+            place: This node's.
+            secret: Of this start of the job; the same on all nodes.
+        """
+        self.place = place
+        self._line, theirs = socket.socketpair()
+        self._heard = b""
+        self._is_gone = False
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            _serve_until_killed(theirs, parent, place, code(secret, "lifeline"))
+        theirs.close()
+        self._line.settimeout(0)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the process something; nothing where it is gone, which `news` says."""
+        with suppress(OSError):
+            self._line.settimeout(None)
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+        with suppress(OSError):
+            self._line.settimeout(0)
+
+    def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
+        """What the process has said since the last call.
+
+        Args:
+            wait_s: So long at most is waited for the first word.
+        """
+        if self._is_gone or self.pid == 0:
+            return []
+        if wait_s:
+            select.select([self._line], [], [], wait_s)
+        while True:
+            try:
+                piece = self._line.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                piece = b""
+            if not piece:
+                self._is_gone = True
+                why = "the process that shows that this node lives has ended"
+                return [*self._split(), {"gone": why}]
+            self._heard += piece
+        return self._split()
+
+    def _split(self) -> list[dict[str, Any]]:
+        *lines, self._heard = self._heard.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def end(self, why: str, patience_s: float) -> None:
+        """First node: tell all others that the job's part of the run is over.
+
+        Args:
+            why: In words.
+            patience_s: So long those are waited for that have yet to come.
+        """
+        self.say({"over": why})
+        deadline = time.monotonic() + patience_s
+        while not self._is_gone and (left := deadline - time.monotonic()) > 0:
+            if any("all_told" in said for said in self.news(left)):
+                return
+
+    def stop(self) -> None:
+        """End the process. Harmless when repeated."""
+        if self.pid > 0:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            self._line.close()
+            self.pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _serve_until_killed(
+    line: socket.socket, parent: int, place: LifelinePlace, secret: str
+) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        signals.ignore_all()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with_parent(parent)
+        side = _First if place.node == 0 else _Other
+        asyncio.run(side(place, secret, line, parent).serve())
+    except BaseException:  # noqa: BLE001 - the agent sees that it is gone, not why
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _now() -> float:
+    """Seconds on a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class _LifelineSide:
+    """What both sides have: the line to the agent, and a turn eight times in a lease."""
+
+    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+        self._place, self._secret, self._line, self._agent = place, secret, line, agent
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._line, limit=_LINE_BYTES)
+        turns = asyncio.create_task(self._turns())
+        await self._begin()
+        while order := await reader.readline():
+            self._obey(json.loads(order))
+        turns.cancel()
+
+    async def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _turn(self, stood_s: float) -> None:
+        raise NotImplementedError
+
+    async def _turns(self) -> None:
+        last = _now()
+        while True:
+            await asyncio.sleep(self._place.lease_s / BEATS)
+            now = _now()
+            stood_s, last = now - last, now
+            self._turn(stood_s)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None  # noqa: S101 - `serve` has made it
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _greeting(self) -> Greeting:
+        return Greeting(self._secret, "lifeline")
+
+
+class _First(_LifelineSide):
+    """The first node's process: hears all others."""
+
+    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+        super().__init__(place, secret, line, agent)
+        self._others: dict[int, Endpoint] = {}
+        self._spoken: set[int] = set()
+        """Before it has, it may not know yet that it was let in, and would take a word amiss."""
+        self._round: dict[str, Any] = {}
+        self._heard: dict[int, float] = {}
+        self._lost: set[int] = set()
+        self._over = ""
+        self._told_over: set[int] = set()
+
+    async def _begin(self) -> None:
+        door = ChildrenDoor(range(1, self._place.nodes), self._greeting, self._admit)
+        listen, _ = addresses(self._place.address, 0)
+        await asyncio.get_running_loop().create_server(
+            door.knock, listen, self._place.port, backlog=4096
+        )
+        self._all_told()
+
+    def _admit(self, node: int, end: Endpoint) -> None:
+        self._others[node], self._heard[node] = end, _now()
+        end.on_message = partial(self._hear, node)
+        end.on_end = lambda _, why: self._lose(node, f"its connection closed: {why}")
+
+    def _hear(self, node: int, end: Endpoint, message: bytes) -> None:
+        self._heard[node] = _now()
+        if node not in self._spoken:
+            self._spoken.add(node)
+            if self._round:
+                end.say(packed({"round": self._round}))
+        head = unpacked(message)[0]
+        if "beat" in head:
+            end.say(packed({"beat": head["beat"]}))
+        if "ready" in head:
+            self._tell({"ready": node})
+        if self._over and node not in self._told_over:
+            self._say_over(node)
+
+    def _lose(self, node: int, why: str) -> None:
+        if node in self._lost:
+            return
+        self._lost.add(node)
+        if (end := self._others.pop(node, None)) is not None:
+            end.close()
+        self._tell({"lost": node, "why": why})
+        self._all_told()
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "round" in order:
+            self._round = order["round"]
+            for node in self._spoken & set(self._others):
+                self._others[node].say(packed({"round": self._round}))
+        for node in order.get("drop", []):
+            if (end := self._others.pop(node, None)) is not None:
+                end.say(packed({"dropped": order["why"]}))
+                end.close()
+            self._lost.add(node)
+        if "over" in order:
+            self._over = str(order["over"]) or "over"
+            for node in self._spoken & set(self._others):
+                self._say_over(node)
+            self._all_told()
+
+    def _say_over(self, node: int) -> None:
+        self._others[node].say(packed({"over": self._over}))
+        self._told_over.add(node)
+        self._all_told()
+
+    def _all_told(self) -> None:
+        if self._over and len(self._told_over | self._lost) == self._place.nodes - 1:
+            self._tell({"all_told": True})
+
+    def _turn(self, stood_s: float) -> None:
+        lease_s, now = self._place.lease_s, _now()
+        if stood_s > lease_s / 2:  # what came meanwhile has yet to be read
+            self._heard = dict.fromkeys(self._heard, now)
+            return
+        for node in [node for node in self._others if now - self._heard[node] > lease_s]:
+            self._lose(node, f"silent for {lease_s:g} s")
+
+
+class _Other(_LifelineSide):
+    """Any other node's process: hears the first one."""
+
+    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+        super().__init__(place, secret, line, agent)
+        self._first: Endpoint | None = None
+        self._heard = _now()
+        self._waiting: list[dict[str, Any]] = []
+        self._is_over = False
+
+    async def _begin(self) -> None:
+        self._meeting = asyncio.create_task(self._meet())
+
+    async def _meet(self) -> None:
+        place, until = self._place, _now() + FIRST_S
+        while True:
+            try:
+                first = await meet_parent(place.address, place.port, self._greeting(), place.node)
+                break
+            except (OSError, TimeoutError, ControlLost) as error:
+                if _now() > until:
+                    self._leave(f"the first node's agent cannot be reached: {error}")
+                    return
+            await asyncio.sleep(TRY_AGAIN_S)
+        self._heard = _now()
+        first.on_message = self._hear
+        first.on_end = lambda _, why: self._leave(f"the first node's agent is gone: {why}")
+        self._first = first
+        first.say(packed({"beat": 0}))
+        for message in self._waiting:
+            first.say(packed(message))
+
+    def _hear(self, end: Endpoint, message: bytes) -> None:
+        del end
+        self._heard = _now()
+        head = unpacked(message)[0]
+        if "round" in head:
+            self._tell({"round": head["round"]})
+        if "over" in head:
+            self._is_over = True
+            self._tell({"over": head["over"]})
+        if "dropped" in head:
+            self._leave(head["dropped"], dropped=True)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if self._first is None:
+            self._waiting.append(order)
+        else:
+            self._first.say(packed(order))
+
+    def _turn(self, stood_s: float) -> None:
+        lease_s = self._place.lease_s
+        if self._first is None:
+            return
+        if stood_s > lease_s:
+            self._leave(f"this node stood still for {stood_s:.1f} s", dropped=True)
+        elif _now() - self._heard > lease_s:
+            self._leave(f"nothing was heard from the first node for {lease_s:g} s")
+        self._first.say(packed({"beat": 1}))
+
+    def _leave(self, why: str, *, dropped: bool = False) -> None:
+        """Have the agent end its ranks and leave, by force where it does not."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._tell({"dropped" if dropped else "gone": why})
+        loop = asyncio.get_running_loop()
+        loop.call_later(min(LEAVE_S, self._place.lease_s), os.kill, self._agent, signal.SIGKILL)

@@ -1,0 +1,83 @@
+"""What an agent sets up where its run outlives the nodes of its job.
+
+Only where the batch script has said so (`HPCTRAIN_ALIVE`): under a scheduler that ends the job with
+the first lost node it would be in vain. tests/engines/test_in_place.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpctrain.agent.lifeline import LIFELINE_PORT, Lifeline, LifelinePlace
+from hpctrain.agent.members import round_size
+from hpctrain.base.env import HPCTRAIN_ALIVE
+from hpctrain.plan.mesh import Planner, shape_of
+from hpctrain.settings.check import node_range
+
+if TYPE_CHECKING:
+    from hpctrain.agent.in_place import InPlaceRendezvous
+    from hpctrain.base.records import JobContext
+    from hpctrain.settings.spec import Spec
+
+EARLY_END_S = 30.0
+"""Agents that have yet to come are waited for so long, to be told that there is nothing to do."""
+
+
+def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None:
+    """This node's process that shows that it lives; None where the run does not outlive a node.
+
+    To be made while this process has one thread.
+
+    Args:
+        spec: The run.
+        context: This node's place in the job.
+        secret: Of this start of the job.
+    """
+    alive = spec.settings.alive
+    if not (alive.is_on() and os.environ.get(HPCTRAIN_ALIVE) and len(context.nodes) > 1):
+        return None
+    place = LifelinePlace(
+        context.node_rank,
+        len(context.nodes),
+        context.master_addr,
+        context.port + LIFELINE_PORT,
+        alive.lease_s,
+    )
+    return Lifeline(place, secret)
+
+
+def rendezvous_of(
+    lifeline: Lifeline, spec: Spec, context: JobContext, *, run_id: str, timeout_s: int
+) -> InPlaceRendezvous:
+    """Where this node's agent meets the others.
+
+    Args:
+        lifeline: This node's.
+        spec: The run.
+        context: This node's place in the job.
+        run_id: Of this start of the job.
+        timeout_s: So long may the nodes take to meet at first.
+    """
+    from hpctrain.agent.in_place import InPlaceRendezvous  # with torch
+
+    settings, nodes = spec.settings, context.nodes
+    least, most = node_range(settings.slurm.nodes)
+    size = round_size(
+        least,
+        most,
+        allocated=len(nodes),
+        spares=settings.alive.spares,
+        shrinks=settings.alive.shrink == "auto",
+    )
+    shape = shape_of(settings.train) if spec.entry.kind == "recipe" else None
+    planner = Planner(settings.engine, settings.slurm.ranks(), shape)
+    return InPlaceRendezvous(
+        lifeline,
+        nodes,
+        port=context.port,
+        run_id=run_id,
+        timeout_s=timeout_s,
+        size=size,
+        fits=lambda count: planner.at(count) is not None,
+    )

@@ -1,0 +1,282 @@
+"""Agents of several nodes on one machine: a lost one ends its round, and the next has another."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.agent import signals
+from hpctrain.agent.control import NodeControl
+from hpctrain.agent.in_place import InPlaceRendezvous
+from hpctrain.agent.in_place_node import InPlaceAgent
+from hpctrain.agent.lifeline import Lifeline, LifelinePlace
+from hpctrain.agent.members import RoundSize
+from hpctrain.agent.node import RoundHooks
+from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.stop_deadline import StopDeadline
+from hpctrain.base.process import PORTS
+from hpctrain.base.records import JobContext, RankTask
+from hpctrain.run.fence import Attempt
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+SECRET = "the same on all nodes"  # noqa: S105 - of a test
+LEASE_S = 2.0
+SCRIPT = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+said = folder / f"new-{os.environ['RANK']}"
+said.write_text(f"{os.getpid()} {os.environ['HPCTRAIN_CONTROL']} {os.environ['WORLD_SIZE']}")
+said.rename(folder / f"rank-{os.environ['RANK']}")
+while not (folder / "leave").exists():
+    time.sleep(0.01)
+"""
+
+
+def _agent(node, nodes, size, port, folder):
+    """The agent of one node, with one rank; writes how it ended."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    os.setpgid(0, 0)
+    signals.install()
+    names = [f"n{number}" for number in range(nodes)]
+    begun, told = [], []
+
+    def begin(world_size):
+        begun.append(rendezvous.names())
+        told.append([list(rendezvous.names()), list(rendezvous.spares), world_size])
+        return Attempt(len(begun), "token", "1", 0, time.time())
+
+    def resume(_attempt, on_bytes):
+        while (folder / f"reads-{len(begun)}").exists():
+            on_bytes(1)
+            (folder / f"reading-{len(begun)}").touch()
+            time.sleep(0.01)
+
+    context = JobContext("1", 0, node, names, "127.0.0.1", port, "")
+    deadline = StopDeadline(context, arrivals=list, ask=None)
+    lost = []
+    hooks = RoundHooks(
+        begin,
+        deadline,
+        may_restart=lambda _failure: True,
+        resume=resume,
+        may_go_on=lambda _why: not (folder / "may-not").exists(),
+        lost=lambda loss, members: lost.append([loss.name, loss.was_member, members]),
+    )
+    place = LifelinePlace(node, nodes, "127.0.0.1", port + PORTS - 3, LEASE_S)
+    lifeline = Lifeline(place, SECRET)
+    control = NodeControl("127.0.0.1", SECRET)
+    rendezvous = InPlaceRendezvous(
+        lifeline, names, port=port, run_id="test", timeout_s=60, size=size, fits=bool
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=1,
+        entrypoint=run_rank,
+        args=(RankTask("", str(folder / "script.py")),),
+        rdzv_handler=rendezvous,
+        max_restarts=1_000_000,
+        master_addr="127.0.0.1",
+    )
+    agent = InPlaceAgent(
+        spec,
+        node=names[node],
+        attempt_dir=lambda number: folder / str(number),
+        hooks=hooks if node == 0 else None,
+        start_method="fork",
+        before_ranks=lambda _number: None,
+        secret=SECRET,
+        control=control,
+    )
+    agent.run()
+    left = agent.left_out
+    why = "" if left is None else "over" if left.is_over else "gone"
+    why = "dropped" if left is not None and not (left.is_over or left.first_is_gone) else why
+    staged = folder / f"end-{node}.new"
+    staged.write_text(json.dumps([agent.end.ending, agent.end.silent_nodes, why, told, lost]))
+    staged.rename(folder / f"end-{node}")
+    if node == 0:
+        lifeline.end("done", 10)
+    for part in (lifeline, control, rendezvous):
+        (part.close if part is rendezvous else part.stop)()
+    os._exit(0)
+
+
+class Job:
+    """Agents of a job, each a process group of its own."""
+
+    def __init__(self, folder, nodes, size):
+        (folder / "script.py").write_text(SCRIPT)
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        fork = multiprocessing.get_context("fork")
+        self.agents = [
+            fork.Process(target=_agent, args=(node, nodes, size, port, folder))
+            for node in range(nodes)
+        ]
+        for agent in self.agents:
+            agent.start()
+
+    def wait(self, name):
+        """What a file holds, once it is there."""
+        deadline = time.monotonic() + 60
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, f"{name} did not come"
+            time.sleep(0.02)
+        return (self.folder / name).read_text()
+
+    def ranks(self, attempt, count):
+        """The processes of an attempt's ranks."""
+        said = [self.wait(f"{attempt}/rank-{rank}").split() for rank in range(count)]
+        assert {world for _, _, world in said} == {str(count)}
+        return [int(pid) for pid, _, _ in said]
+
+    def signal(self, node, signum, *, ranks=()):
+        """To a whole node: the agent's processes share its group, each rank has its own."""
+        for pid in ranks:
+            os.kill(pid, signum)
+        os.killpg(self.agents[node].pid, signum)
+
+    def end(self, attempt):
+        """Let the attempt's ranks leave; how node 0's agent ended."""
+        (self.folder / str(attempt) / "leave").touch()
+        return json.loads(self.wait("end-0"))
+
+
+@pytest.fixture
+def job(tmp_path):
+    jobs = []
+
+    def begin(nodes, size):
+        jobs.append(Job(tmp_path, nodes, size))
+        return jobs[0]
+
+    yield begin
+    for agent in jobs[0].agents:
+        agent.kill()
+        agent.join()
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _await_end(pids):
+    deadline = time.monotonic() + 30
+    while any(_lives(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_died(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    job.signal(1, signal.SIGKILL, ranks=ranks[1:])
+    job.ranks(2, 2)
+    ending, _, _, told, lost = job.end(2)
+
+    assert ending == "left"
+    assert told == [[["n0", "n1"], ["n2"], 2], [["n0", "n2"], [], 2]]
+    assert lost == [["n1", True, [0, 2]]]
+    assert not _lives(ranks[0])
+    assert json.loads(job.wait("end-2"))[0] == "left"
+
+
+def test_where_no_spare_is_left_fewer_nodes_go_on_and_at_last_none(job):
+    job = job(3, RoundSize(3, 2))
+    first = job.ranks(1, 3)
+
+    job.signal(1, signal.SIGKILL, ranks=[first[1]])
+    second = job.ranks(2, 2)
+    job.signal(2, signal.SIGKILL, ranks=[second[1]])
+    ending, silent, _, told, lost = json.loads(job.wait("end-0"))
+
+    assert (ending, silent) == ("failed", [2])
+    assert [names for names, *_ in told] == [["n0", "n1", "n2"], ["n0", "n2"]]
+    assert lost[-1] == ["n2", True, None]
+
+
+def test_a_spare_that_dies_ends_no_round(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    job.signal(2, signal.SIGKILL)
+    job.agents[2].join(10)
+    time.sleep(LEASE_S)
+    assert all(_lives(pid) for pid in ranks)
+    ending, _, _, told, lost = job.end(1)
+
+    assert (ending, len(told), lost) == ("left", 1, [["n2", False, [0, 1]]])
+
+
+def test_a_frozen_nodes_ranks_end_as_it_thaws(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    job.signal(1, signal.SIGSTOP, ranks=ranks[1:])
+    job.ranks(2, 2)
+    assert _lives(ranks[1])
+    job.signal(1, signal.SIGCONT, ranks=ranks[1:])
+    _await_end(ranks[1:])
+
+    assert job.end(2)[0] == "left"
+    assert json.loads(job.wait("end-1"))[2] in {"dropped", "gone"}
+
+
+def test_a_node_that_dies_while_a_round_begins_is_replaced_before_any_rank_runs(job):
+    job = job(3, RoundSize(2, 2))
+    (job.folder / "reads-2").touch()
+    os.kill(job.ranks(1, 2)[1], signal.SIGKILL)
+    job.wait("reading-2")
+    job.signal(1, signal.SIGKILL)
+    (job.folder / "reads-2").unlink()
+
+    job.ranks(3, 2)
+    ending, _, _, told, _ = job.end(3)
+
+    assert ending == "left"
+    assert told[-1][0] == ["n0", "n2"]
+
+
+def test_where_the_first_node_dies_the_others_end_their_ranks_and_leave(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    job.signal(0, signal.SIGKILL, ranks=ranks[:1])
+    _await_end(ranks)
+
+    for node in (1, 2):
+        assert json.loads(job.wait(f"end-{node}"))[2] == "gone"
+
+
+def test_spares_leave_when_the_run_is_done(job):
+    job = job(3, RoundSize(2, 2))
+    job.ranks(1, 2)
+
+    assert job.end(1)[0] == "left"
+    assert json.loads(job.wait("end-2"))[2] == "over"
+
+
+def test_no_round_follows_where_the_run_may_not_go_on(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+    (job.folder / "may-not").touch()
+
+    job.signal(1, signal.SIGKILL, ranks=ranks[1:])
+
+    assert json.loads(job.wait("end-0"))[:2] == ["failed", [1]]

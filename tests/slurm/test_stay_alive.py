@@ -1,0 +1,156 @@
+"""A lost node ends no job: a spare takes its place, or the run goes on with fewer nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import lineage
+from hpctrain.history.run_history import RunHistory
+from tests.support import processes
+from tests.support.ledger_runs import all_fields
+from tests.support.recipe import consumed_by_step, samples_of_step
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 60
+EVERY = 5
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.step_delay_s": 0.1,
+    "checkpoint.interval_steps": EVERY,
+    "run.log_every_s": 0,
+}
+
+
+def _trained(run):
+    return attempts(RunHistory.of(run.events()))
+
+
+def _rank_pid(slurm, run, attempt, rank):
+    """The process that has this rank's log open."""
+    log = str(run.dir.rank_log(attempt, rank))
+    pids = slurm.pids_of_job(run.job_id)
+    return next(pid for pid in pids if log in map(str, processes.open_files(pid)))
+
+
+def _next_step(run, attempt, since, capsys, what):
+    """The ledger's time of the first step of an attempt that is done, after a moment; printed."""
+    first = run.wait(
+        f"a step of attempt {attempt}",
+        lambda: [e for e in run.events("phase", attempt) if all_fields(e)["name"] == "first_step"],
+    )[0]
+    with capsys.disabled():
+        print(f"\n{what}: the next step was done after {first.t - since:.2f} s")
+    return first.t - since
+
+
+def _assert_every_sample_was_used_once(run):
+    used = consumed_by_step(run.dir)
+    assert sorted(used) == list(range(1, STEPS + 1))
+    for step, indices in used.items():
+        assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
+    assert lineage(RunHistory.of(run.events())).problems == []
+
+
+def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tmp_path, capsys):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2-3+1",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"alive.shrink": "auto"},
+    )
+    run.wait_event("saved")
+
+    slurm.kill_node("n2")
+    _next_step(run, 2, time.time(), capsys, "node killed, a spare")
+    run.wait_event("saved", attempt=2)
+    slurm.kill_node("n4")
+    _next_step(run, 3, time.time(), capsys, "node killed, none left")
+    run.wait_done()
+
+    first, second, third = _trained(run)
+    assert first.nodes == ("n1", "n2", "n3")
+    assert second.nodes == ("n1", "n3", "n4")
+    assert third.nodes == ("n1", "n3")
+    again = ("node_failed", "restart")
+    assert run.ends() == [again, again, ("completed", "stop")], run.story()
+    assert slurm.job(run.job_id)["Restarts"] == "0"
+    lost = [all_fields(event) for event in run.events("node_lost")]
+    assert [(fact["node"], fact["members"]) for fact in lost] == [
+        ("n2", ["n1", "n3", "n4"]),
+        ("n4", ["n1", "n3"]),
+    ]
+    _assert_every_sample_was_used_once(run)
+
+
+def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_path, capsys):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2+1",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"alive.lease_s": 3, "train.steps": 100},
+    )
+    run.wait_event("saved")
+    pids = slurm.pids_of_job(run.job_id, "n2")
+
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    frozen = time.time()
+    _next_step(run, 2, frozen, capsys, "node frozen, lease 3 s")
+    run.wait_event("saved", attempt=2)
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == pids
+    thawed = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.wait("the end of the old ranks", lambda: not slurm.pids_of_job(run.job_id, "n2"))
+    with capsys.disabled():
+        print(f"thawed; its processes were gone after {time.time() - thawed:.2f} s")
+    assert time.time() - thawed < 6
+    run.wait_done()
+
+    assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n1", "n3")]
+    assert run.events("saved", attempt=1)[-1].t < frozen + 3
+    assert slurm.job(run.job_id)["Restarts"] == "0"
+
+
+def test_where_the_first_node_dies_another_one_requeues_the_job(slurm, tmp_path):
+    run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
+    run.wait_event("saved")
+
+    slurm.kill_node("n1")
+    run.wait_event("attempt_started", count=2)
+    run.wait_done()
+
+    first, *_, last = _trained(run)
+    assert (first.reason, first.next) == ("node_failed", "requeue")
+    assert "n1" not in last.nodes
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+
+
+def test_a_rank_that_dies_costs_no_node_once_and_its_node_the_second_time(slurm, tmp_path, capsys):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2+1",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"run.restart_pause_s": 0, "train.steps": 100},
+    )
+    for attempt in (1, 2):
+        run.wait_event("saved", attempt=attempt)
+        os.kill(_rank_pid(slurm, run, attempt, 3), signal.SIGKILL)
+        _next_step(run, attempt + 1, time.time(), capsys, "rank killed")
+    run.wait_done()
+
+    assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n1", "n2"), ("n1", "n3")]
+    (lost,) = run.events("node_lost")
+    assert all_fields(lost)["why"] == "its ranks died twice within an hour"
+    assert slurm.job(run.job_id)["Restarts"] == "0"

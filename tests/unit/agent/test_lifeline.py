@@ -1,0 +1,168 @@
+"""Who of a job's nodes lives, by their processes: one that died, one that stands still."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from hpctrain.agent.lifeline import Lifeline, LifelinePlace
+
+SECRET = "the same on all nodes"  # noqa: S105 - of a test
+LEASE_S = 1.0
+
+
+def _other(node, port, secret, line):
+    """An agent of another node: hands on what it hears."""
+    place = LifelinePlace(node, 3, "127.0.0.1", port, LEASE_S)
+    with Lifeline(place, secret) as lifeline:
+        line.send(lifeline.pid)
+        lifeline.say({"ready": True})
+        while True:
+            for said in lifeline.news(0.1):
+                line.send(said)
+            if line.poll():
+                line.recv()
+                return
+
+
+class Nodes:
+    """Node 0's lifeline in this process, two others in processes of their own."""
+
+    def __init__(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.first = Lifeline(LifelinePlace(0, 3, "127.0.0.1", self.port, LEASE_S), SECRET)
+        self.lines, self.agents, self.pids = {}, {}, {}
+
+    def begin(self, node, secret=SECRET):
+        fork = multiprocessing.get_context("fork")
+        self.lines[node], theirs = fork.Pipe()
+        self.agents[node] = fork.Process(target=_other, args=(node, self.port, secret, theirs))
+        self.agents[node].start()
+        theirs.close()
+        self.pids[node] = self.lines[node].recv()
+
+    def hear(self, kind):
+        """The next word of this kind at node 0."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for said in self.first.news(0.2):
+                if kind in said:
+                    return said
+        raise AssertionError(f"node 0 heard nothing of {kind}")
+
+    def hears(self, node, kind):
+        """The next word of this kind at another node."""
+        while self.lines[node].poll(20):
+            said = self.lines[node].recv()
+            if kind in said:
+                return said
+        raise AssertionError(f"node {node} heard nothing of {kind}")
+
+    def end(self):
+        self.first.stop()
+        for agent in self.agents.values():
+            agent.kill()
+            agent.join()
+
+
+@pytest.fixture
+def nodes():
+    nodes = Nodes()
+    yield nodes
+    nodes.end()
+
+
+@pytest.fixture
+def both(nodes):
+    for node in (1, 2):
+        nodes.begin(node)
+    assert {nodes.hear("ready")["ready"] for _ in range(2)} == {1, 2}
+    return nodes
+
+
+def test_a_node_that_died_is_lost_at_once_and_one_that_lives_is_not(both):
+    began = time.monotonic()
+    both.agents[1].kill()
+    lost = both.hear("lost")
+
+    assert (lost["lost"], "closed" in lost["why"]) == (1, True)
+    assert time.monotonic() - began < LEASE_S
+    assert both.first.news(3 * LEASE_S) == []
+
+
+def test_a_node_that_stands_still_is_lost_after_a_lease_and_leaves_as_it_goes_on(both):
+    os.kill(both.pids[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    lost = both.hear("lost")
+    assert (lost["lost"], "silent" in lost["why"]) == (1, True)
+    assert LEASE_S * 0.8 < time.monotonic() - stopped < 3 * LEASE_S
+
+    os.kill(both.pids[1], signal.SIGCONT)
+    said = both.lines[1].recv()  # the first word after it, whichever it noticed
+    assert {"dropped", "gone"} & said.keys()
+    both.agents[1].join(20)
+    assert both.agents[1].exitcode == -signal.SIGKILL, "it did not leave by itself"
+
+
+def test_others_that_hear_nothing_of_the_first_node_leave(both):
+    os.kill(both.first.pid, signal.SIGSTOP)
+
+    assert "nothing was heard" in both.hears(1, "gone")["gone"]
+    assert "nothing was heard" in both.hears(2, "gone")["gone"]
+    os.kill(both.first.pid, signal.SIGCONT)
+
+
+def test_others_are_told_of_the_first_nodes_death_at_once(both):
+    os.kill(both.first.pid, signal.SIGKILL)
+
+    assert "is gone" in both.hears(1, "gone")["gone"]
+
+
+def test_all_hear_of_a_round_also_who_comes_later(nodes):
+    nodes.begin(1)
+    nodes.hear("ready")
+    nodes.first.say({"round": {"round": 3, "members": [0, 1]}})
+    assert nodes.hears(1, "round")["round"] == {"round": 3, "members": [0, 1]}
+
+    nodes.begin(2)
+    assert nodes.hears(2, "round")["round"]["round"] == 3
+
+
+def test_one_that_is_dropped_hears_why_and_is_not_lost_besides(both):
+    both.first.say({"drop": [2], "why": "its ranks died twice"})
+
+    assert both.hears(2, "dropped")["dropped"] == "its ranks died twice"
+    assert both.first.news(2 * LEASE_S) == []
+
+
+def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(nodes):
+    nodes.begin(1)
+    nodes.hear("ready")
+    nodes.first.say({"over": "done"})
+    assert nodes.hears(1, "over")["over"] == "done"
+    nodes.begin(2)
+    nodes.first.end("done", 20)
+    assert nodes.hears(2, "over")["over"] == "done"
+    nodes.first.stop()
+
+    time.sleep(2 * LEASE_S)
+    assert all(agent.is_alive() for agent in nodes.agents.values())
+
+
+def test_a_stranger_is_not_let_in(nodes):
+    nodes.begin(1, secret="another")
+
+    assert nodes.first.news(2 * LEASE_S) == []
+
+
+def test_an_agent_hears_that_its_own_process_has_ended(nodes):
+    os.kill(nodes.first.pid, signal.SIGKILL)
+
+    assert "has ended" in nodes.hear("gone")["gone"]

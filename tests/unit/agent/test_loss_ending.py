@@ -1,0 +1,118 @@
+"""What is written of the end of an attempt by a node's loss, and who sees to the job then."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.agent.loss_ending import TURN_S, LossEnding
+from hpctrain.agent.rendezvous import Loss
+from hpctrain.base.records import JobContext, JobFacts
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.settings.spec import load_spec
+from tests.support.ledger_runs import Story, all_fields
+
+
+class Scheduler:
+    """Says what it is told to, and counts requeues."""
+
+    def __init__(self, **facts):
+        self.says = JobFacts(**{"state": "RUNNING", "restarts": 0, **facts})
+        self.requeued = 0
+
+    def facts(self):
+        return self.says
+
+    def requeue(self):
+        self.requeued += 1
+
+
+@pytest.fixture
+def story(tmp_path):
+    """A run whose attempt 1 is in its tenth step."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    number = take_attempt(story.run, job_id="7", restarts=0).number
+    story.run.attempt(number).mkdir(parents=True)
+    return story.started(number, "7").restored(number).add("phase", number, name="first_step")
+
+
+def ending(story, scheduler, *, job_id="7", restarts=0):
+    context = JobContext(job_id, restarts, 1, ["n1", "n2", "n3"], "n1", 20000, "")
+    spec = load_spec(story.run.spec)
+    return LossEnding(story.run, spec, context, scheduler, now=lambda: story.t)
+
+
+def ends(story):
+    ended = [e for e in ledger.read(story.run) if e.kind == "attempt_ended"]
+    return [(e.fact.reason, e.fact.next, e.fact.detail) for e in ended]
+
+
+def test_a_round_that_a_loss_has_ended_is_followed_by_another_without_a_pause(story):
+    own = ending(story, scheduler := Scheduler())
+    own.pause_s = 30.0
+
+    assert own.after_loss(1, "n2 was lost")
+
+    assert ends(story) == [("node_failed", "restart", "n2 was lost")]
+    assert (own.pause_s, scheduler.requeued) == (0.0, 0)
+
+
+@pytest.mark.parametrize("facts", [{"restarts": 1}, {"state": "COMPLETING"}])
+def test_no_round_follows_where_slurm_has_taken_the_job_away(story, facts):
+    assert not ending(story, Scheduler(**facts)).after_loss(1, "n2 was lost")
+    assert ends(story) == []
+
+
+def test_losses_do_not_use_up_the_restarts_of_crashes(story):
+    spec = load_spec(story.run.spec)
+    own = ending(story, Scheduler())
+    for _ in range(spec.settings.run.restarts_in_job + 1):
+        number = take_attempt(story.run, job_id="7", restarts=0).number
+        story.started(number, "7", by="restart").restored(number)
+        story.add("saved", number, step=10 * number)
+        assert own.after_loss(number, "n2 was lost")
+
+    number = take_attempt(story.run, job_id="7", restarts=0).number
+    story.started(number, "7", by="restart").restored(number)
+    story.add("saved", number, step=10 * number)
+    assert own.after_crash(number, None)
+
+
+def test_a_loss_says_who_goes_on(story):
+    ending(story, Scheduler()).record_loss(1, Loss(1, "n2", "silent", was_member=True), ["n1"])
+
+    (lost,) = [e for e in ledger.read(story.run) if e.kind == "node_lost"]
+    assert all_fields(lost)["members"] == ["n1"]
+    assert (lost.attempt, lost.fact.node, lost.fact.why) == (1, "n2", "silent")
+
+
+def test_the_job_of_a_lost_first_node_is_requeued_once(story):
+    waits = []
+    own = ending(story, first := Scheduler())
+
+    own.after_first_node("silent", 0, waits.append)
+    ending(story, second := Scheduler()).after_first_node("silent", 2, waits.append)
+
+    assert (first.requeued, second.requeued) == (1, 0)
+    assert waits == [0, 2 * TURN_S]
+    assert ends(story) == [("node_failed", "requeue", "n1 was lost: silent")]
+    (lost,) = [e for e in ledger.read(story.run) if e.kind == "node_lost"]
+    assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
+
+
+@pytest.mark.parametrize("facts", [{"restarts": 1}, {"state": "CANCELLED"}])
+def test_nothing_is_done_where_slurm_has_ended_the_job(story, facts):
+    ending(story, scheduler := Scheduler(**facts)).after_first_node("silent", 0)
+
+    assert scheduler.requeued == 0
+    assert ends(story) == []
+
+
+@pytest.mark.parametrize("other", [("8", 0), ("7", 1)])
+def test_an_agent_that_a_dead_job_left_behind_does_nothing(story, other):
+    job_id, restarts = other
+    take_attempt(story.run, job_id=job_id, restarts=restarts)
+
+    ending(story, scheduler := Scheduler()).after_first_node("silent", 0)
+
+    assert scheduler.requeued == 0
