@@ -264,6 +264,30 @@ def test_where_the_first_node_dies_the_others_end_their_ranks_and_leave(job):
         assert json.loads(job.wait(f"end-{node}"))[2] == "gone"
 
 
+def test_a_node_whose_ranks_are_killed_twice_is_left_out(job):
+    job = job(3, RoundSize(2, 2))
+    for attempt in (1, 2):
+        os.kill(job.ranks(attempt, 2)[1], signal.SIGKILL)
+    job.ranks(3, 2)
+    ending, _, _, told, lost = job.end(3)
+
+    assert ending == "left"
+    assert [names for names, *_ in told] == [["n0", "n1"], ["n0", "n1"], ["n0", "n2"]]
+    assert lost == [["n1", True, [0, 2]]]
+    assert json.loads(job.wait("end-1"))[2] == "dropped"
+
+
+def test_a_node_whose_ranks_are_killed_twice_stays_where_no_round_can_do_without_it(job):
+    job = job(2, RoundSize(2, 2))
+    for attempt in (1, 2):
+        os.kill(job.ranks(attempt, 2)[1], signal.SIGKILL)
+    job.ranks(3, 2)
+    ending, _, _, told, lost = job.end(3)
+
+    assert (ending, lost) == ("left", [])
+    assert [names for names, *_ in told] == [["n0", "n1"]] * 3
+
+
 def test_spares_leave_when_the_run_is_done(job):
     job = job(3, RoundSize(2, 2))
     job.ranks(1, 2)

@@ -14,7 +14,14 @@ from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
-from tests.support.recipe import consumed_by_step, samples_of_step
+from tests.support.recipe import (
+    assert_same_bits,
+    consumed_by_step,
+    full_state,
+    make_run,
+    samples_of_step,
+    train,
+)
 from tests.support.scenario import submit
 
 pytestmark = pytest.mark.slurm
@@ -97,7 +104,7 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
         tmp_path,
         "--nodes=2+1",
         "--ranks-per-node=2",
-        sets=SETTINGS | {"alive.lease_s": 3, "train.steps": 100},
+        sets=SETTINGS | {"alive.lease_s": 3},
     )
     run.wait_event("saved")
     pids = slurm.pids_of_job(run.job_id, "n2")
@@ -118,6 +125,9 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
     run.wait_done()
 
     assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n1", "n3")]
+    peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
+    train(peace, 4)
+    assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
     assert run.events("saved", attempt=1)[-1].t < frozen + 3
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
@@ -136,6 +146,7 @@ def test_where_the_first_node_dies_another_one_requeues_the_job(slurm, tmp_path)
     assert slurm.job(run.job_id)["Restarts"] == "1"
 
 
+@pytest.mark.soak  # tests/engines/test_in_place.py has it in short
 def test_a_rank_that_dies_costs_no_node_once_and_its_node_the_second_time(slurm, tmp_path, capsys):
     run = submit(
         slurm,
