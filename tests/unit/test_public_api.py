@@ -109,6 +109,7 @@ Evaluation.checkpoint
 Evaluation.load(self, model: 'nn.Module | Engine') -> 'None'
 Evaluation.report(self, metrics: 'Mapping[str, float] | None' = None, /, **more: 'float') -> 'None'
 GlobalBatches(order: 'SampleOrder', global_batch: 'int', rank: 'int', world_size: 'int', micro_batch: 'int', *, consumed: 'int' = 0, passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'None'
+GlobalBatches.taken
 GlobalBatches.next_step(self) -> 'StepBatch'
 GlobalBatches.state_dict(self) -> 'dict[str, int]'
 GlobalBatches.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
