@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from hpctrain.engines.bad_numbers import (
     Found,
     first_of,
 )
-from hpctrain.guards.nonfinite import NonfiniteRule, Ruling
+from hpctrain.guards.nonfinite import BadStep, NonfiniteRule, Ruling
 from hpctrain.guards.spikes import SpikeRule
 from hpctrain.world import gather
 
@@ -42,39 +41,6 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 64
 """Of a microbatch that are named."""
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step whose loss or norm is not finite, as all ranks know it.
-
-    Attributes:
-        step: Its number: updates that would have been applied after it.
-        loss: Of all ranks, as it was at first; None where the engine was not told.
-        norm: Of the gradient, as it was at first.
-        rank: Who had it by itself, before anything travelled; None where nobody knows.
-        ranks: All ranks that had it.
-        node: Of that rank; "" where nobody knows.
-        parameter: The first one; "" where nobody knows.
-        samples: Of that rank's microbatch; empty where nobody knows.
-        in_weights: The weights themselves are not finite.
-        transient: Computed again, the numbers were finite; None where that was not possible.
-        is_left_out: The update was left out.
-        ruling: What follows.
-    """
-
-    step: int
-    loss: float | None
-    norm: float
-    rank: int | None
-    ranks: tuple[int, ...]
-    node: str
-    parameter: str
-    samples: tuple[int, ...]
-    in_weights: bool
-    transient: bool | None
-    is_left_out: bool
-    ruling: Ruling
 
 
 class GuardListener(Protocol):

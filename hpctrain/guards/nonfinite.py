@@ -6,6 +6,7 @@ others. tests/unit/guards/test_nonfinite.py holds the promises.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +26,39 @@ class Ruling(StrEnum):
     """The update was left out, or is applied after all: training goes on."""
     STOP = "stop"
     """Training ends here, with the evidence: no other start would go better."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose loss or norm is not finite, as all ranks know it.
+
+    Attributes:
+        step: Its number: updates that would have been applied after it.
+        loss: Of all ranks, as it was at first; None where the engine was not told.
+        norm: Of the gradient, as it was at first.
+        rank: Who had it by itself, before anything travelled; None where nobody knows.
+        ranks: All ranks that had it.
+        node: Of that rank; "" where nobody knows.
+        is_left_out: The update was left out.
+        ruling: What follows.
+        parameter: The first one; "" where nobody knows.
+        samples: Of that rank's microbatch; empty where nobody knows.
+        in_weights: The weights themselves are not finite.
+        transient: Computed again, the numbers were finite; None where that was not possible.
+    """
+
+    step: int
+    loss: float | None
+    norm: float
+    rank: int | None
+    ranks: tuple[int, ...]
+    node: str
+    is_left_out: bool
+    ruling: Ruling
+    parameter: str = ""
+    samples: tuple[int, ...] = ()
+    in_weights: bool = False
+    transient: bool | None = None
 
 
 class NonfiniteRule:

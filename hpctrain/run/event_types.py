@@ -517,6 +517,18 @@ class BatchSkipped(LedgerFact):
     why: str = maybe(check.words, "`nonfinite` or `spike`")
 
 
+@event("replicas_differ", by="rank 0")
+class ReplicasDiffer(LedgerFact):
+    """Ranks that should hold the same weights do not (`guard.replicas`)."""
+
+    step: int | None = maybe(check.count, "up to this one they were compared")
+    clean: int | None = maybe(check.count, "the last step whose weights were surely right")
+    ranks: tuple[int, ...] = maybe(check.counts, "whose weights are wrong")
+    nodes: tuple[str, ...] = maybe(check.texts, "theirs")
+    certain: bool = maybe(check.flag, "most others agree; else nobody knows who of them is wrong")
+    compared: int | None = maybe(check.count, "ranks that should hold the same")
+
+
 @event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")
 class TrainingDone(LedgerFact):
     """Training has come to its end."""

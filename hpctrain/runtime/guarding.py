@@ -8,25 +8,40 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import GuardStopped, UsageError
-from hpctrain.guards.nonfinite import Ruling
-from hpctrain.run.event_types import BatchSkipped, StepNotFinite, StepSpiked
+from hpctrain.base.env import HPCTRAIN_NODE
+from hpctrain.base.text import fold_ranks
+from hpctrain.checkpoint.store import find, verify
+from hpctrain.errors import CheckpointError, GuardStopped, ReplicasDiverged, UsageError
+from hpctrain.guards.nonfinite import BadStep, Ruling
+from hpctrain.guards.own_steps import OwnSteps, RankNumbers
+from hpctrain.run.event_types import (
+    BatchSkipped,
+    CheckpointSetAside,
+    ReplicasDiffer,
+    StepNotFinite,
+    StepSpiked,
+)
+from hpctrain.world import gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.engines.engine import Engine
-    from hpctrain.engines.step_guard import BadStep
+    from hpctrain.guards.replicas import Divergence
     from hpctrain.guards.spikes import Spike
     from hpctrain.run.event_types import LedgerFact
     from hpctrain.runtime.program import Program
+    from hpctrain.runtime.replicas import Comparison, ReplicaWatch
     from hpctrain.settings.schema import GuardSettings
+    from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.runtime")
 
-STATE = "guard"
+STATE = "hpctrain.guard"
 """Under which a checkpoint holds what the guards remember."""
 
 
@@ -40,7 +55,7 @@ class Guarding:
         *,
         tell: Callable[[LedgerFact], None],
         log_skipped: Callable[[], None],
-        stop: Callable[[], None],
+        stop: Callable[[str], None],
     ) -> None:
         """Nothing is guarded so far.
 
@@ -49,7 +64,8 @@ class Guarding:
             program: What trains.
             tell: Writes a fact into the ledger, on rank 0.
             log_skipped: Counts the step in hand among those whose update was left out.
-            stop: Leaves word that no other start would go better, before all ranks raise.
+            stop: Lands what is being saved, and leaves an outcome (`attempt.write_outcome`), "" for
+                none; an error is raised after it.
         """
         self._settings = settings
         self._program = program
@@ -57,6 +73,11 @@ class Guarding:
         self._log_skipped = log_skipped
         self._stop = stop
         self._consumed: int | None = None
+        self._watch: ReplicaWatch | None = None
+        self._place: SavePlace | None = None
+        self._nodes: list[str] = []
+        self._own: OwnSteps | None = None
+        self._is_said: set[tuple[int, ...]] = set()
         self._is_on = settings.nonfinite != "off" or settings.spike != "off"
 
     def guard(self, engine: Engine) -> None:
@@ -76,10 +97,75 @@ class Guarding:
             engine.guard = StepGuard(engine, self._settings, self)
             self._program.tracked[STATE] = engine.guard
 
+    def prepare(self) -> None:
+        """Before a checkpoint is restored: what is remembered of a loop without an engine."""
+        if self._is_on and self._own is None and self._program.engine is None:
+            self._own = OwnSteps(self._settings)
+            self._program.tracked[STATE] = self._own
+
+    def begin(self, world: World, place: SavePlace | None) -> None:
+        """Training begins: weights that are copies are compared from here on. Collective.
+
+        Args:
+            world: The ranks.
+            place: Where checkpoints are; None outside of a run.
+        """
+        from hpctrain.runtime.replicas import ReplicaWatch, groups_of
+
+        groups = groups_of(self._program, world) if self._settings.replicas else []
+        if not groups or self._program.model is None:
+            return
+        self._place = place
+        self._nodes = gather(world, os.environ.get(HPCTRAIN_NODE) or os.uname().nodename)
+        self._watch = ReplicaWatch(
+            list(self._program.model.parameters()),
+            groups,
+            world,
+            count=self._settings.replicas,
+            differ=self._differ,
+        )
+
+    def step_done(self, step: int) -> None:
+        """So many updates are applied, or left out.
+
+        Raises:
+            ReplicasDiverged: on rank 0, which ends the round.
+            GuardStopped: the same, and no other follows.
+        """
+        if self._watch is not None:
+            self._watch.look(step)
+
+    def close(self, step: int) -> None:
+        """The last step is done, and its checkpoint is not yet written; see `step_done`."""
+        if self._watch is not None:
+            self._watch.close(step)
+
     def step_begins(self) -> None:
         """The program is about to read the step's samples."""
         if self._is_on:
             self._consumed = self._program.consumed()
+
+    # ---- a loop with a backward pass of its own
+
+    def judge(self, world: World, step: int, loss: float, norm: float) -> bool:
+        """See `Run.guard`."""
+        if self._program.engine is not None:
+            raise UsageError(
+                "run.guard() is for a program without run.parallelize(): engine.step() asks the "
+                "guards by itself"
+            )
+        if not self._is_on:
+            return True
+        self.prepare()
+        assert self._own is not None, "made just now"  # noqa: S101 - our own bug
+        node = os.environ.get(HPCTRAIN_NODE) or os.uname().nodename
+        rows = [RankNumbers(*row) for row in gather(world, (loss, norm, node))]
+        is_applied, event = self._own.judge(step, rows)
+        if isinstance(event, BadStep):
+            self.not_finite(event)
+        elif event is not None:
+            self.spiked(step, event, is_left_out=not is_applied)
+        return is_applied
 
     # ---- what a step's guard finds
 
@@ -115,7 +201,7 @@ class Guarding:
         said = in_words(bad)
         log.warning("%s", said)
         if bad.ruling is Ruling.STOP:
-            self._stop()
+            self._stop("failed")
             raise GuardStopped(f"guard.nonfinite: {said}; nothing more is trained")
 
     def spiked(self, step: int, spike: Spike, *, is_left_out: bool) -> None:
@@ -132,6 +218,62 @@ class Guarding:
         )
         if is_left_out:
             self._skipped(step, "spike")
+
+    def _differ(self, seen: Comparison) -> None:
+        """Copies of weights differ. On rank 0; its error ends the round for all."""
+        step, clean = seen.step, seen.clean
+        for each in seen.wrong:
+            if each.suspects in self._is_said:
+                continue  # said once: they differ at every step after it
+            self._is_said.add(each.suspects)
+            nodes = tuple(dict.fromkeys(self._nodes[rank] for rank in each.suspects))
+            fact = ReplicasDiffer(
+                step=step,
+                clean=clean,
+                ranks=each.suspects,
+                nodes=nodes,
+                certain=each.is_certain,
+                compared=len(each.compared),
+            )
+            self._tell(fact)
+            log.warning("guard.replicas: %s", _whose(each, nodes))
+        act, last = self._settings.diverged, seen.wrong[-1]
+        if act == "tell" or not seen.were_same:
+            return
+        said = _whose(last, [self._nodes[rank] for rank in last.suspects])
+        self._stop("failed" if act == "stop" else "")
+        if act == "stop":
+            raise GuardStopped(f"guard.replicas: {said}; right at step {clean}")
+        self._rewind(said, clean)
+
+    def _rewind(self, said: str, clean: int) -> None:
+        """End the round; the next one goes on from before the flip.
+
+        Raises:
+            ReplicasDiverged: always, but where there is nothing to go back to.
+            GuardStopped: every checkpoint is from after it.
+        """
+        place = self._place
+        if place is None:
+            raise ReplicasDiverged(f"guard.replicas: {said}; right at step {clean}")
+        steps = find.steps(place.run)
+        newer = [step for step in steps if step > clean]
+        if newer and len(newer) == len(steps):
+            self._stop("failed")
+            raise GuardStopped(
+                f"guard.replicas: {said}; weights were surely right at step {clean}, and there is "
+                f"no checkpoint from before: judge step {min(newer)} yourself, or begin anew"
+            )
+        for step in newer:
+            path = find.step_path(place.run, step)
+            why = f"{said}; weights were surely right up to step {clean}"
+            try:
+                checkpoint = find.FoundCheckpoint(step, path, None, None)
+                verify.set_aside(place.run, checkpoint, why, place.attempt)
+            except CheckpointError as error:
+                raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
+            self._tell(CheckpointSetAside(step=step, name=path.name, reason=why))
+        raise ReplicasDiverged(f"guard.replicas: {said}; goes back to before step {clean + 1}")
 
     def _skipped(self, step: int, why: str) -> None:
         last = self._program.consumed()
@@ -156,3 +298,12 @@ def in_words(bad: BadStep) -> str:
         False: "; computed again it is the same",
     }[bad.transient]
     return f"{what}: {named}{again}{'; its update is left out' if bad.is_left_out else ''}"
+
+
+def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
+    """Whose weights are wrong, in words."""
+    where = ", ".join(dict.fromkeys(nodes))
+    who = f"{fold_ranks(divergence.suspects)} on {where}"
+    if divergence.is_certain:
+        return f"the weights of {who} are not those of the others"
+    return f"the weights of {who} differ, and nobody knows whose are right"

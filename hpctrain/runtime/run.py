@@ -162,7 +162,7 @@ class Run:
             self._program,
             tell=self._event,
             log_skipped=lambda: self._telemetry.log({"skipped": 1.0}),
-            stop=self._stop_for_good,
+            stop=self._end_by_guard,
         )
         end = os.environ.get(HPCTRAIN_JOB_END)
         self._clock = JobClock(
@@ -344,8 +344,10 @@ class Run:
         """
         self._refuse_two_loops(own=False)
         self._has_loop = True
+        self._guards.prepare()
         with pulse.Phase(pulse.RESTORE):
             self._restore()
+            self._guards.begin(self.world, self._place)
         while self.step < total:
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
@@ -368,6 +370,7 @@ class Run:
                 raise
             self.step += 1
             self._count()
+            self._guards.step_done(self.step)
         self._finish()
         pulse.here().enter(pulse.END)
 
@@ -503,6 +506,22 @@ class Run:
         self._telemetry.log(numbers)
         self._log(self.step + 1, numbers)
 
+    def guard(self, loss: float, norm: float) -> bool:
+        """Whether a step's update is to be applied, by `guard.nonfinite` and `guard.spike`.
+
+        For a loop with a backward pass of its own, between that and the optimizer's step; an engine
+        of `parallelize` asks by itself. Collective: every rank calls it once a step.
+
+        Args:
+            loss: This rank's, or all ranks'; the largest counts.
+            norm: Of the gradient before clipping; the same.
+
+        Raises:
+            GuardStopped: too many steps were not finite; on every rank.
+            UsageError: the program has an engine.
+        """
+        return self._guards.judge(self.world, self.step + 1, float(loss), float(norm))
+
     def save(self) -> None:
         """Commit a checkpoint of the current step, unless there is one or no step was done.
 
@@ -594,6 +613,7 @@ class Run:
 
     def _leave(self, cause: StopCause) -> NoReturn:
         self._event(StopRequested(cause=cause, rank=self.world.rank))
+        self._guards.close(self.step)
         if self._saves is not None:
             self._before_save()
             pulse.here().enter(pulse.SAVE)
@@ -613,15 +633,17 @@ class Run:
             self._trackers.close(self._stops.left_s(cause))
         raise Stopped(0)
 
-    def _stop_for_good(self) -> None:
-        """Every rank is about to raise what it would raise at every start."""
+    def _end_by_guard(self, outcome: str) -> None:
+        """A guard is about to raise; "failed" if no other start would go better."""
         self._before_save()
         if self._saves is not None:
             self._saves.settle()
-        self._write_outcome("failed", None)
         self._has_failed = True
+        if outcome:
+            self._write_outcome(outcome, None)
 
     def _finish(self) -> None:
+        self._guards.close(self.step)
         self._telemetry.tell(at_end=True)
         if self._saves is not None:
             self._before_save()

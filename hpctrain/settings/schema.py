@@ -517,6 +517,18 @@ class GuardSettings(Table):
         "leaves the update out too, off looks at nothing",
         choices=("tell", "skip", "off"),
     )
+    replicas: int = setting(
+        8,
+        "ranks with copies of the same weights compare them, one of so many slices at each step; 0: "
+        "never",
+        most=1000,
+    )
+    diverged: str = setting(
+        "rewind",
+        "copies that differ: rewind starts the ranks again from the newest checkpoint from before, "
+        "stop ends the run, tell only says so",
+        choices=("rewind", "stop", "tell"),
+    )
 
 
 class TrainSettings(Table):

@@ -270,6 +270,15 @@ def _batch_skipped(fact: kinds.BatchSkipped) -> str:
     return f"step {_step(fact.step)}: the update{which} is left out{_because(why)}"
 
 
+def _replicas_differ(fact: kinds.ReplicasDiffer) -> str:
+    who = f"{fold_ranks(fact.ranks)}{_if(fact.nodes, f' on {_names(fact.nodes)}')}"
+    what = f"the weights of {who} are not those of the others"
+    if not fact.certain:
+        what = f"the weights of {who} differ, and nobody knows whose are right"
+    clean = "" if fact.clean is None else f"; right at step {fact.clean:,}"
+    return f"step {_step(fact.step)}: {what}{clean}"
+
+
 def _failure(fact: kinds.RankFailed) -> str:
     who = f"rank {fact.rank}" if fact.rank is not None else "something"
     return f"{who} failed{_if(fact.node, f' on {fact.node}')}{_because(fact.summary)}"
@@ -381,6 +390,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "nonfinite": _not_finite,
     "spike": _spiked,
     "batch_skipped": _batch_skipped,
+    "replicas_differ": _replicas_differ,
     "stopped": lambda fact: f"left at step {_step(fact.step)}",
     "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",
     "failure": _failure,

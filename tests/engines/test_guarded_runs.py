@@ -16,6 +16,7 @@ from hpctrain.run import events as ledger
 from hpctrain.runtime.guarding import Guarding
 from hpctrain.settings.schema import GuardSettings
 from hpctrain.status.event_lines import in_words
+from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, samples_of_step, train
 
@@ -118,7 +119,7 @@ def test_a_resumed_run_counts_on_and_ends_bit_equal(tmp_path, spoil):
 
 def _remembered(run):
     (path,) = run.checkpoints.glob("step-0000000012/MANIFEST.json")
-    return json.loads(path.read_text())["extra"]["guard"]
+    return json.loads(path.read_text())["extra"]["hpctrain.guard"]
 
 
 def test_a_spike_is_told_or_left_out(tmp_path, spoil, monkeypatch):
@@ -144,7 +145,7 @@ def test_with_all_guards_off_a_checkpoint_is_as_before(tmp_path):
     run = make_run(tmp_path / "run", guard__nonfinite="off", guard__spike="off", train__steps=2)
     train(run, 1)
     (path,) = run.checkpoints.glob("step-*/MANIFEST.json")
-    assert "guard" not in json.loads(path.read_text())["extra"]
+    assert "hpctrain.guard" not in json.loads(path.read_text())["extra"]
 
 
 def test_an_engine_that_does_not_ask_cannot_leave_out_spikes():
@@ -155,3 +156,31 @@ def test_an_engine_that_does_not_ask_cannot_leave_out_spikes():
 
 def test_the_error_of_a_guard_ends_with_the_code_of_the_table():
     assert GuardStopped("x").exit_code == 1
+
+
+def own_loop(bad):
+    """A loop of the program's own; which updates it was told to apply."""
+    import torch
+
+    import hpctrain
+
+    run = hpctrain.init()
+    applied = []
+    for step in run.steps(total=6):
+        own = torch.tensor(float("nan") if (step, run.world.rank) in bad else 2.0)
+        applied.append(run.guard(own, 1.0))
+    return applied
+
+
+@pytest.mark.parametrize("tree", [0, 1])
+def test_a_loop_of_ones_own_is_told_by_all_ranks_numbers(tree):
+    assert (
+        launch(own_loop, 2, tree=tree, bad={(2, 1), (4, 0)})
+        == [[True, True, False, True, False, True]] * 2
+    )
+
+
+def test_a_loop_of_ones_own_is_ended_on_every_rank():
+    with pytest.raises(AssertionError) as failed:
+        launch(own_loop, 2, bad={(2, 1), (3, 0), (4, 1)})
+    assert str(failed.value).count("GuardStopped: guard.nonfinite: step 5 is not finite") >= 2
