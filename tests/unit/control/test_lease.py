@@ -95,6 +95,17 @@ def test_a_stop_is_granted_at_once_and_nothing_behind_it():
     assert root.due_s() is None
 
 
+def test_a_stop_is_the_last_tick_however_much_further_a_fast_rank_was_to_be_granted():
+    root = Root(1)
+    told(root, arrived=0)
+    ahead = told(root, arrived=1, step_s=0.09).horizon
+
+    lease = told(root, arrived=ahead, step_s=0.09, wishes=Wishes(stop=3))
+
+    assert lease.horizon == ahead + 1
+    assert lease.at(ahead + 2) == lease.at(ahead + 1) == (Decision(ahead + 1, "stop", 3),)
+
+
 def test_a_stop_that_nobody_has_waited_for_holds_at_the_first_tick():
     assert told(Root(1), arrived=-1, ranks=0, wishes=Wishes(stop=3)) == Lease(
         1, 0, (Decision(0, "stop", 3),)
