@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
-from hpctrain.base.records import HANG, EndReason, Next, StopCause
+from hpctrain.base.records import DESYNC, HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten, UsageError
 from hpctrain.history.causes import NOT_THE_USERS, UNFIT, EndCause, told_in
 from hpctrain.history.run_history import RunHistory
@@ -501,7 +501,7 @@ class AttemptEnding:
         """What the failure of a rank was to its attempt."""
         if read_outcome(self._run, attempt).get("outcome") == "failed":
             return "user_error"
-        if failure is None or failure.kind in {"signal", HANG} or is_echo(failure):
+        if failure is None or failure.kind in {"signal", HANG, DESYNC} or is_echo(failure):
             return "crashed"
         if told_in(failure.summary) is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.stragglers import uses
 from hpctrain.base.files import replace_text
-from hpctrain.base.records import HANG, FailureReport
+from hpctrain.base.records import DESYNC, HANG, FailureReport
 from hpctrain.base.text import duration
-from hpctrain.control import pulse
+from hpctrain.control import pulse, tick_counts
 from hpctrain.control.board import BOARD, Board
 from hpctrain.errors import HpctrainError
 from hpctrain.hangs import stacks
+from hpctrain.hangs.counts import CountsByTick, JobCounts
 from hpctrain.hangs.look import RankProcess, look
 from hpctrain.hangs.plain import evidence_of, plain_of, plain_stand, stand_of
 from hpctrain.hangs.standing import RankPulse, Standing, in_words
 from hpctrain.hangs.suspicion import JobLook, Suspicion, Used
-from hpctrain.run.event_types import HangCleared, HangFound, HangSuspected
+from hpctrain.run.event_types import HangCleared, HangFound, HangSuspected, RanksOutOfStep
 from hpctrain.run.layout import hang_path
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ ASKED_S = 1.0
 """So often node 0 looks whether a user wants to know where the ranks are."""
 ANSWERS_S, ANSWER_EACH_S = 4.0, 0.005
 """So long node 0 waits for what all agents' looks have found, and for each node a little."""
+COUNTS_S, COUNTS_EACH_S = 5.0, 0.05
+"""So often nodes say how many collectives their ranks have called, and node 0 compares; and for
+each node a little."""
 LOOK_NOW = "hang_look"
 """News that all agents look at their ranks, with the number of the look."""
 
@@ -87,7 +91,10 @@ class NodeHangs:
         """
         self._folder, self._store, self._key = folder, store, key
         self._number, self._name = node
-        self._standing = Standing(limits, time.monotonic) if limits is not None else None
+        watches = limits is not None and limits.watches
+        self._standing = Standing(limits, time.monotonic) if limits and watches else None
+        counts = limits is not None and limits.desync != "off"
+        self._counts, self._counted_s = (CountsByTick() if counts else None), 0.0
         self._looked_s = 0.0
         self._stands_over = False
         try:
@@ -105,13 +112,23 @@ class NodeHangs:
     def look_at_pulses(self) -> None:
         """Tell node 0 where a rank has begun or ceased to stand for too long."""
         now_s = time.monotonic()
-        if self._board is None or self._standing is None or now_s < self._looked_s + LOOK_S:
+        if self._board is None or now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
+        if self._counts is not None:
+            self._look_at_counts(self._counts, self._board, now_s)
+        if self._standing is None:
+            return
         stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
         if stands_over != self._stands_over:
             self._stands_over = stands_over
             self._store.count(self._key("hangs"), 1)
+
+    def _look_at_counts(self, counts: CountsByTick, board: Board, now_s: float) -> None:
+        counts.look(tick_counts.read(board))
+        if now_s >= self._counted_s + COUNTS_S:
+            self._counted_s = now_s
+            self._store.set(self._key(f"counts/{self._number}"), counts.plain())
 
     def look(self, number: int, ranks: Sequence[NodeRank]) -> None:
         """Look at the ranks, and tell node 0 what was found.
@@ -137,11 +154,12 @@ class NodeHangs:
         stands = self._standing.look(pulses) if self._standing is not None else []
         used = uses([one.pid for one in seen_ranks if not one.has_returned])
         said = {
+            "number": number,
             "stands": [plain_stand(stand) for stand in stands],
             "evidence": [plain_of(one) for one in look(self._folder, self._name, seen_ranks)],
             "used": {one.rank: used[one.pid] for one in seen_ranks if one.pid in used},
         }
-        self._store.set(self._key(f"hangs/{number}/{self._number}"), said)
+        self._store.set(_place(self._key, number, self._number), said)
 
     def _pulses(self) -> list[RankPulse]:
         if self._board is None:
@@ -189,6 +207,11 @@ class RoundHangs:
         self._node.close()
 
 
+def _place(key: Callable[[str], str], number: int, node: int) -> str:
+    """Where a node says what a look has found: over what it said of the one before the last."""
+    return key(f"hangs/{number % 2}/{node}")
+
+
 @dataclass
 class JobHangHooks:
     """What node 0 does about hangs.
@@ -229,6 +252,7 @@ class JobHangs:
         self._limits, self._store, self._key = limits, store, key
         self._nodes, self._hooks = nodes, hooks
         self._suspicion = Suspicion()
+        self._counts, self._compared_s = JobCounts(), 0.0
         self._said = 0
         self._looked_s = self._asked_s = 0.0
         self._number, self._asked_at_s = 0, 0.0
@@ -249,6 +273,8 @@ class JobHangs:
             self._hear_user()
         if self._asked_at_s:
             return self._gather(now_s, done)
+        if (failure := self._compare(now_s)) is not None:
+            return failure
         if self._limits is not None and now_s >= self._looked_s + LOOK_S:
             self._looked_s = now_s
             said = self._store.count(self._key("hangs"))
@@ -261,14 +287,38 @@ class JobHangs:
             self._hooks.publish({LOOK_NOW: self._number})
         return None
 
+    def _compare(self, now_s: float) -> FailureReport | None:
+        """Whether ranks are out of step, and the round ends by that."""
+        limits, each_s = self._limits, max(COUNTS_S, COUNTS_EACH_S * len(self._nodes))
+        if limits is None or limits.desync == "off" or now_s < self._compared_s + each_s:
+            return None
+        self._compared_s = now_s
+        said = [
+            (len(ranks), self._store.get(self._key(f"counts/{node}")))
+            for node, ranks in self._nodes.items()
+        ]
+        if any(counts is None for _, counts in said):
+            return None
+        odd = self._counts.hear(said)
+        if odd is None:
+            return None
+        ends = limits.desync == "restart"
+        log.warning("%s%s", odd.summary, "; the round ends" if ends else "")
+        self._hooks.record(RanksOutOfStep(ranks=odd.ranks, summary=odd.summary, ended=ends))
+        others = list(odd.ranks[1:])
+        report = FailureReport(
+            odd.ranks[0], "", DESYNC, odd.summary, time=time.time(), others=others
+        )
+        return report if ends else None
+
     def _hear_user(self) -> None:
         if not self._token and (token := self._hooks.asked()) != self._answered:
             self._token = token
 
     def _gather(self, now_s: float, done: set[int]) -> FailureReport | None:
         for node in set(self._nodes) - set(self._heard) - done:
-            said = self._store.get(self._key(f"hangs/{self._number}/{node}"))
-            if said is not None:
+            said = self._store.get(_place(self._key, self._number, node))
+            if said is not None and said["number"] == self._number:
                 self._heard[node] = said
         silent = set(self._nodes) - set(self._heard) - done
         wait_s = ANSWERS_S + ANSWER_EACH_S * len(self._nodes)
@@ -285,7 +335,7 @@ class JobHangs:
         )
         if self._token:
             self._answer(job_look)
-        return self._judge(job_look) if self._limits is not None else None
+        return self._judge(job_look) if self._limits and self._limits.watches else None
 
     def _answer(self, job_look: JobLook) -> None:
         """Tell the user who has asked."""

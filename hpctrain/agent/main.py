@@ -329,10 +329,15 @@ def _lead_s(spec: Spec) -> float:
 def _hang_limits(spec: Spec) -> HangLimits | None:
     """After what time ranks that stand still are looked at; None for never."""
     alive, save_s = spec.settings.alive, spec.settings.checkpoint.timeout_s
-    if alive.hang == "off":
+    if alive.hang == alive.desync == "off":
         return None
     return HangLimits(
-        alive.hang_s or FEWEST_S, alive.first_step_s, save_s, ends_round=alive.hang == "restart"
+        alive.hang_s or FEWEST_S,
+        alive.first_step_s,
+        save_s,
+        ends_round=alive.hang == "restart",
+        watches=alive.hang != "off",
+        desync=alive.desync,
     )
 
 

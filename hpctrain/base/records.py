@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TERMINAL_JOB = "pid-"
 HANG = "hang"
+DESYNC = "desync"
 """The kind of a failure that was seen from outside: ranks that do nothing any more."""
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
 
@@ -214,7 +215,7 @@ class FailureReport:
     rank: int
     node: str
     kind: str
-    """"exception", "signal", "exit" or "hang"."""
+    """"exception", "signal", "exit", "hang" or "desync"."""
     summary: str
     """One line: the exception, or "killed by SIGKILL"."""
     traceback: str = ""

@@ -42,6 +42,8 @@ TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(11, 15)
 """Of a row too, behind the wishes: the rank's pulse (`pulse.py`)."""
+COUNTS = 16
+"""And eight words of how many collectives it had called at which tick (`tick_counts.py`)."""
 
 _FRAME = struct.Struct("@qqq")
 """In front of the bytes of a cell: stamp, length, checksum."""

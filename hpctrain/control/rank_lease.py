@@ -14,11 +14,14 @@ import time
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.control import tick_counts
 from hpctrain.control.board import ARRIVED, BEAT, FIRST_WISH, FREE_TICKS, STEP, TICK, WAITS
 from hpctrain.control.lease import Lease, Wishes, most_ahead
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpctrain.control.board import Board
     from hpctrain.control.lease import Decision
 
@@ -56,6 +59,8 @@ class RankLease:
     Attributes:
         done: Up to which numbers wishes were decided at the ticks that this rank has begun; to
             begin with, what it had asked for.
+        collectives_called: How many collectives of all ranks this one has called; None for nobody
+            is to know.
     """
 
     def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
@@ -74,6 +79,7 @@ class RankLease:
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
         self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
         self._tick = self._words[at + TICK] - 1
+        self.collectives_called: Callable[[], int] | None = None
         self._began_ns = 0
         self._step_ns = 0
         self._lease, self._stamp = _NONE, 0
@@ -123,6 +129,8 @@ class RankLease:
             self._step_ns += (3 * (step_ns - self._step_ns)) // 10 if self._step_ns else step_ns
             words[self._at_step] = self._step_ns
         words[self._at_arrived] = self._began_ns = now_ns
+        if self.collectives_called is not None:
+            tick_counts.put(words, self._at_tick - TICK, tick, self.collectives_called())
         words[self._at_tick] = tick + 1
         if tick > self._horizon and not self._is_covered(tick):
             self._wait(tick)

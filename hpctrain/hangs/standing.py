@@ -38,12 +38,16 @@ class HangLimits:
         first_step_s: Before the first step is over.
         save_s: In a save.
         ends_round: A hang that is confirmed ends the round; else it is only told.
+        watches: Ranks that stand are looked at.
+        desync: What is done about ranks that are out of step: "restart", "tell" or "off".
     """
 
     hang_s: float = FEWEST_S
     first_step_s: float = 1800.0
     save_s: float = 600.0
     ends_round: bool = True
+    watches: bool = True
+    desync: str = "off"
 
 
 class RankPulse(NamedTuple):

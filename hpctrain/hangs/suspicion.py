@@ -27,8 +27,9 @@ DOUBTFUL = 10
 LOOKS = 4
 """In the time after which a suspicion becomes a hang."""
 LONGEST_PAUSE_S = 300.0
-COMPUTES = 0.1
-"""Of a processor: less is used by threads that look now and then whether there is something."""
+COMPUTES = 0.02
+"""Of a processor: less is used by threads that look now and then whether there is something, and
+more gets whoever computes, also where a node has far too much to do."""
 IO_BYTES = 64 * 1024
 """Between two looks: whoever reads or writes more works."""
 
@@ -82,7 +83,7 @@ class Suspicion:
         self.look_again_s = float("inf")
         self._last: JobLook | None = None
         self._still_since_s = 0.0
-        self._is_said = False
+        self._is_said = self._has_computed = False
 
     def hear(self, look: JobLook) -> Finding:
         """Judge a look."""
@@ -95,7 +96,7 @@ class Suspicion:
         self.stood_s = max(stand.stood_s for stand in stands)
         self.verdict, self._last = judged(how, stands, look), look
         if not was_suspected or before is None or _shows_life(self.verdict, before, look):
-            self._still_since_s = look.at_s
+            self._still_since_s, self._has_computed = look.at_s, False
         needed_s = self._needed_s(self.verdict, before, look)
         still_s = look.at_s - self._still_since_s
         pause_s = min(needed_s / LOOKS, LONGEST_PAUSE_S, max(needed_s - still_s, 0.1))
@@ -115,10 +116,10 @@ class Suspicion:
         return "cleared" if was_suspected else "calm"
 
     def _needed_s(self, ruling: HangVerdict, before: JobLook | None, look: JobLook) -> float:
-        computes = (
-            before is not None and ruling.kind == "behind" and _computes(ruling, before, look)
-        )
-        return self.limit_s if ruling.is_certain and not computes else DOUBTFUL * self.limit_s
+        if before is not None and ruling.kind == "behind" and _computes(ruling, before, look):
+            self._has_computed = True
+        is_clear = ruling.is_certain and not self._has_computed
+        return self.limit_s if is_clear else DOUBTFUL * self.limit_s
 
 
 def judged(how: Unmoved, stands: Sequence[Stand], look: JobLook) -> HangVerdict:

@@ -625,6 +625,15 @@ class NodeLost(LedgerFact):
     )
 
 
+@event("desync", by="the agent of node 0")
+class RanksOutOfStep(LedgerFact):
+    """Ranks do not call equally many collectives any more, and go on."""
+
+    ranks: tuple[int, ...] = maybe(check.counts, "the fewer ones that differ from the others")
+    summary: str = maybe(check.words, "one line")
+    ended: bool = maybe(check.flag, "the round was ended; else it was only told")
+
+
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")
 class AttemptEnded(LedgerFact):
     """An attempt has ended."""

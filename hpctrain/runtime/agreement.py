@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hpctrain.base.records import StopCause
 from hpctrain.control.seat import TreeExchange
+from hpctrain.hangs.torch_names import collectives_called
 from hpctrain.world import GlooExchange
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def agreement_of(world: World) -> Agreement:
     """By what these ranks agree."""
     control = world.control
     if isinstance(control, TreeExchange):
+        control.seat.lease.collectives_called = collectives_called
         return LeasedAgreement(control.seat.lease)
     return GlooAgreement(world)
 

@@ -220,6 +220,12 @@ class AliveSettings(Table):
         "so long may a rank stay in one phase, at least; five times the longest stay so far counts "
         "where that is more; 0: 60 seconds",
     )
+    desync: str = setting(
+        "tell",
+        "where ranks have ceased to call equally many collectives: tell names those that are out of "
+        "step; restart ends the round too; off does neither",
+        choices=("restart", "tell", "off"),
+    )
     first_step_s: float = setting(
         1800.0, "so long in all phases before the first step is over", above=0
     )

@@ -413,6 +413,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "hang_suspected": lambda fact: f"may hang{_because(fact.summary)}",
     "hang_cleared": lambda fact: f"goes on, after {duration(fact.seconds or 0.0)} without a move",
     "hang": lambda fact: f"hangs{'; ended' if fact.ended else ''}{_because(fact.summary)}",
+    "desync": lambda fact: f"out of step{'; ended' if fact.ended else ''}{_because(fact.summary)}",
     "restart_paused": _paused,
     "node_lost": _lost,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),

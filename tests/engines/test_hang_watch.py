@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hpctrain.agent import hang_watch
 from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import HangLimits
 from tests.support.rank_agents import Agents
@@ -91,7 +92,7 @@ def test_work_that_takes_several_limits_is_looked_at_and_left_alone(agents, tmp_
 
 def test_where_it_is_only_to_be_told_nothing_is_ended(agents, tmp_path):
     limits = HangLimits(0.5, ends_round=False)
-    [[ending, *_]] = agents.run(program("time.sleep(6)"), hangs=limits, end_wait_s=30)
+    [[ending, *_]] = agents.run(program("time.sleep(6)", steps=100), hangs=limits, end_wait_s=30)
 
     assert ending == "left"
     told = [(event["kind"], event.get("ended")) for event in events(tmp_path)]
@@ -126,3 +127,40 @@ def test_switched_off_nothing_is_looked_at(agents, tmp_path):
     assert agents.run(program("time.sleep(1000)"), hangs=None, patience_s=8) == [None]
     assert events(tmp_path) == []
     assert not (tmp_path / "1" / "hang.json").exists()
+
+
+SKIPS = """
+import time
+import torch, torch.distributed as dist
+import hpctrain
+
+run = hpctrain.init()
+for step in run.steps(STEPS):
+    time.sleep(0.02)
+    dist.all_reduce(torch.ones(4))
+    if step == 60 and run.world.rank == 2 and LEAVES_OUT:
+        continue
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("desync", ["restart", "tell"])
+def test_a_rank_that_is_out_of_step_is_named(agents, tmp_path, monkeypatch, desync):
+    monkeypatch.setattr(hang_watch, "COUNTS_S", 0.5)
+    leaves_out = "__import__('os').environ['HPCTRAIN_ATTEMPT_DIR'].endswith('1')"
+    script = SKIPS.replace("LEAVES_OUT", leaves_out).replace("STEPS", "400")
+    limits = HangLimits(60.0, desync=desync)
+    patience_s = 90 if desync == "restart" else 25
+    [end] = agents.run(script, hangs=limits, starts=2, patience_s=patience_s)
+
+    (fact,) = events(tmp_path)
+    assert (fact["kind"], fact["ranks"], fact["ended"]) == ("desync", [2], desync == "restart")
+    assert "rank 2 has called 1 fewer collectives of all ranks than the others" in fact["summary"]
+    assert end is None if desync == "tell" else end[0] == "left"
+
+
+def test_ranks_in_step_are_not_told_of(agents, tmp_path, monkeypatch):
+    monkeypatch.setattr(hang_watch, "COUNTS_S", 0.2)
+    script = SKIPS.replace("LEAVES_OUT", "False").replace("STEPS", "150")
+    [[ending, *_]] = agents.run(script, hangs=HangLimits(60.0, desync="restart"))
+    assert (ending, events(tmp_path)) == ("left", [])

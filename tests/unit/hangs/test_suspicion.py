@@ -97,6 +97,11 @@ def test_whoever_is_waited_for_and_computes_has_ten_times_as_long():
     assert found.index("hang") == DOUBTFUL * LIMIT_S / 15
 
 
+def test_one_that_has_computed_and_sleeps_now_is_not_taken_for_stuck_at_once():
+    looks = [look(at, used={1: Used(min(at, 15) * 0.05, 0)}) for at in (0, 15, 30, 45, 60, 75)]
+    assert "hang" not in heard(looks)[1]
+
+
 def test_one_that_waits_may_compute_while_it_waits():
     looks = [look(at, used={0: Used(at * 0.9, 0), 1: Used(0.0, 0)}) for at in (0, 30, 60)]
     assert heard(looks)[1][-1] == "hang"
