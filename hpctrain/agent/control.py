@@ -12,6 +12,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from hpctrain.agent.memory import NodeMemory
 from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
@@ -34,23 +35,25 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - who connects has to prove that he knows t
 class NodeControl:
     """This node's process, round after round."""
 
-    def __init__(self, master_addr: str, secret: str) -> None:
+    def __init__(self, master_addr: str, secret: str, *, keeps_copies: bool = False) -> None:
         """Fork it. To be made while this process has one thread.
 
         Args:
             master_addr: An address of node 0 that all nodes can connect to.
             secret: Of this start of the job; the same on all nodes.
+            keeps_copies: Fork the process that keeps copies of the ranks' state, too.
         """
         self._master_addr = master_addr
         self._secret = code(secret, "control")
         self._process = NodeProcess()
+        self._memory = NodeMemory(self._secret) if keeps_copies else None
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
 
     @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [self._process.pid, *([self._memory.pid] if self._memory is not None else [])]
 
     @property
     def folder(self) -> Path:
@@ -78,6 +81,8 @@ class NodeControl:
         )
         if port:
             store.set(key(f"control/{place.node}"), [shown, port])
+        if self._memory is not None:
+            self._memory.begin(place, self._process.folder, store, key, (address, shown))
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
@@ -96,6 +101,8 @@ class NodeControl:
         if parent is not None:
             address, port = store.wait(key(f"control/{parent}"), timeout_s)
             self._process.join(address, port)
+        if self._memory is not None:
+            self._memory.join(store, key, timeout_s)
 
     def failure(self) -> FailureReport | None:
         """That the process has ended by itself; None while it lives. Its ranks leave by that."""
@@ -111,6 +118,8 @@ class NodeControl:
     def stop(self) -> None:
         """End the process. Harmless when repeated."""
         self._process.stop()
+        if self._memory is not None:
+            self._memory.stop()
         os.environ.pop(HPCTRAIN_CONTROL, None)
 
 

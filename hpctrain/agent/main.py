@@ -85,7 +85,9 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
     node_check.begin()
-    node_control = NodeControl(context.master_addr, secret)  # before anything large is imported
+    keeps_copies = spec.settings.alive.memory != "no"
+    # Before anything large is imported.
+    node_control = NodeControl(context.master_addr, secret, keeps_copies=keeps_copies)
     try:
         _preload()
         if against := node_check.against():

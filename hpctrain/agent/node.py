@@ -284,7 +284,7 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         while True:
             self.end = self._start_and_run(group)
-            control = [] if self._control is None else [self._control.pid]
+            control = [] if self._control is None else self._control.pids
             orphans.end(spare={*telling(), *control})
             if self.end.restart:
                 self._next_round()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Kind: TypeAlias = Literal["stop", "warned", "save", "tell", "profile"]
+Kind: TypeAlias = Literal["stop", "warned", "save", "tell", "profile", "memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 AHEAD = 50
@@ -48,6 +48,7 @@ class Wishes:
         save: The how-manieth save is asked for.
         tell: The how-manieth time all ranks are asked what their time went to.
         profile: The number of a request to profile.
+        memory: The how-manieth copy into the nodes' memory is asked for.
     """
 
     stop: int = 0
@@ -55,6 +56,7 @@ class Wishes:
     save: int = 0
     tell: int = 0
     profile: int = 0
+    memory: int = 0
 
     def joined(self, other: Wishes) -> Wishes:
         """Those of both."""
@@ -64,6 +66,7 @@ class Wishes:
             max(self.save, other.save),
             max(self.tell, other.tell),
             max(self.profile, other.profile),
+            max(self.memory, other.memory),
         )
 
 
@@ -108,7 +111,7 @@ class Report:
         return [
             *(self.version, self.arrived, self.behind, self.began_ago_s, self.step_s, self.ranks),
             *(self.lease, self.lease_ago_s),
-            *(wishes.stop, wishes.warned, wishes.save, wishes.tell, wishes.profile),
+            *(getattr(wishes, kind) for kind in KINDS),
         ]
 
     @classmethod
@@ -118,7 +121,7 @@ class Report:
         Raises:
             ValueError: it is anything else.
         """
-        version, arrived, behind, began, step, *rest = _items(plain, 13)
+        version, arrived, behind, began, step, *rest = _items(plain, 8 + len(KINDS))
         ranks, lease, lease_ago, *wishes = rest
         return cls(
             _count(version, least=-1),

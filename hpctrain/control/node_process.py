@@ -8,36 +8,28 @@ tests/unit/control/test_node_process.py holds the promises.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
-import json
 import os
 import shutil
-import signal
 import tempfile
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.process import die_with_parent, fork_beside
+from hpctrain.control.forked import ANSWER_S, ForkedServer
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
-    import socket
     from typing import Self
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
 PREFIX = f"hpctrain-control-{os.getuid()}-"
-ANSWER_S = 60.0
-"""So long may the process take to do what it is told."""
-_LINE_BYTES = 1 << 20
 
 
-class NodeProcess:
+class NodeProcess(ForkedServer):
     """The agent's side: tells the process what to serve.
 
     Attributes:
@@ -47,9 +39,8 @@ class NodeProcess:
 
     def __init__(self) -> None:
         """Fork it; nothing is served yet. To be made while this process has one thread."""
+        super().__init__(lambda: _Rounds().do, "the process that carries the ranks' agreement")
         self.folder = Path()
-        self._end = ""
-        self.pid, self._line = fork_beside(_serve_until_killed)
 
     def begin(self, place: TreePlace, *, secret: str, about: str, address: str) -> int:
         """Serve a new round of ranks; the one before it ends.
@@ -74,8 +65,7 @@ class NodeProcess:
         except OSError as error:
             raise ControlLost(f"no folder for the ranks' agreement: {error}") from error
         order = {"folder": str(self.folder), "place": asdict(place), "secret": secret}
-        port = self._told({"begin": {**order, "about": about, "address": address}})
-        return int(port)
+        return self.ask({"begin": {**order, "about": about, "address": address}})
 
     def join(self, address: str, port: int) -> None:
         """Have it go to the node's parent; not on node 0.
@@ -87,7 +77,7 @@ class NodeProcess:
         Raises:
             ControlLost: the parent cannot be reached, is another, or the process is gone.
         """
-        self._told({"join": [address, port]})
+        self.ask({"join": [address, port]})
 
     def fail(self, why: str) -> None:
         """Tell all ranks, on all nodes, that the round has failed.
@@ -95,27 +85,11 @@ class NodeProcess:
         Raises:
             ControlLost: the process is gone.
         """
-        self._told({"fail": why})
-
-    def end(self) -> str:
-        """How the process has ended by itself, in words; "" while it has not."""
-        if self.pid > 0 and not self._end:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-                self._end = killed or f"ended with exit code {code}"
-        return self._end
+        self.ask({"fail": why})
 
     def stop(self) -> None:
         """End it. Harmless when repeated."""
-        if self.pid > 0:
-            if not self._end:  # else its number may be another's by now
-                with suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(self.pid, signal.SIGKILL)
-                    os.waitpid(self.pid, 0)
-            self._line.close()
-            self.pid = 0
+        super().stop()
         self._remove_folder()
 
     def __enter__(self) -> Self:
@@ -123,23 +97,6 @@ class NodeProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _told(self, order: dict[str, Any]) -> Any:
-        answer = b""
-        self._line.settimeout(ANSWER_S)
-        try:
-            self._line.sendall(json.dumps(order).encode() + b"\n")
-            while not answer.endswith(b"\n"):
-                piece = self._line.recv(_LINE_BYTES)
-                if not piece:
-                    raise ConnectionResetError("it is gone")
-                answer += piece
-        except OSError as error:
-            raise ControlLost(f"the process that carries the ranks' agreement: {error}") from error
-        said = json.loads(answer)
-        if said.get("error"):
-            raise ControlLost(said["error"])
-        return said.get("port", 0)
 
     def _remove_folder(self) -> None:
         if self.folder != Path():
@@ -164,44 +121,15 @@ def _remove_left_over(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:
-    """The forked process: never comes back into its parent's code."""
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for signum in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGHUP,
-        ):
-            signal.signal(signum, signal.SIG_IGN)  # SLURM's reach every process of the step
-        die_with_parent(parent)
-        asyncio.run(_Rounds(line).serve())
-    except BaseException:  # noqa: BLE001 - the agent and the ranks see that it is gone, not why
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
 class _Rounds:
     """What the process does: one round after another."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self) -> None:
         self._server: NodeServer | None = None
         self._folder = -1
 
-    async def serve(self) -> None:
-        reader, writer = await asyncio.open_connection(sock=self._line, limit=_LINE_BYTES)
-        while order := await reader.readline():
-            try:
-                answer: dict[str, Any] = {"port": await self._do(json.loads(order))}
-            except (OSError, TimeoutError, ControlLost) as error:
-                answer = {"error": str(error) or type(error).__name__}
-            writer.write(json.dumps(answer).encode() + b"\n")
-
-    async def _do(self, order: dict[str, Any]) -> int:
+    async def do(self, order: dict[str, Any]) -> int:
+        """An order; the port where children are awaited, for one to begin."""
         if begin := order.get("begin"):
             return await self._begin(**begin)
         if self._server is None:

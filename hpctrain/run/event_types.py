@@ -293,6 +293,20 @@ class IntervalSet(LedgerFact):
     mtbf_s: float | None = maybe(check.seconds, "the mean time between failures that was assumed")
 
 
+@event("memory_copies", by="rank 0")
+class MemoryCopiesSet(LedgerFact):
+    """How often the state is copied into the nodes' memory from now on."""
+
+    steps: int | None = maybe(check.count, "between two copies; 0 where none are made any more")
+    bytes: int | None = maybe(check.count, "of the first node's memory that are taken for copies")
+    stall_s: float | None = maybe(check.seconds, "that training waits for a copy")
+    covered_s: float | None = maybe(
+        check.seconds, "from a copy's beginning until all nodes have it whole"
+    )
+    left_out: int | None = maybe(check.count, "steps that some rank had no copy of, so far")
+    why: str = maybe(check.words, "the setting that says so, how it was chosen, or what is missing")
+
+
 @event("save_mode", by="rank 0")
 class SaveModeSet(LedgerFact):
     """Saves are not made in the background."""
@@ -316,6 +330,9 @@ class CheckpointRestored(LedgerFact):
     bytes_read: int | None = maybe(check.count, "by rank 0")
     skipped: tuple[Skipped, ...] = maybe(
         check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
+    )
+    read_from: str = maybe(
+        check.words, "`memory` where it was a copy in the nodes' memory; else it lay on disk"
     )
 
 

@@ -49,12 +49,14 @@ class StopRequest:
         save: A periodic save is due (rank 0's clock decides).
         tell: Rank 0 wants to know what all ranks' time went to.
         profile: The number of a request to profile that rank 0 has seen; 0 for none.
+        memory: A copy into the nodes' memory is due; ranks without an agent never agree on one.
     """
 
     stop: int = 0
     save: bool = False
     tell: bool = False
     profile: int = 0
+    memory: bool = False
 
     @property
     def cause(self) -> StopCause | None:
@@ -185,7 +187,7 @@ class LeasedAgreement:
         Raises:
             ControlLost: nobody can say any more what all ranks do.
         """
-        if request.stop or request.save or request.tell or request.profile:
+        if request != NOTHING:
             self._say(request)
         decisions = self._lease.tick()
         return self._agreed(decisions) if decisions else NOTHING
@@ -203,7 +205,7 @@ class LeasedAgreement:
             self._warned += 1
             wishes["warned"] = self._warned
         done = self._lease.done
-        for kind in ("save", "tell", "profile"):
+        for kind in ("save", "tell", "profile", "memory"):
             if getattr(request, kind):
                 wishes[kind] = getattr(done, kind) + 1
         self._lease.wish(**wishes)
@@ -219,7 +221,13 @@ class LeasedAgreement:
             # No tick is granted behind it: what nobody here knows must stop this rank, too.
             is_known = WARNED < values["stop"] < len(CODES)
             stop = values["stop"] if is_known else STOP_TERM
-        return StopRequest(stop, "save" in values, "tell" in values, values.get("profile", 0))
+        return StopRequest(
+            stop,
+            "save" in values,
+            "tell" in values,
+            values.get("profile", 0),
+            memory="memory" in values,
+        )
 
 
 def _both(first: StopRequest, other: StopRequest) -> StopRequest:

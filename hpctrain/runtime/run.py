@@ -49,6 +49,7 @@ from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
 from hpctrain.runtime.attempt import join_attempt, write_outcome
 from hpctrain.runtime.guarding import Guarding
+from hpctrain.runtime.memory import MemoryCopies, memory_copies
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
@@ -177,6 +178,7 @@ class Run:
         self._trackers: Trackers | None = None
         self._cause: StopCause | None = None
         self._saves: Saves | None = None
+        self._memory: MemoryCopies | None = None
         self._metrics: dict[str, float] = {}
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
@@ -582,8 +584,12 @@ class Run:
 
     def _exchange(self) -> StopRequest:
         save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
+        memory = self._memory is not None and self._memory.wishes(
+            self.step, self._stops.steps_ahead
+        )
         pulse.here().beat()
-        agreed = self._stops.exchange(save=save, tell=self._telemetry.wishes_to_tell())
+        tell = self._telemetry.wishes_to_tell()
+        agreed = self._stops.exchange(save=save, tell=tell, memory=memory)
         if agreed.tell:
             self._telemetry.tell()
         if agreed.profile:
@@ -598,6 +604,9 @@ class Run:
             self._before_save()
             with self._telemetry.saving:
                 self._saves.periodic(self.step, self._snapshot)
+        if self._memory is not None and agreed.memory:
+            with self._telemetry.saving:
+                self._memory.copy(self.step, self._snapshot)
 
     def _before_save(self) -> None:
         """Lest the ledger or the curves be behind a checkpoint."""
@@ -665,6 +674,8 @@ class Run:
         self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
         if self._saves is not None:
             self._saves.warm_up(self._snapshot)
+        if self._memory is not None:
+            self._memory.warm_up(self._snapshot)
         pulse.here().stepped()
         if self._own_loop is not None:
             self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
@@ -755,7 +766,13 @@ class Run:
             self._program.call_before_update(self._before_update)
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
-        restored = restore(place, self.world, self._wanted, arena=arena)
+        self._memory = memory_copies(
+            self.world, self.settings.alive, place.attempt.number, self._event
+        )
+        copies = self._memory.held if self._memory is not None else None
+        restored = restore(place, self.world, self._wanted, arena=arena, copies=copies)
+        if self._memory is not None:
+            self._memory.begin(restored)
         on_rank_0(self.world, lambda: sweep_old(place))
         if restored.manifest is None and self._program.awaits_weights:
             raise CheckpointError(f"{place.run.name} had checkpoints, and has none now")
@@ -770,11 +787,12 @@ class Run:
             seconds=round(time.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
             skipped=tuple(Skipped(**row) for row in restored.skipped),
+            read_from="memory" if restored.in_memory else "",
         )
         self._event(fact)
         if self.world.rank == 0:
             self._start_trackers(place.run, place.attempt, self.step)
-        self._saves.start(self.step)
+        self._saves.start(self.step if restored.is_saved else 0)
         return restored
 
     def _wanted(self, manifest: Manifest) -> Wanted:

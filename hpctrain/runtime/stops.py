@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -71,20 +72,27 @@ class Stops:
         if requests is not None:
             requests.on_stop = self._say_at_once
 
-    def exchange(self, *, save: bool, tell: bool) -> StopRequest:
+    def exchange(self, *, save: bool, tell: bool, memory: bool = False) -> StopRequest:
         """Say what this rank has heard, and learn what all agreed on. Collective.
 
         Args:
             save: This rank's clock says that a periodic save is due; rank 0's.
             tell: This rank wants to know what all ranks' time went to.
+            memory: This rank wants a copy into the nodes' memory; rank 0's.
         """
-        agreed = self._agreement.tick(self._request(save=save, tell=tell))
+        request = self._request(save=save, tell=tell)
+        agreed = self._agreement.tick(replace(request, memory=memory) if memory else request)
         if agreed.stop >= WARNED:
             # Only now: most ticks of short steps exchange nothing, and would lose it.
             self._signals.warned = False
         if agreed.stop == WARNED and self._requests is not None:
             self._requests.warn()
         return agreed
+
+    @property
+    def steps_ahead(self) -> int:
+        """What is first wished at the next step is done at most so many steps after it."""
+        return self._agreement.steps_ahead
 
     def take_profile(self) -> ProfileRequest | None:
         """The request to profile that all ranks agreed to; None on others than rank 0."""

@@ -249,6 +249,16 @@ class AliveSettings(Table):
         most=600,
     )
 
+    memory: str = setting(
+        "no",
+        "copies of the state in the nodes' memory, from which ranks that are started again in the "
+        "same allocation go on; no leaves it to checkpoints on disk",
+        choices=("auto", "no"),
+    )
+    memory_steps: int = setting(
+        0, "steps between two such copies at most; 0 chooses it from what a copy costs"
+    )
+
     def is_on(self) -> bool:
         """Whether the run outlives its nodes."""
         return self.spares > 0 or self.shrink == "auto"

@@ -162,6 +162,7 @@ def _restored(fact: kinds.CheckpointRestored) -> str:
         return f"nothing to restore, begins at step 0{_in_brackets([passed_over])}"
     before, now = fact.from_world_size, fact.world_size
     facts = [
+        f"from {fact.read_from}" if fact.read_from else "",
         f"{before}{_ARROW}{count(now, 'rank')}" if before and now else "",
         _seconds(fact.seconds),
         _bytes(fact.bytes_read),
@@ -181,6 +182,18 @@ def _steps(fact: kinds.StepsDone) -> str:
 def _interval(fact: kinds.IntervalSet) -> str:
     every = f"{fact.steps} steps" if fact.steps else duration(fact.seconds or 0)
     return f"saves every {every}{_because(fact.why)}"
+
+
+def _memory(fact: kinds.MemoryCopiesSet) -> str:
+    if not fact.steps:
+        return f"no copies in memory{_because(fact.why)}"
+    facts = [
+        _bytes(fact.bytes),
+        _seconds(fact.stall_s, "training waits {}", 0.001),
+        _seconds(fact.covered_s, "whole after {}", 0.001),
+        f"{fact.left_out} left out" if fact.left_out else "",
+    ]
+    return f"a copy in memory every {count(fact.steps, 'step')}{_in_brackets(facts)}"
 
 
 def _saved(fact: kinds.CheckpointSaved) -> str:
@@ -375,6 +388,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "restored": _restored,
     "steps": _steps,
     "interval": _interval,
+    "memory_copies": _memory,
     "saved": _saved,
     "sealed": _sealed,
     "resume_chosen": _resumed,

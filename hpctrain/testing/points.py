@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 
 POINTS = {
+    "memory.copy": "a rank's state is about to be copied into its node's memory",
+    "memory.copied": "it is copied, and the keeper is about to be told",
+    "memory.digest": "the keeper is about to take the digests of a copy",
+    "memory.proved": "it has taken them, and the copy is about to count",
+    "memory.publish": "all nodes have spoken of a step, and are about to be told",
+    "memory.open": "a copy is about to be read",
     "stage.made": "the staged directory is there, and empty",
     "arena.copy": "a tensor's bytes are about to be copied into the arena",
     "arena.behind": "the thread that copies beside training is about to begin",

@@ -386,6 +386,34 @@ def dump(manifest: Manifest, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def plain(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest says beside its files and tensors, as JSON has it; see `of_plain`.
+
+    Raises:
+        CheckpointError: it holds something that would not come back from JSON as it is.
+    """
+    raw = asdict(replace(manifest, files=[], tensors=[]))
+    _require_string_keys(raw, "manifest")
+    try:
+        json.dumps(raw)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"manifest of step {manifest.step}: {error}") from error
+    return raw
+
+
+def of_plain(raw: dict[str, Any]) -> Manifest:
+    """The manifest without files and tensors of which `plain` gave this.
+
+    Raises:
+        TornCheckpoint: it is of something else.
+    """
+    try:
+        require({key: value for key, value in raw.items() if key not in {"files", "tensors"}})
+        return Manifest(**raw)
+    except (TypeError, ValueError, KeyError) as error:
+        raise TornCheckpoint(f"manifest is not as hpctrain writes it: {error}") from error
+
+
 def load(path: Path) -> Manifest:
     """Read a manifest, every byte of which is as it was written.
 

@@ -55,9 +55,16 @@ SHOWN = 3
 class ChunkFiles:
     """A checkpoint's files for one thread: one is open at a time, beside memory for a window."""
 
-    def __init__(self, path: Path, manifest: Manifest, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        patience: Patience | None = None,
+        descriptor: Callable[[Path], int] = plain_descriptor,
+    ) -> None:
         self._path = path
         self._manifest = manifest
+        self._descriptor = descriptor
         self._patience = patience or Patience()
         self._open: tuple[int, int, Path] | None = None
         nbytes = window_blocks(manifest.block_bytes) * manifest.block_bytes
@@ -117,7 +124,7 @@ class ChunkFiles:
         if self._open is None or self._open[0] != number:
             self.close()
             path = self._path / name
-            self._open = number, plain_descriptor(path), path
+            self._open = number, self._descriptor(path), path
         return self._open[1:]
 
 
@@ -324,7 +331,18 @@ class CheckpointSource:
         manifest: Manifest,
         chunks: ChunkTable | ChunkIndex,
         patience: Patience | None = None,
+        descriptor: Callable[[Path], int] = plain_descriptor,
     ) -> None:
+        """Its chunk table is known already; see `open` for one on disk.
+
+        Args:
+            path: Its directory.
+            manifest: Its manifest.
+            chunks: Its chunk table.
+            patience: For what the file system refuses; none by default.
+            descriptor: Opens one of its files, which need not lie on disk.
+        """
+        self._descriptor = descriptor
         self._patience = patience or Patience()
         self.path = path
         self.manifest = manifest
@@ -362,7 +380,7 @@ class CheckpointSource:
             FileSystemFault: see `Proofs.need`.
         """
         proofs = Proofs(self.manifest, self.rows)
-        with ChunkFiles(self.path, self.manifest, self._patience) as files:
+        with self._files() as files:
             for number in np.unique(self.rows.file).tolist():
                 proofs.need(files, number)
         return self.rows
@@ -407,12 +425,15 @@ class CheckpointSource:
         reading, windows = self._plan(targets)
 
         def work(taken: Iterator[ReadWindow]) -> int:
-            with ChunkFiles(self.path, self.manifest, self._patience) as files:
+            with self._files() as files:
                 return sum(reading.read(files, window, on_bytes) for window in taken)
 
         total = in_threads(windows, min(threads, len(windows)), work)
         points.reach("read.done", path=self.path, step=self.manifest.step, bytes=total)
         return total
+
+    def _files(self) -> ChunkFiles:
+        return ChunkFiles(self.path, self.manifest, self._patience, self._descriptor)
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ import functools
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import CheckpointSettings
     from hpctrain.world import World
 
+T = TypeVar("T")
+
 log = logging.getLogger("hpctrain.checkpoint")
 
 BATCH_BYTES = 256 << 20
@@ -92,8 +94,10 @@ class Restored:
         path: Its directory.
         manifest: Its manifest.
         skipped: Newer ones that were passed over: step, name, reason.
-        bytes_read: By this rank, from files.
+        bytes_read: By this rank, from files or the nodes' memory.
         seconds: For the reading.
+        in_memory: Whether it lay in the memory of the nodes.
+        is_saved: Whether it lies on disk, too.
     """
 
     step: int = 0
@@ -102,6 +106,8 @@ class Restored:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     bytes_read: int = 0
     seconds: float = 0.0
+    in_memory: bool = False
+    is_saved: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,27 @@ class _Reading:
     once: bool
     arena: Arena | None
     patience: Patience
+    copies: CopiesInMemory | None = None
+    """Where it lies, if that is no directory."""
+
+    def source(self, candidate: FoundCheckpoint, manifest: Manifest) -> CheckpointSource:
+        """To read from."""
+        if self.copies is not None:
+            return self.copies.source(candidate)
+        return CheckpointSource.open(candidate.path, manifest, self.patience)
+
+
+class CopiesInMemory(Protocol):
+    """Checkpoints of this run that lie in the memory of the nodes; see `hpctrain.memory`."""
+
+    def find(self, least_step: int) -> Iterator[FoundCheckpoint]:
+        """Those with at least so many updates, newest first; the next one is made when asked for.
+
+        Collective: every rank takes equally many.
+        """
+
+    def source(self, candidate: FoundCheckpoint) -> CheckpointSource:
+        """To read from one. Not collective."""
 
 
 def has_checkpoints(place: SavePlace, world: World) -> bool:
@@ -133,6 +160,7 @@ def restore(
     wanted: Callable[[Manifest], Wanted],
     *,
     arena: Arena | None = None,
+    copies: CopiesInMemory | None = None,
 ) -> Restored:
     """Load the newest checkpoint whose every byte is as its manifest says. Collective.
 
@@ -141,6 +169,7 @@ def restore(
         world: The ranks.
         wanted: What to fill, given the manifest of the checkpoint that is tried.
         arena: Host memory to read into before anything is touched; new memory where None.
+        copies: Checkpoints in the nodes' memory, which are taken where none on disk is newer.
 
     Raises:
         CheckpointError: the checkpoint is whole but does not fit the program, or the step that
@@ -153,10 +182,16 @@ def restore(
     """
     run, attempt = place.run, place.attempt
     patience = Patience(place.settings.patience_s)
-    asked, skipped = on_rank_0(
-        world, lambda: patience(lambda: (RunHistory.read(run).asked_step, _staged_leftovers(run)))
-    )
+    asked = on_rank_0(world, lambda: patience(lambda: RunHistory.read(run).asked_step))
+    look = functools.partial(_staged_leftovers, run)
+    is_needed = copies is None or asked is not None
+    skipped = on_rank_0(world, lambda: patience(look) if is_needed else _or_nothing(look))
     on_rank_0(world, lambda: _bar(run, attempt))
+    if copies is not None and asked is None:
+        restored = _from_memory(copies, place, world, wanted, arena)
+        skipped = restored.skipped = skipped + restored.skipped
+        if restored.manifest is not None:
+            return restored
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
         newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
@@ -189,6 +224,54 @@ def restore(
         damaged = {"step": candidate.step, "name": candidate.path.name, "reason": damage}
         skipped = [*skipped, damaged]
         on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
+
+
+def _from_memory(
+    copies: CopiesInMemory,
+    place: SavePlace,
+    world: World,
+    wanted: Callable[[Manifest], Wanted],
+    arena: Arena | None,
+) -> Restored:
+    """The newest checkpoint in memory that is whole and no older than those on disk. Collective.
+
+    Returns:
+        Without a manifest where there is none.
+    """
+    steps = functools.partial(find.steps, place.run)
+    least_step = on_rank_0(world, lambda: max(_or_nothing(steps), default=0))
+    reading = _Reading(place.settings.read_once, arena, Patience(), copies)
+    skipped: list[dict[str, Any]] = []
+    for candidate in copies.find(least_step):
+        started = time.monotonic()
+        try:
+            bytes_read, damage = _try(candidate, world, wanted, reading)
+        except FileSystemFault as error:  # on every rank
+            bytes_read, damage = 0, str(error)
+        if not damage:
+            seconds = time.monotonic() - started
+            return Restored(
+                candidate.step,
+                candidate.path,
+                candidate.manifest,
+                skipped,
+                bytes_read,
+                seconds,
+                in_memory=True,
+                is_saved=candidate.step == least_step,
+            )
+        log.warning("the copy of step %d in memory is not taken: %s", candidate.step, damage)
+        skipped.append({"step": candidate.step, "name": candidate.path.name, "reason": damage})
+    return Restored(skipped=skipped)
+
+
+def _or_nothing(look: Callable[[], list[T]]) -> list[T]:
+    """What is there; nothing where the file system refuses, which memory does not need."""
+    try:
+        return look()
+    except (OSError, HpctrainError) as error:
+        log.warning("a copy in memory is taken if there is one: %s", one_line(error))
+        return []
 
 
 def load_weights(
@@ -268,7 +351,7 @@ def _read(
         raise TornCheckpoint("manifest is missing")
     # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
     want = wanted(candidate.manifest)
-    source = CheckpointSource.open(candidate.path, candidate.manifest, reading.patience)
+    source = reading.source(candidate, candidate.manifest)
     _require_all_weights(source, want.state)
     filling = _Filling(world, want, once=reading.once, arena=reading.arena)
     return filling, filling.read(source)

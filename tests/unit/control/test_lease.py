@@ -146,12 +146,12 @@ def test_a_decision_stays_in_the_lease_until_the_slowest_rank_is_past_it():
 def test_where_a_slow_rank_has_many_decisions_before_it_all_but_a_stop_waits():
     root = Root(2)
     for tick in range(2 * MOST_DECISIONS):
-        lease = told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(0, *[tick + 1] * 4))
+        lease = told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(0, *[tick + 1] * 5))
     held = len(lease.decisions)
     assert MOST_DECISIONS - len(leases.KINDS) < held < MOST_DECISIONS
 
     rank = {"arrived": lease.horizon + 1, "behind": lease.horizon, "ranks": 2}
-    late = told(root, **rank, wishes=Wishes(0, *[2 * MOST_DECISIONS] * 4))
+    late = told(root, **rank, wishes=Wishes(0, *[2 * MOST_DECISIONS] * 5))
     assert late.decisions == tuple(
         Decision(lease.horizon + 1, kind, 2 * MOST_DECISIONS) for kind in leases.KINDS[1:]
     )
@@ -160,8 +160,8 @@ def test_where_a_slow_rank_has_many_decisions_before_it_all_but_a_stop_waits():
 def test_a_stop_finds_room_where_nothing_else_does():
     root = Root(2)
     for tick in range(2 * MOST_DECISIONS):
-        told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(0, *[tick + 1] * 4))
-    lease = told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(2, *[tick + 1] * 4))
+        told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(0, *[tick + 1] * 5))
+    lease = told(root, arrived=tick, behind=0, ranks=2, wishes=Wishes(2, *[tick + 1] * 5))
 
     assert lease.stops
     assert Lease.of_plain(lease.to_plain()) == lease

@@ -355,7 +355,7 @@ DEEP = b'{"is":"lost","why":' + b"[" * 500 + b"]" * 500 + b"}"
         struct.pack(">I", len(DEEP)) + DEEP,
         packed({"is": "lost", "why": ["no", "text"]}),
         packed({"is": "here", "name": {}}),
-        packed({"is": "report", "report": [[]] * 13}),
+        packed({"is": "report", "report": [[]] * 14}),
         packed({"is": "values", "call": [[], 0, "gather"]}),
         packed({"is": "values", "call": ["0", 0, {}]}),
         packed({"is": [1]}),

@@ -1,0 +1,97 @@
+"""The agent's part in copies of the state: the keeper's process, told of each round of ranks.
+
+Where it cannot serve a round, the ranks make no copies in it, and train on.
+tests/engines/test_memory.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ControlLost
+from hpctrain.memory.keeper_process import KeeperProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hpctrain.agent.rendezvous import SignedStore
+    from hpctrain.control.node_server import TreePlace
+
+log = logging.getLogger("hpctrain.agent")
+
+
+class NodeMemory:
+    """This node's keeper, round after round; its memory lives as long as the agent."""
+
+    def __init__(self, secret: str) -> None:
+        """Fork it. To be made while this process has one thread.
+
+        Args:
+            secret: Of this start of the job; the same on all nodes.
+        """
+        self._secret = secret
+        self._process = KeeperProcess()
+        self._place: TreePlace | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 once it has ended."""
+        return self._process.pid
+
+    def begin(
+        self,
+        place: TreePlace,
+        folder: Path,
+        store: SignedStore,
+        key: Callable[[str], str],
+        addresses: tuple[str, str],
+    ) -> None:
+        """Serve a round of this node's ranks, which find the keeper in the folder.
+
+        Args:
+            place: This node's.
+            folder: Of the round.
+            store: The agents'.
+            key: Makes names in it this round's.
+            addresses: Where the process listens, and under what other nodes can reach that.
+        """
+        self._place, port = place, 0
+        try:
+            if self._process.end():
+                log.warning("copies in memory are lost: their process %s", self._process.end())
+                self._process.stop()
+                self._process = KeeperProcess()
+            port = self._process.begin(
+                place, folder=folder, secret=self._secret, about=key("memory"), address=addresses[0]
+            )
+        except ControlLost as error:
+            log.warning("no copies in memory on %s: %s", place.name, error)
+        if place.node == 0:
+            store.set(key("memory"), [addresses[1], port])
+
+    def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
+        """Go to the keeper of node 0, before the ranks start.
+
+        Args:
+            store: The agents'.
+            key: As in `begin`.
+            timeout_s: So long may that node's agent take to say where it is.
+
+        Raises:
+            TimeoutError: it has not said so.
+        """
+        if self._place is None or self._place.node == 0:
+            return
+        address, port = store.wait(key("memory"), timeout_s)
+        if not port:
+            return  # nothing is settled then, and no copy is asked for
+        try:
+            self._process.join(address, port)
+        except ControlLost as error:
+            log.warning("no copies in memory: %s", error)
+
+    def stop(self) -> None:
+        """End the process. Harmless when repeated."""
+        self._process.stop()

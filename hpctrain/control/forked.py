@@ -1,0 +1,124 @@
+"""A process beside an agent that does what it is told over a line, as the agent handles it.
+
+It is forked from the agent, while that has one thread, and ends with it. What it does is a
+coroutine's: an order comes as a line of JSON and is answered by one.
+tests/unit/control/test_node_process.py and tests/unit/memory/test_keeper_process.py hold the
+promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import traceback
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpctrain.base.process import die_with_parent, fork_beside
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable
+
+    Do = Callable[[dict[str, Any]], Awaitable[int]]
+
+ANSWER_S = 60.0
+"""So long may the process take to do what it is told."""
+_LINE_BYTES = 1 << 20
+
+
+class ForkedServer:
+    """The agent's side.
+
+    Attributes:
+        pid: Of the process; 0 after `stop`.
+    """
+
+    def __init__(self, make: Callable[[], Do], what: str) -> None:
+        """Fork it. To be made while this process has one thread.
+
+        Args:
+            make: Called in the forked process, with its event loop running; returns what does an
+                order and answers with a number.
+            what: The process, for people.
+        """
+        self._what = what
+        self._ended = ""
+        self.pid, self._line = fork_beside(partial(_serve_until_killed, make))
+
+    def ask(self, order: dict[str, Any]) -> int:
+        """Have it do an order; returns its answer.
+
+        Raises:
+            ControlLost: it could not, or is gone.
+        """
+        answer = b""
+        self._line.settimeout(ANSWER_S)
+        try:
+            self._line.sendall(json.dumps(order).encode() + b"\n")
+            while not answer.endswith(b"\n"):
+                piece = self._line.recv(_LINE_BYTES)
+                if not piece:
+                    raise ConnectionResetError("it is gone")
+                answer += piece
+        except OSError as error:
+            raise ControlLost(f"{self._what}: {error}") from error
+        said = json.loads(answer)
+        if said.get("error"):
+            raise ControlLost(said["error"])
+        return int(said.get("port", 0))
+
+    def end(self) -> str:
+        """How the process has ended by itself, in words; "" while it has not."""
+        if self.pid > 0 and not self._ended:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+                self._ended = killed or f"ended with exit code {code}"
+        return self._ended
+
+    def stop(self) -> None:
+        """End it. Harmless when repeated."""
+        if self.pid > 0:
+            if not self._ended:  # else its number may be another's by now
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(self.pid, signal.SIGKILL)
+                    os.waitpid(self.pid, 0)
+            self._line.close()
+            self.pid = 0
+
+
+def _serve_until_killed(make: Callable[[], Do], line: socket.socket, parent: int) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        for signum in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGHUP,
+        ):
+            signal.signal(signum, signal.SIG_IGN)  # SLURM's reach every process of the step
+        die_with_parent(parent)
+        asyncio.run(_serve(line, make))
+    except BaseException:  # noqa: BLE001 - the agent and the ranks see that it is gone, not why
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+async def _serve(line: socket.socket, make: Callable[[], Do]) -> None:
+    do = make()
+    reader, writer = await asyncio.open_connection(sock=line, limit=_LINE_BYTES)
+    while order := await reader.readline():
+        try:
+            answer: dict[str, Any] = {"port": await do(json.loads(order))}
+        except (OSError, TimeoutError, ControlLost) as error:
+            answer = {"error": str(error) or type(error).__name__}
+        writer.write(json.dumps(answer).encode() + b"\n")

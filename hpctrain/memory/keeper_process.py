@@ -1,0 +1,75 @@
+"""The process that keeps a node's copies, as the node's agent handles it.
+
+Forked from the agent while that has one thread, as `control.node_process`; it ends with the agent,
+and lives through all rounds of its ranks. tests/unit/memory/test_keeper_process.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.control.forked import ForkedServer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from hpctrain.control.node_server import TreePlace
+
+NICE = 10
+"""How much it steps back behind training."""
+PR_SET_NAME = 15
+
+
+class KeeperProcess(ForkedServer):
+    """The agent's side: tells the keeper of each round."""
+
+    def __init__(self) -> None:
+        """Fork it; nothing is kept yet. To be made while this process has one thread."""
+        super().__init__(_make, "the process that keeps copies of the state")
+
+    def begin(
+        self, place: TreePlace, *, folder: Path, secret: str, about: str, address: str
+    ) -> int:
+        """Serve a new round of ranks; the one before it ends.
+
+        Args:
+            place: This node's.
+            folder: Of the round, which only the user can enter.
+            secret: Of the attempt; the same on all nodes.
+            about: Which round it is; the same words on all nodes.
+            address: Of this node, under which other nodes reach it.
+
+        Returns:
+            The port for the other nodes; 0 on all but node 0.
+
+        Raises:
+            ControlLost: it cannot be served, or the process is gone.
+        """
+        order = {"folder": str(folder), "place": asdict(place), "secret": secret}
+        return self.ask({"begin": {**order, "about": about, "address": address}})
+
+    def join(self, address: str, port: int) -> None:
+        """Have it go to the keeper of node 0; not on node 0.
+
+        Raises:
+            ControlLost: that keeper cannot be reached, is another, or the process is gone.
+        """
+        self.ask({"join": [address, port]})
+
+
+def _make() -> Callable[[dict[str, Any]], Awaitable[int]]:
+    """In the process: numpy's threads would only be in the way of training."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    from hpctrain.memory.keeper import Keeper
+
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-keeper")  # in top, beside the ranks
+    with suppress(OSError):  # a refusal costs training a little speed
+        os.nice(NICE)
+    return Keeper().do

@@ -1,0 +1,72 @@
+"""How many steps lie between two copies in memory. Pure.
+
+As few as cost next to nothing: training waits for a copy, and a copy takes a while until all nodes
+have it whole. Both are measured with each copy. tests/unit/memory/test_pace.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+MOST_STALL = 0.01
+"""Of the time between two copies, that training may wait for them."""
+MOST_BUSY = 0.8
+"""Of the time between two copies, that one may take until it is covered."""
+COUNTED = 5
+"""So many of the newest copies count."""
+NEWS = 0.2
+"""Fewer steps more or less, as a share, are not worth a change."""
+
+
+class Pace:
+    """Learns from copies.
+
+    Attributes:
+        steps: Between two copies from here on.
+    """
+
+    def __init__(self, setting: int) -> None:
+        """Nothing is measured.
+
+        Args:
+            setting: `alive.memory_steps`; 0 to choose.
+        """
+        self._is_set = setting > 0
+        self.steps = setting or 1
+        self._stalls: deque[float] = deque(maxlen=COUNTED)
+        self._covers: deque[float] = deque(maxlen=COUNTED)
+
+    @property
+    def stall_s(self) -> float:
+        """What training waits for a copy; 0 before the first."""
+        return statistics.median(self._stalls) if self._stalls else 0.0
+
+    @property
+    def covered_s(self) -> float:
+        """From the beginning of a copy until all nodes have it whole; 0 before the first."""
+        return statistics.median(self._covers) if self._covers else 0.0
+
+    def learn(self, stall_s: float, covered_s: float, step_s: float) -> bool:
+        """Take in what a copy cost.
+
+        Args:
+            stall_s: Training waited so long.
+            covered_s: So long after it began all nodes had it whole.
+            step_s: What a step takes.
+
+        Returns:
+            Whether the number of steps is another now, or this was the first copy.
+        """
+        is_first = not self._stalls
+        self._stalls.append(stall_s)
+        self._covers.append(covered_s)
+        if self._is_set or step_s <= 0:
+            return is_first
+        needed_s = max(self.stall_s / MOST_STALL, self.covered_s / MOST_BUSY)
+        steps = max(1, math.ceil(needed_s / step_s - 1e-9))
+        if not is_first and abs(steps - self.steps) <= NEWS * self.steps:
+            return False
+        self.steps = steps
+        return True

@@ -1,0 +1,227 @@
+"""A rank's line to the keeper of its node: memory for copies, and the copies that are there.
+
+The training thread reads words of shared memory, and sends a packet for which it waits for nobody.
+tests/unit/memory/test_keeper.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.memory.protocol import (
+    COVERED,
+    COVERED_NS,
+    FIRST_FREE,
+    OFF,
+    SETTLED,
+    SOCKET,
+    KeeperLost,
+    receive,
+    send,
+    text_fd,
+    text_of,
+    words_of,
+)
+from hpctrain.memory.slots import HeldCopy, Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpctrain.memory.stock import CopyPlan
+
+ANSWER_S = 120.0
+"""So long may the keeper take to answer: it may clear some hundred gigabytes first."""
+
+
+class KeeperLine:
+    """One rank's; one thread asks at a time, and another may tell meanwhile."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        """Meet the keeper.
+
+        Args:
+            folder: Of the round.
+            rank: This process's number among all ranks.
+            attempt: This round's number.
+
+        Raises:
+            KeeperLost: it is not there, or does not know this rank.
+        """
+        self._lock = threading.Lock()
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.settimeout(ANSWER_S)
+        self._slots: list[mmap.mmap] = []
+        try:
+            self._line.connect(str(folder / SOCKET))
+            said, fds = self._ask({"is": "hello", "rank": rank, "attempt": attempt})
+        except OSError as error:
+            self._line.close()
+            raise KeeperLost(f"the keeper of this node cannot be met: {error}") from error
+        except KeeperLost:
+            self._line.close()
+            raise
+        self._words = words_of(fds[0])
+        os.close(fds[0])
+        self._at = FIRST_FREE + int(said["local"])
+        self.is_first = int(said["local"]) == 0
+
+    @property
+    def covered(self) -> int:
+        """The newest step of this round that all ranks have whole; -1 before the first."""
+        return int(self._words[COVERED]) - 1
+
+    @property
+    def settled(self) -> int:
+        """The newest step of this round of which all ranks have spoken; -1 before the first."""
+        return int(self._words[SETTLED]) - 1
+
+    @property
+    def covered_ns(self) -> int:
+        """When that of `covered` was heard, by `time.monotonic_ns`."""
+        return int(self._words[COVERED_NS])
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no copies are made any more."""
+        return bool(self._words[OFF])
+
+    def take_room(self, nbytes: int) -> str:
+        """Have memory for copies of so many bytes; why there is none, or "". Takes its time.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        said, fds = self._ask({"is": "room", "bytes": nbytes})
+        if "sizes" not in said:
+            return str(said.get("why"))
+        try:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            rows = zip(fds, said["sizes"], strict=True)
+            self._slots = [mmap.mmap(fd, size, flags=flags) for fd, size in rows]
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return ""
+
+    @property
+    def room(self) -> int:
+        """Bytes of a slot; 0 before `take_room`."""
+        return len(self._slots[0]) if self._slots else 0
+
+    @property
+    def slots(self) -> list[memoryview]:
+        """The memory of each slot; only one that was taken may be written."""
+        return [memoryview(slot) for slot in self._slots]
+
+    def take_slot(self) -> int | None:
+        """A slot to write; None where none is free."""
+        free = int(self._words[self._at])
+        if not free or not self._slots:
+            return None
+        self._words[self._at] = 0
+        return free - 1
+
+    def copied(self, slot: int, step: int, plan: CopyPlan) -> None:
+        """A copy is written; the keeper proves it from here on.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        handle = text_fd(plan.dump())
+        try:
+            self._tell({"is": "copied", "slot": slot, "step": step}, (handle,))
+        finally:
+            os.close(handle)
+
+    def left_out(self, step: int, slot: int | None = None) -> None:
+        """This rank has no copy of a step; a slot that was taken for it is free again.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        self._tell({"is": "left", "step": step, "slot": slot})
+
+    def chosen(self, mark: Mark | None) -> None:
+        """What training goes on from: a copy, or none of them.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        self._tell({"is": "chosen", "mark": mark})
+
+    def turn_off(self, why: str) -> None:
+        """No rank is to make copies any more.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        self._tell({"is": "off", "why": why})
+
+    def held(self) -> tuple[list[HeldCopy], int]:
+        """All whole copies of this node, and the bytes of memory that are taken for copies.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        said = self._ask_text({"is": "held"})
+        return [HeldCopy(*copy) for copy in said["held"]], int(said["bytes"])
+
+    def facts(self, mark: Mark, ranks: Sequence[int]) -> dict[int, list[Any]]:
+        """Of copies on this node, by their rank: size, digest, bytes of the header, facts.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        said = self._ask_text({"is": "facts", "mark": mark, "ranks": list(ranks)})
+        return {int(rank): facts for rank, facts in said["facts"].items()}
+
+    def open(self, mark: Mark, rank: int) -> int | None:
+        """A descriptor of the memory with a rank's copy, which the caller closes; None for none.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        said, fds = self._ask({"is": "open", "mark": mark, "ranks": [rank]})
+        return fds[0] if said["ranks"] else None
+
+    def why_off(self) -> str:
+        """Why no copies are made any more.
+
+        Raises:
+            KeeperLost: the keeper is gone.
+        """
+        return str(self._ask({"is": "why"})[0]["why"])
+
+    def close(self) -> None:
+        """Leave."""
+        self._line.close()
+
+    def _tell(self, head: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        try:
+            send(self._line, head, fds)
+        except OSError as error:
+            raise KeeperLost(f"the keeper of this node is gone: {error}") from error
+
+    def _ask(self, head: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            self._tell(head)
+            try:
+                answer = receive(self._line)
+            except OSError as error:
+                raise KeeperLost(f"the keeper of this node does not answer: {error}") from error
+        if answer is None:
+            raise KeeperLost("the keeper of this node is gone")
+        if "error" in answer[0]:
+            raise KeeperLost(f"the keeper of this node has refused: {answer[0]['error']}")
+        return answer
+
+    def _ask_text(self, head: dict[str, Any]) -> dict[str, Any]:
+        _, fds = self._ask(head)
+        value: dict[str, Any] = json.loads(text_of(fds[0]))
+        return value

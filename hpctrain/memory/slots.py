@@ -1,0 +1,171 @@
+"""Which memory a rank may write its next copy into, and which step all ranks have whole. Pure.
+
+A rank has two slots. It writes into one while the other holds a step that all ranks have whole, so
+at every moment one step is whole in memory that nobody writes (docs/staying-alive.md). A step is
+*settled* when every rank has its copy whole or has said that it has none; it is *covered* when
+every rank has it whole. What is covered stays until a newer step is; what is not settled may yet be
+covered, and stays, too. tests/unit/memory/test_slots.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+SLOTS = 2
+"""Of each rank."""
+NEVER = -1
+"""No step of this round."""
+
+
+class Mark(NamedTuple):
+    """A step of an attempt; of two marks, the later training is the greater one."""
+
+    attempt: int
+    step: int
+
+
+class Coverage:
+    """Which steps of a round all members have whole: a node's ranks, or all nodes.
+
+    Attributes:
+        settled: The newest step of which every member has spoken; NEVER before the first.
+        covered: The newest step that every member has whole; NEVER before the first.
+    """
+
+    def __init__(self, members: Iterable[int]) -> None:
+        """Nobody has spoken.
+
+        Args:
+            members: Their numbers; at least one.
+        """
+        self.settled = self.covered = NEVER
+        self._last = dict.fromkeys(members, NEVER)
+        self._whole: dict[int, set[int]] = {}
+
+    def hear(self, member: int, step: int, *, whole: bool) -> bool:
+        """Take in a member's word on a step: that ends its word on all steps before.
+
+        Returns:
+            Whether `settled` or `covered` has changed.
+        """
+        if step <= self._last[member]:
+            return False
+        self._last[member] = step
+        if whole:
+            self._whole.setdefault(step, set()).add(member)
+        before = self.settled
+        self.settled = min(self._last.values())
+        for ended in sorted(step for step in self._whole if step <= self.settled):
+            if len(self._whole.pop(ended)) == len(self._last):
+                self.covered = ended
+        return self.settled != before
+
+
+@dataclass
+class Slot:
+    """What is known of one slot.
+
+    Attributes:
+        state: Nobody's; given to a rank, which may be writing; copied, and being proved; whole.
+        mark: Of the copy in it; None while it is free or given.
+    """
+
+    state: Literal["free", "given", "copied", "whole"] = "free"
+    mark: Mark | None = None
+
+
+@dataclass
+class RankSlots:
+    """The slots of a rank."""
+
+    slots: list[Slot] = field(default_factory=lambda: [Slot() for _ in range(SLOTS)])
+
+    def give(self, kept: Mark | None, settled: Mark) -> int | None:
+        """A slot that the rank may write into from now on; None where there is none.
+
+        Args:
+            kept: The newest step that is covered, as far as is known here.
+            settled: The newest step that is settled, as far as is known here.
+        """
+        if any(slot.state in {"given", "copied"} for slot in self.slots):
+            return None
+        for number, slot in enumerate(self.slots):
+            if slot.state == "free" or not _is_needed(slot.mark, kept, settled):
+                self.slots[number] = Slot("given")
+                return number
+        return None
+
+    def copied(self, number: int, mark: Mark) -> bool:
+        """The rank has written a copy into a slot; whether it was given that one."""
+        if self.slots[number].state != "given":
+            return False
+        self.slots[number] = Slot("copied", mark)
+        return True
+
+    def proved(self, number: int, *, whole: bool) -> None:
+        """Whether the copy in a slot is whole is known now."""
+        slot = self.slots[number]
+        self.slots[number] = Slot("whole", slot.mark) if whole else Slot()
+
+    def new_round(self) -> None:
+        """The rank is gone, and with it what was not whole."""
+        for number, slot in enumerate(self.slots):
+            if slot.state != "whole":
+                self.slots[number] = Slot()
+
+    def keep_only(self, mark: Mark | None) -> None:
+        """Training goes on from this copy, or from none: the others are of no use any more."""
+        for number, slot in enumerate(self.slots):
+            if slot.state == "whole" and slot.mark != mark:
+                self.slots[number] = Slot()
+
+    def find(self, mark: Mark) -> int | None:
+        """The slot that holds this copy whole; None where there is none."""
+        for number, slot in enumerate(self.slots):
+            if slot.state == "whole" and slot.mark == mark:
+                return number
+        return None
+
+    def whole(self) -> list[Mark]:
+        """Of all whole copies."""
+        return [s.mark for s in self.slots if s.state == "whole" and s.mark is not None]
+
+
+def _is_needed(mark: Mark | None, kept: Mark | None, settled: Mark) -> bool:
+    """Whether a whole copy is the newest covered one, or may become it."""
+    return mark is None or mark == kept or mark > settled
+
+
+class HeldCopy(NamedTuple):
+    """A whole copy of one rank's parts, as a node's keeper tells of it."""
+
+    attempt: int
+    step: int
+    world_size: int
+    rank: int
+
+    @property
+    def mark(self) -> Mark:
+        """Its step and attempt."""
+        return Mark(self.attempt, self.step)
+
+
+def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark]:
+    """The steps of which all ranks' copies are there, newest first.
+
+    Args:
+        held: Of each node.
+        least_step: Of the newest checkpoint on disk: an older copy is of no use.
+    """
+    there: dict[tuple[Mark, int], set[int]] = {}
+    for copies in held:
+        for copy in copies:
+            there.setdefault((copy.mark, copy.world_size), set()).add(copy.rank)
+    whole = {
+        mark for (mark, world), ranks in there.items() if ranks.issuperset(range(world)) and world
+    }
+    return sorted((mark for mark in whole if mark.step >= least_step), reverse=True)

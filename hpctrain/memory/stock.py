@@ -1,0 +1,177 @@
+"""The memory that a node's keeper owns, and what lies in it: copies of its ranks' parts, proved.
+
+A slot holds just what a rank's file of a checkpoint would hold: header, parts, and the proof of
+them (`checkpoint.format.shard`), so that the readers of checkpoints read it. Behind the copy the
+keeper takes the digests; a copy without them is none. tests/unit/memory/test_stock.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpctrain.checkpoint.format import shard
+from hpctrain.checkpoint.format.manifest import block_digest
+from hpctrain.checkpoint.tensors.arena import Arena
+from hpctrain.errors import CheckpointError
+from hpctrain.memory.slots import SLOTS, HeldCopy, Mark, RankSlots
+from hpctrain.testing import points
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """How a copy lies in its slot, as the rank says it.
+
+    Attributes:
+        world_size: Ranks that make copies of this step.
+        rank: Whose.
+        head: Bytes of the header.
+        sizes: Bytes of each part, one behind the other behind the header.
+        block_bytes: That one digest covers.
+        facts: What the readers need beside the bytes: JSON.
+    """
+
+    world_size: int
+    rank: int
+    head: int
+    sizes: tuple[int, ...]
+    block_bytes: int
+    facts: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole."""
+        blocks = sum(shard.blocks_of(size, self.block_bytes) for size in self.sizes)
+        return self.head + sum(self.sizes) + shard.proof_bytes(blocks)
+
+    def dump(self) -> bytes:
+        """As JSON."""
+        return json.dumps(vars(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, content: bytes) -> CopyPlan:
+        """What `dump` gave.
+
+        Raises:
+            ValueError: it is anything else.
+        """
+        raw = json.loads(content)
+        try:
+            plan = cls(**raw | {"sizes": tuple(raw["sizes"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"no plan of a copy: {error}") from error
+        numbers = (plan.world_size, plan.rank, plan.head, plan.block_bytes, *plan.sizes)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a plan of a copy with odd numbers")
+        if not plan.block_bytes or not isinstance(plan.facts, dict):
+            raise ValueError("a plan of a copy without blocks or facts")
+        return plan
+
+
+@dataclass(frozen=True)
+class ProvedCopy:
+    """A whole copy.
+
+    Attributes:
+        mark: Its step.
+        plan: How it lies in its slot.
+        size: Its bytes.
+        digest: As a manifest has it.
+    """
+
+    mark: Mark
+    plan: CopyPlan
+    size: int
+    digest: str
+
+    @property
+    def held(self) -> HeldCopy:
+        """As it is told."""
+        return HeldCopy(*self.mark, self.plan.world_size, self.plan.rank)
+
+
+class RankStock:
+    """The slots of one rank of the node, with their memory. One thread at a time."""
+
+    def __init__(self) -> None:
+        """No memory is taken."""
+        self.slots = RankSlots()
+        self.copies: list[ProvedCopy | None] = [None] * SLOTS
+        self.arenas = [Arena() for _ in range(SLOTS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken."""
+        return sum(arena.size for arena in self.arenas)
+
+    def take(self, nbytes: int) -> None:
+        """Have memory for copies of so many bytes in each slot.
+
+        Raises:
+            CheckpointError: there is not so much.
+        """
+        for arena in self.arenas:
+            arena.ensure(nbytes)
+
+    def prove(self, number: int, mark: Mark, plan: CopyPlan) -> None:
+        """Take the digests of what a rank has copied into a slot, and put them behind it.
+
+        Raises:
+            CheckpointError: it is not as long as the rank says.
+        """
+        if plan.size > self.arenas[number].size:
+            raise CheckpointError(
+                f"a copy of {plan.size:,} bytes in a slot of {self.arenas[number].size:,}"
+            )
+        points.reach("memory.digest", step=mark.step, rank=plan.rank, bytes=plan.size)
+        view = self.arenas[number].view(0, plan.size)
+        ends = shard.proof(bytes(view[: plan.head]), digests_of(view, plan))
+        view[plan.size - len(ends) :] = ends
+        fd = self.arenas[number].fd
+        points.reach("memory.proved", fd=fd, step=mark.step, rank=plan.rank)
+        self.copies[number] = ProvedCopy(mark, plan, plan.size, shard.proof_digest(ends))
+
+    def find(self, mark: Mark, rank: int) -> tuple[ProvedCopy, int] | None:
+        """A whole copy, and the number of its slot."""
+        number = self.slots.find(mark)
+        copy = self.copies[number] if number is not None else None
+        if number is None or copy is None or copy.plan.rank != rank:
+            return None
+        return copy, number
+
+    def held(self) -> list[HeldCopy]:
+        """All whole copies."""
+        whole = set(self.slots.whole())
+        return [copy.held for copy in self.copies if copy is not None and copy.mark in whole]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for arena in self.arenas:
+            arena.close()
+
+
+def digests_of(view: memoryview, plan: CopyPlan) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Of all blocks of a copy, part after part: uint64 of shape [blocks]."""
+    ends = plan.head + np.cumsum([0, *plan.sizes], dtype=np.int64)
+    digests = [
+        block_digest(view[begin : min(begin + plan.block_bytes, high)])
+        for low, high in pairwise(ends.tolist())
+        for begin in range(low, high, plan.block_bytes)
+    ]
+    return np.array(digests, np.uint64)
+
+
+def find_copy(stocks: Sequence[RankStock], mark: Mark, rank: int) -> tuple[ProvedCopy, int] | None:
+    """A rank's copy of a step in the memory of a node, with a descriptor of its slot's memory."""
+    for stock in stocks:
+        if (there := stock.find(mark, rank)) is not None:
+            return there[0], stock.arenas[there[1]].fd
+    return None

@@ -1,0 +1,201 @@
+"""A run's copies in the nodes' memory: when, what the ledger hears, and what is gone on from.
+
+Off where `alive.memory` says so, and where no agent's keeper is there. Rank 0 alone decides when;
+all ranks agree on the step through `runtime.agreement`. tests/engines/test_memory.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.control.seat import TreeExchange
+from hpctrain.memory.copies import RankCopies
+from hpctrain.memory.pace import Pace
+from hpctrain.memory.protocol import KeeperLost
+from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory.restore import NodesCopies
+from hpctrain.run.event_types import MemoryCopiesSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.checkpoint.tensors.restore import Restored
+    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.settings.schema import AliveSettings
+    from hpctrain.world import World
+
+    Snapshot = Callable[[], tuple[State, Manifest]]
+
+log = logging.getLogger("hpctrain.runtime")
+
+
+def memory_copies(
+    world: World, settings: AliveSettings, attempt: int, tell: Callable[[LedgerFact], None]
+) -> MemoryCopies | None:
+    """This rank's copies; None where there are none. The same on every rank."""
+    folder = os.environ.get(HPCTRAIN_CONTROL)
+    if settings.memory == "no" or not folder or not isinstance(world.control, TreeExchange):
+        return None
+    try:
+        line = KeeperLine(Path(folder), world.rank, attempt)
+    except KeeperLost as error:
+        log.warning("no copies in memory: %s", error)
+        line = None
+    return MemoryCopies(world, line, settings.memory_steps, tell)
+
+
+class MemoryCopies:
+    """One rank's side.
+
+    Attributes:
+        held: What there is to go on from.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        line: KeeperLine | None,
+        steps: int,
+        tell: Callable[[LedgerFact], None],
+    ) -> None:
+        """Nothing is copied.
+
+        Args:
+            world: The ranks.
+            line: To this node's keeper; None where it is lost.
+            steps: `alive.memory_steps`.
+            tell: Writes to the ledger, on rank 0.
+        """
+        self.held = NodesCopies(world, line)
+        self._world, self._line = world, line
+        self._copies = RankCopies(world, line) if line is not None else None
+        self._pace = Pace(steps)
+        self._is_bound = steps > 0
+        self._tell = tell
+        self._newest = 0
+        self._pending: int | None = None
+        """A step whose copies are not settled."""
+        self._began_ns = 0
+        self._stall_s = 0.0
+        self._left_out = 0
+        self._is_told_off = False
+        self._clock = _StepClock()
+
+    def begin(self, restored: Restored) -> None:
+        """Training goes on from here: what else is held is of no use. Not collective."""
+        self._newest = restored.step
+        mark = self.held.mark if restored.in_memory else None
+        try:
+            if self._line is not None:
+                self._line.chosen(mark)
+        except KeeperLost as error:
+            log.warning("no copies in memory: %s", error)
+
+    def warm_up(self, snapshot: Snapshot) -> None:
+        """After the first step, when there is an optimizer's state: take memory for copies."""
+        state, manifest = snapshot()  # collective where the engine shards
+        if self._copies is not None:
+            self._copies.take_room(state, manifest)
+
+    def wishes(self, step: int, steps_ahead: int) -> bool:
+        """Rank 0: whether a copy should be made soon. Also tells the ledger how they do.
+
+        Args:
+            step: Updates applied.
+            steps_ahead: What is wished now is done at most so many steps later.
+        """
+        line = self._line
+        if line is None or self._copies is None or self._world.rank != 0:
+            return False
+        self._clock.at(step)
+        if line.is_off:
+            self._tell_off(line)
+            return False
+        if not self._copies.is_ready or not self._is_settled(line):
+            return False
+        # A number that was set is what is lost at most; one that was chosen is what copies cost.
+        early = min(steps_ahead, self._pace.steps) if self._is_bound else 0
+        return step + early >= self._newest + self._pace.steps
+
+    def copy(self, step: int, snapshot: Snapshot) -> None:
+        """Copy the state of this step. Every rank calls it."""
+        if step in {0, self._newest}:
+            return
+        self._began_ns = time.monotonic_ns()
+        state, manifest = snapshot()
+        if self._copies is not None:
+            self._copies.copy(state, manifest)
+        self._newest = self._pending = step
+        self._stall_s = (time.monotonic_ns() - self._began_ns) / 1e9
+        self._clock.leave_out(self._stall_s)
+
+    def _is_settled(self, line: KeeperLine) -> bool:
+        """Whether all nodes have spoken of the last copy; learns from it once they have."""
+        if self._pending is None:
+            return True
+        if line.settled < self._pending:
+            return False
+        if line.covered == self._pending:
+            covered_s = (line.covered_ns - self._began_ns) / 1e9
+            if self._pace.learn(self._stall_s, covered_s, self._clock.step_s):
+                self._tell_pace(line)
+        else:
+            self._left_out += 1
+        self._pending = None
+        return True
+
+    def _tell_pace(self, line: KeeperLine) -> None:
+        pace = self._pace
+        try:
+            nbytes = line.held()[1]
+        except KeeperLost:
+            return
+        fact = MemoryCopiesSet(
+            steps=pace.steps,
+            bytes=nbytes,
+            stall_s=round(pace.stall_s, 4),
+            covered_s=round(pace.covered_s, 4),
+            left_out=self._left_out or None,
+            why="alive.memory_steps" if self._is_bound else "chosen by what a copy costs",
+        )
+        self._tell(fact)
+
+    def _tell_off(self, line: KeeperLine) -> None:
+        if self._is_told_off:
+            return
+        self._is_told_off = True
+        try:
+            why = line.why_off()
+        except KeeperLost as error:
+            why = str(error)
+        self._tell(MemoryCopiesSet(steps=0, why=why))
+        log.warning("no copies in memory, checkpoints on disk alone: %s", why)
+
+
+class _StepClock:
+    """What a step takes, without what copies take."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._step = -1
+        self._at = 0.0
+
+    def at(self, step: int) -> None:
+        """The loop has come to this step."""
+        now = time.monotonic()
+        if self._step >= 0 and step > self._step:
+            each = (now - self._at) / (step - self._step)
+            self.step_s += 0.3 * (each - self.step_s) if self.step_s else each
+        self._step, self._at = step, now
+
+    def leave_out(self, seconds: float) -> None:
+        """So much of the time since then is no step's."""
+        self._at += seconds

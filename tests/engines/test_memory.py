@@ -1,0 +1,112 @@
+"""Ranks under real agents go on from copies in their nodes' memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.run.layout import RunDir
+from tests.support.local_runs import await_end, events, start
+from tests.support.recipe import TINY, assert_same_bits, full_state, make_run, train
+
+STEPS = 30
+SETTINGS = {
+    **TINY,
+    "train.steps": STEPS,
+    "train.step_delay_s": 0.04,
+    "alive.memory": "auto",
+    "alive.memory_steps": 4,
+}
+NO_DISK = ";".join(f"fail:{at},attempt=2,error=EIO" for at in ("choose.list", "read.manifest"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", train__steps=STEPS)
+    train(run, 2)
+    return full_state(run, STEPS)
+
+
+def run_with(tmp_path, monkeypatch, faults, *, attempts=2, nodes=1, **changes):
+    """A run of two ranks with these faults; its directory, and what it went on from."""
+    settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
+    monkeypatch.setenv("HPCTRAIN_FAULTS", faults)
+    words = [
+        f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
+    root = start(tmp_path, "run", nodes, 2 // nodes, *words)
+    await_end(root, attempts)
+    return RunDir(root), events(root, "restored")
+
+
+def test_a_killed_rank_costs_some_steps_and_no_byte_of_the_disk(tmp_path, monkeypatch, undisturbed):
+    kill = "kill:memory.copied,rank=1,attempt=1,hit=3"
+
+    run, restored = run_with(tmp_path, monkeypatch, f"{kill};{NO_DISK}")
+
+    first, second = restored
+    assert (first["step"], first["read_from"]) == (0, "")
+    assert second["read_from"] == "memory"
+    assert second["skipped"] == []
+    assert 0 < second["step"] < STEPS
+    died = events(run.root, "attempt_ended")[0]["step"]
+    assert died - second["step"] <= SETTINGS["alive.memory_steps"] + 1
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+    told = events(run.root, "memory_copies")
+    assert [fact["steps"] for fact in told] == [4, 4]
+    assert all(fact["bytes"] > 0 for fact in told)
+
+
+def test_nodes_have_each_their_ranks_copies(tmp_path, monkeypatch, undisturbed):
+    kill = "kill:memory.copied,rank=1,attempt=1,hit=3"
+
+    run, (_, second) = run_with(tmp_path, monkeypatch, f"{kill};{NO_DISK}", nodes=2)
+
+    assert second["read_from"] == "memory"
+    assert 0 < second["step"] < STEPS
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, undisturbed):
+    kill = "kill:memory.copied,rank=1,attempt=1,hit=4"
+    flips = ";".join(f"flip:memory.proved,rank=1,hit={hit},bit=99999" for hit in (2, 3, 4, 5, 6))
+
+    run, (_, second) = run_with(
+        tmp_path, monkeypatch, f"{kill};{flips}", checkpoint__interval_steps=3
+    )
+
+    assert second["read_from"] == ""
+    assert second["step"] > 0
+    reasons = [skipped["reason"] for skipped in second["skipped"]]
+    assert reasons
+    assert all("shard-00001.safetensors" in why and "damaged bytes" in why for why in reasons)
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hit", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", ["memory.copy,rank=0", "memory.copied,rank=0"])
+def test_a_rank_killed_at_any_point_of_a_copy_ends_bit_equal(
+    tmp_path, monkeypatch, undisturbed, where, hit
+):
+    kill = f"kill:{where},attempt=1,hit={hit}"
+
+    run, (_, second) = run_with(tmp_path, monkeypatch, f"{kill};{NO_DISK}")
+
+    assert second["read_from"] == ("memory" if second["step"] else "")
+    assert second["step"] > 0 or hit <= 2  # the first copy may have been left out
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", ["memory.digest", "memory.proved", "memory.publish"])
+@pytest.mark.parametrize("hit", [1, 2, 5])
+def test_a_keeper_killed_at_any_point_costs_the_copies_alone(
+    tmp_path, monkeypatch, undisturbed, point, hit
+):
+    run, restored = run_with(tmp_path, monkeypatch, f"kill:{point},hit={hit}", attempts=1)
+
+    assert [fact["step"] for fact in restored] == [0]
+    assert_same_bits(undisturbed, full_state(run, STEPS))

@@ -1,0 +1,129 @@
+"""Keepers of a few nodes in this process, each with an event loop on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
+from hpctrain.control.node_server import TreePlace
+from hpctrain.memory.facts import part_facts
+from hpctrain.memory.keeper import Keeper
+from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory.stock import CopyPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+BLOCK_BYTES = 1024
+PATIENCE_S = 20.0
+
+
+class Keepers:
+    """Of some nodes with some ranks each; a new round with `begin`."""
+
+    def __init__(self, root: Path, nodes: int, ranks: int) -> None:
+        self.root, self.nodes, self.ranks = root, nodes, ranks
+        self.round = 0
+        self.lines: list[KeeperLine] = []
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.keepers = [self._on_loop(_made()) for _ in range(nodes)]
+
+    def begin(self, secrets: list[str] | None = None) -> list[KeeperLine]:
+        """Start a round; the lines of all its ranks."""
+        self.close_lines()
+        self.round += 1
+        port = 0
+        for node, keeper in enumerate(self.keepers):
+            folder = self.folder(node)
+            folder.mkdir(parents=True)
+            all_ranks = self.nodes * self.ranks
+            place = TreePlace(
+                node, self.nodes, node * self.ranks, self.ranks, all_ranks, f"n{node}"
+            )
+            order = {"folder": str(folder), "place": asdict(place), "address": "127.0.0.1"}
+            secret = secrets[node] if secrets else "secret"
+            order |= {"secret": secret, "about": f"round {self.round}"}
+            port = self._on_loop(keeper.do({"begin": order})) or port
+        for keeper in self.keepers[1:]:
+            self._on_loop(keeper.do({"join": ["127.0.0.1", port]}))
+        self.lines = [
+            KeeperLine(self.folder(rank // self.ranks), rank, self.round)
+            for rank in range(self.nodes * self.ranks)
+        ]
+        return self.lines
+
+    def folder(self, node: int) -> Path:
+        return self.root / f"{self.round}-{node}"
+
+    def close_lines(self) -> None:
+        for line in self.lines:
+            line.close()
+        self.lines = []
+
+    def close(self) -> None:
+        self.close_lines()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _on_loop(self, work: Any) -> Any:
+        done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return done.result(PATIENCE_S)
+
+
+async def _made() -> Keeper:
+    return Keeper()
+
+
+def pieces_of(rank: int, world: int, nbytes: int = 5000) -> list[ShardPiece]:
+    """A rank's part of a tensor that all ranks share evenly, and one of its own."""
+    count = nbytes // 4
+    return [
+        ShardPiece("model.w", "F32", (world * count,), (rank * count,), (count,)),
+        ShardPiece(f"rng.rank-{rank:05d}.torch", "U8", (16,), (0,), (16,)),
+    ]
+
+
+def plan_of(rank: int, world: int, facts: dict[str, Any] | None = None) -> tuple[CopyPlan, bytes]:
+    """How a rank's copy lies in its slot, and its header."""
+    pieces = pieces_of(rank, world)
+    head = header(pieces, file_name(rank), BLOCK_BYTES)
+    told = {"part": part_facts(pieces, rank), **(facts or {})}
+    sizes = tuple(piece.nbytes for piece in pieces)
+    return CopyPlan(world, rank, len(head), sizes, BLOCK_BYTES, told), head
+
+
+def values_of(step: int, rank: int, nbytes: int) -> bytes:
+    """What a rank has at a step."""
+    return np.random.default_rng([step, rank]).bytes(nbytes)
+
+
+def write_copy(
+    line: KeeperLine, step: int, rank: int, world: int, facts: dict[str, Any] | None = None
+) -> int | None:
+    """Do what a rank does at a copy; the slot, or None where none was free."""
+    slot = line.take_slot()
+    if slot is None:
+        line.left_out(step)
+        return None
+    plan, head = plan_of(rank, world, facts)
+    memory = line.slots[slot]
+    memory[: len(head)] = head
+    memory[len(head) : len(head) + sum(plan.sizes)] = values_of(step, rank, sum(plan.sizes))
+    line.copied(slot, step, plan)
+    return slot
+
+
+def until(holds: Callable[[], Any], why: str) -> None:
+    """Wait for another thread's or process's doing."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.002)
