@@ -36,7 +36,7 @@ Examples:
 """
 )
 @click.argument("run", default="-")
-@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes from now on.")
+@click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes from now on, S spares.")
 @click.option("--gpus-per-node", type=int, help="GPUs per node from now on.")
 @click.option("--ranks-per-node", type=int, help="Ranks per node from now on.")
 @click.option("--time", help="Time limit of a job from now on.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.check import check, engine_flags, profile_flags
+from hpctrain.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.preset import site_of
@@ -90,6 +90,10 @@ def resume_request(
         allow_locked: See `ResumeRequest`.
     """
     changes = {f"slurm.{key}": (f"--{key.replace('_', '-')}", slurm[key]) for key in slurm}
+    nodes = slurm.get("nodes")
+    if isinstance(nodes, str):
+        training, spares = split_spares(nodes)
+        changes |= {"slurm.nodes": ("--nodes", training), "alive.spares": ("--nodes", spares)}
     return ResumeRequest(
         changes | engine_flags(engine, mesh) | profile_flags(profile, nsys),
         sets,
