@@ -16,7 +16,7 @@ RANKS = [4, 2, 3, 2, 3, 2]
 PATIENCE_S = 300.0
 
 
-@pytest.mark.timeout(900)  # 64 workers import torch
+@pytest.mark.timeout(900)  # 32 workers import torch
 def test_each_sample_is_trained_on_once_through_five_preemptions_over_4_2_and_3_ranks(tmp_path):
     """Workers read ahead, and what they read in vain they read again after a restart.
 
@@ -55,7 +55,7 @@ def test_each_sample_is_trained_on_once_through_five_preemptions_over_4_2_and_3_
     assert all(workers[pid][reading] == index for pid, reading, index in trained)
     assert len({(pid, reading) for pid, reading, _ in trained}) == len(trained)
     used = {pid for pid, _, _ in trained}
-    assert len(used) > sum(RANKS)  # several of each rank's four
+    assert len(used) > sum(RANKS)  # both of some ranks
     order = SampleOrder(script["SIZE"], seed=1234)
     assert [index for _, _, index in trained] == order.indices(0, 2 * script["SIZE"])
     ended = local_runs.events(run, "attempt_ended")

@@ -1,4 +1,4 @@
-"""A training program whose data is read by four spawned workers of each rank.
+"""A training program whose data is read by two spawned workers of each rank.
 
 Every worker writes down each sample that it reads (its own number of the reading, and the index),
 every rank what its steps trained on (the worker and that number), so that the two can be held
@@ -20,7 +20,7 @@ import hpctrain
 
 SIZE, GLOBAL_BATCH, STEPS = 251, 14, 2 * 18
 STEPS_OF_ATTEMPT, STOPS = 5, 5
-WORKERS = 4
+WORKERS = 2
 
 
 class Recorded(Dataset):
