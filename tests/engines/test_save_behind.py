@@ -1,4 +1,7 @@
-"""Saves behind training, in the shipped recipe on real ranks: what becomes of each."""
+"""Saves behind training, in the shipped recipe on real ranks: what becomes of each.
+
+Of two cases of a test one has ranks that agree by a control plane (`TREE`), as an agent's do.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from tests.support.recipe import assert_same_bits, full_state, make_run, train
 
 small_disk = disks.small_disk
 STEPS = 8
+TREE = {"tree": 2}
 EACH = {"train__steps": STEPS, "checkpoint__interval_steps": 1, "checkpoint__keep_last": STEPS}
 
 
@@ -43,12 +47,12 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "ranks"), [(False, {}), (True, TREE)])
 def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(
-    tmp_path, undisturbed, overlap
+    tmp_path, undisturbed, overlap, ranks
 ):
     run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=overlap)
-    train(run, 2)
+    train(run, 2, **ranks)
 
     saved = _events(run, "saved")
     assert [data["step"] for data in saved] == list(range(1, STEPS + 1))
@@ -73,7 +77,7 @@ def test_a_save_that_is_due_while_one_is_written_waits_and_says_how_long(tmp_pat
 def test_a_save_that_is_due_while_one_is_written_is_left_out_and_noted(tmp_path, fault):
     fault("delay:shard.flush,step=2,seconds=1.5")
     run = make_run(tmp_path / "run", **EACH, checkpoint__when_busy="skip", train__step_delay_s=0.1)
-    train(run, 2)
+    train(run, 2, **TREE)
 
     skipped = [data["step"] for data in _events(run, "save_skipped")]
     assert skipped
@@ -134,14 +138,14 @@ ERRORS = {2: "ENOSPC", 4: "EDQUOT", 6: "EIO"}
 """What goes wrong with the saves of these steps."""
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("mode", "ranks"), [("async", TREE), ("sync", {})])
 def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_staged(
-    tmp_path, fault, mode
+    tmp_path, fault, mode, ranks
 ):
     errors = ERRORS.items()
     fault(";".join(f"fail:shard.write,step={step},rank=1,error={e}" for step, e in errors))
     run = make_run(tmp_path / "run", **EACH, checkpoint__mode=mode)
-    train(run, 2)
+    train(run, 2, **ranks)
 
     failed = _events(run, "save_failed")
     assert [data["step"] for data in failed] == list(ERRORS)
@@ -151,12 +155,12 @@ def test_an_error_of_one_ranks_disk_fails_the_save_on_all_and_frees_what_was_sta
     assert not find.staged(run)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
+@pytest.mark.parametrize(("mode", "ranks"), [("async", {}), ("sync", TREE)])
+def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode, ranks):
     disk = small_disk(800 << 10)
     run = make_run(disk / "run", **EACH, checkpoint__mode=mode, checkpoint__save_patience_s=0)
     with pytest.raises(AssertionError, match=r"step 8 was not saved: .* free"):
-        train(run, 2)  # the last save is no periodic one: the run is not done without it
+        train(run, 2, **ranks)  # the last save is no periodic one: the run needs it to be done
 
     kept = _committed(run)
     failed = [data["step"] for data in _events(run, "save_failed")]
@@ -171,13 +175,13 @@ def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode):
     assert _events(run, "restored")[-1]["step"] == kept[0]
 
 
-@pytest.mark.parametrize("stop_at", [None, 4])
-def test_the_last_save_before_leaving_is_tried_again(tmp_path, fault, stop_at):
+@pytest.mark.parametrize(("stop_at", "ranks"), [(None, {}), (4, TREE)])
+def test_the_last_save_before_leaving_is_tried_again(tmp_path, fault, stop_at, ranks):
     """After it there is no other, and a file system that is away for a moment comes back."""
     fault("fail:shard.write,rank=1,error=ESTALE,hit=1")
     seldom = {"train__steps": STEPS, "checkpoint__interval_steps": 100}
     run = make_run(tmp_path / "run", **seldom)
-    train(run, 2, **({} if stop_at is None else {"stop_at": stop_at, "victim": 1}))
+    train(run, 2, stop_at=stop_at, victim=1, **ranks)
 
     end = _events(run, "done" if stop_at is None else "stopped")[-1]["step"]
     (failed,) = _events(run, "save_failed")
@@ -202,7 +206,7 @@ def test_the_last_save_is_tried_again_only_while_there_is_time(tmp_path, fault, 
 def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(tmp_path, fault):
     fault("delay:shard.flush,step=2,seconds=1")
     run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
-    train(run, 2, stop_at=2, victim=1)
+    train(run, 2, stop_at=2, victim=1, **TREE)
 
     stopped = _events(run, "stopped")[0]["step"]
     assert {2, stopped} <= set(_committed(run))
@@ -238,7 +242,7 @@ def test_a_background_save_that_hangs_does_not_cost_the_save_at_the_stop(
     fault("stop:shard.flush,rank=1,step=4")  # the writer process stands still
     monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "12")
     run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
-    train(run, 2, stop_at=4, victim=1)
+    train(run, 2, stop_at=4, victim=1, **TREE)
 
     stopped = _events(run, "stopped")[0]["step"]
     assert stopped > 4

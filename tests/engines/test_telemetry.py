@@ -60,13 +60,13 @@ def _slow(kind: str, victim: int) -> None:
 def slow_run(tmp_path, monkeypatch):
     """Trains on two ranks, one of them slow; gives the run and its samples."""
 
-    def make(kind, victim):
+    def make(kind, victim, **ranks):
         run = make_run(tmp_path / kind, train__steps=STEPS)
         attempt = take_attempt(run, job_id="test", restarts=0)
         run.attempt(attempt.number).mkdir(parents=True)
         monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
         monkeypatch.setenv("HPCTRAIN_ATTEMPT", json.dumps(asdict(attempt)))
-        launch(_slow, 2, kind=kind, victim=victim)
+        launch(_slow, 2, kind=kind, victim=victim, **ranks)
         lines = run.rank_times(attempt.number).read_bytes().splitlines()
         return run, [rank_sample(line, attempt.number) for line in lines]
 
@@ -78,7 +78,7 @@ def total(samples, name):
 
 
 def test_the_rank_that_is_slow_in_its_own_work_is_named(slow_run):
-    run, samples = slow_run("work", 1)
+    run, samples = slow_run("work", 1, tree=2)  # as an agent's ranks, by a control plane
 
     assert sum(sample.steps for sample in samples) == STEPS
     own = total(samples, "own_s")
@@ -105,7 +105,7 @@ def test_the_rank_that_waits_for_data_is_not_slow_in_its_own_work(slow_run):
 
 def test_a_stopped_run_tells_how_far_it_came_and_what_its_steps_were(tmp_path):
     run = make_run(tmp_path / "run", engine__kind="fsdp2")
-    train(run, 2, stop_at=6)
+    train(run, 2, stop_at=6, tree=1)
     train(run, 2)
 
     events = ledger.read(run)

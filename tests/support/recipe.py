@@ -55,6 +55,7 @@ def train(
     kill_at: int | None = None,
     victim: int = 0,
     signum: int = signal.SIGTERM,
+    tree: int = 0,
 ) -> list[Any]:
     """One attempt of the recipe.
 
@@ -64,6 +65,7 @@ def train(
         stop_at: Rank `victim` alone gets `signum` at that step.
         kill_at: Rank `victim` is killed (SIGKILL) at its so-manieth flush or rename of a file.
         victim: Which rank.
+        tree: Nodes of a control plane by which the ranks agree; 0 has them agree through gloo.
     """
     attempt = take_attempt(run, job_id="test", restarts=0)
     run.attempt(attempt.number).mkdir(parents=True)
@@ -83,6 +85,7 @@ def train(
             _rank,
             world_size,
             may_fail=kill_at is not None,
+            tree=tree,
             stop_at=stop_at,
             kill_at=kill_at,
             victim=victim,
