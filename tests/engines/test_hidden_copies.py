@@ -33,6 +33,14 @@ ENGINES = {
     "zero2": (2, {}),
     "zero3": (2, {}),
 }
+MORE = {
+    "fsdp2 in bf16": (2, {"engine__precision": "bf16", "engine__kind": "fsdp2"}),
+    "zero2 in bf16": (2, {"engine__precision": "bf16", "engine__kind": "zero2"}),
+    "exact": (2, {"engine__exact": True, "engine__kind": "fsdp2"}),
+    "tensor parallel": (4, {"engine__tp": "2", "engine__kind": "fsdp2"}),
+    "pipeline": (4, {"engine__pp": "2", "engine__kind": "fsdp2"}),
+    "recomputed": (2, {"engine__activation_checkpointing": "full", "engine__kind": "ddp"}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +68,13 @@ def _run_of_recipe(folder, kind, **more):
     return make_run(folder / "run", **{**chosen, **more})
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "kind", [*ENGINES, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE)]
+)
 def test_every_step_has_the_bits_of_a_save_that_training_waits_for(tmp_path, fault, kind):
     """Gradients of several microbatches are added up beside each copy."""
     zero.preload()
-    ranks, settings = ENGINES[kind]
+    ranks, settings = {**ENGINES, **MORE}[kind]
     at_once = _run_of_recipe(tmp_path / "at_once", kind, **settings, checkpoint__mode="sync")
     train(at_once, ranks)
     fault("delay:arena.behind,seconds=0.1")
