@@ -150,7 +150,7 @@ def test_a_rank_that_is_out_of_step_is_named(agents, tmp_path, monkeypatch, desy
     leaves_out = "__import__('os').environ['HPCTRAIN_ATTEMPT_DIR'].endswith('1')"
     script = SKIPS.replace("LEAVES_OUT", leaves_out).replace("STEPS", "400")
     limits = HangLimits(60.0, desync=desync)
-    patience_s = 90 if desync == "restart" else 25
+    patience_s = 90 if desync == "restart" else 14
     [end] = agents.run(script, hangs=limits, starts=2, patience_s=patience_s)
 
     (fact,) = events(tmp_path)

@@ -1,0 +1,56 @@
+"""A run whose program hangs on two nodes: named while it stands, started again, and completed."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from tests.support.local_runs import await_end, events, hpctrain, start
+
+HANGS = """
+import os, pathlib, time
+import torch, torch.distributed as dist
+import hpctrain
+
+run = hpctrain.init()
+layer = torch.nn.Linear(4, 4)
+run.track(model=layer)
+first = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).name.endswith("1")
+
+def fetch_rows(step):
+    if first and step == 6 and run.world.rank == 1:
+        time.sleep(3600)
+
+for step in run.steps(12):
+    with run.section("reading"):
+        fetch_rows(step)
+    dist.all_reduce(torch.ones(4))
+"""
+SET = ("--set", "alive.hang_s=10", "--set", "checkpoint.interval_steps=2")
+WAITS = "1 rank waits for rank 1, which has not come to all_reduce"
+
+
+def test_a_hang_is_named_while_it_stands_and_costs_no_more_than_a_restart(tmp_path):
+    (tmp_path / "train.py").write_text(HANGS)
+    run = start(tmp_path, "hangs", 2, 1, *SET, "--", "train.py")
+
+    deadline_s = time.monotonic() + 120
+    while not events(run, "hang_suspected"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    status = " ".join(hpctrain(tmp_path, "status", "hangs").split())
+    stacks = hpctrain(tmp_path, "stacks", "hangs")
+    first, last = await_end(run, attempts=1), await_end(run, attempts=2)
+
+    assert "fetch_rows (step 6, in reading)" in stacks
+    assert f"it may hang: {WAITS}" in stacks
+    assert "it may hang" in status or "it hangs" in status
+    (hang,) = events(run, "hang")
+    (failure,) = events(run, "failure")
+    assert hang["summary"].startswith(WAITS)
+    assert (hang["ranks"], hang["ended"], failure["kind_of"]) == ([1], True, "hang")
+    assert (first["next"], last["reason"]) == ("restart", "completed")
+    assert events(run, "restored")[-1]["step"] >= 2
+    told = json.loads(hpctrain(tmp_path, "status", "hangs", "--json"))
+    assert told["attempts"][0]["cause"] == "hang"
+    assert "hangs; ended: 1 rank waits for rank 1" in hpctrain(tmp_path, "events", "hangs")
