@@ -140,6 +140,9 @@ def test_one_that_is_dropped_hears_why_and_is_not_lost_besides(both):
 
     assert both.hears(2, "dropped")["dropped"] == "its ranks died twice"
     assert both.first.news(2 * LEASE_S) == []
+    began = time.monotonic()
+    both.first.end("done", 60)
+    assert time.monotonic() - began < 30, "it was waited for"
 
 
 def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(nodes):

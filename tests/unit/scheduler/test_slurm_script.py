@@ -296,6 +296,7 @@ def test_a_run_that_outlives_its_nodes_asks_for_spares_and_not_to_be_killed(node
 
     assert {asked, "#SBATCH --no-kill"} <= set(lines)
     assert "#SBATCH --no-kill" not in header(render(nodes=nodes))
+    assert "#SBATCH --nodes=3-3" in header(render(nodes="3-3")), "as it was given"
 
 
 def test_term_does_not_end_the_script_before_srun(tmp_path):
