@@ -142,7 +142,8 @@ def test_a_keeper_that_is_lost_ends_copies_on_the_others(three):
     assert {copy.step for copy in lines[0].held()[0]} == {10}, "they are still there"
 
 
-def test_a_stranger_is_not_let_in_between_keepers(tmp_path):
+def test_a_stranger_is_not_let_in_between_keepers(tmp_path, monkeypatch):
+    monkeypatch.setattr(keepers_module, "JOIN_S", 0.1)
     keepers = Keepers(tmp_path, nodes=2, ranks=1)
     try:
         with pytest.raises(keepers_module.ControlLost):
@@ -181,7 +182,7 @@ def test_a_copy_into_a_slot_that_was_not_given_is_none(one):
     plan, _ = plan_of(0, 2)
 
     lines[0].copied(1, 10, plan)  # it was given slot 0
-    with pytest.raises(KeeperLost, match=r"was not given|is gone"):
+    with pytest.raises(KeeperLost):
         lines[0].held()  # the keeper has ended the line
 
     assert lines[1].held()[0] == []
