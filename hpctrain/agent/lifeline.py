@@ -244,7 +244,7 @@ class _First(_LifelineSide):
     def _admit(self, node: int, end: Endpoint) -> None:
         self._others[node], self._heard[node] = end, _now()
         end.on_message = partial(self._hear, node)
-        end.on_end = lambda _, why: self._lose(node, f"its connection closed: {why}")
+        end.on_end = lambda _, why: self._lose(node, why)
 
     def _hear(self, node: int, end: Endpoint, message: bytes) -> None:
         self._heard[node] = _now()
