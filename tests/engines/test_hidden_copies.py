@@ -187,10 +187,10 @@ def test_what_training_waits_for_a_copy_counts_as_a_stall_and_not_as_a_step(tmp_
     train(run, 2)
 
     stalls = {data["step"]: data["stall_s"] for data in _events(run, "saved")}
-    assert stalls[2] >= 0.4
+    assert stalls[2] >= 1.0
     steps = {data["last"]: data for data in _events(run, "steps")}
     before, after = steps[2], steps[3]
-    assert after["save_s"] - before["save_s"] >= 0.4
+    assert after["save_s"] - before["save_s"] >= 1.0
 
 
 def test_a_rank_that_is_killed_while_it_copies_costs_the_step_and_the_next_start_goes_on(

@@ -236,6 +236,17 @@ def test_a_torn_copy_fails_its_save_and_later_ones_are_made_at_once(gate, place,
     assert saved_steps(place) == [2]
 
 
+def test_a_change_that_is_counted_while_the_shard_is_written_fails_the_save(
+    monkeypatch, place, saver
+):
+    weight, write = torch.rand(COUNT), saver._writer.wait
+    monkeypatch.setattr(saver._writer, "wait", lambda s: (weight.add_(1.0), write(s))[1])
+    saver.begin(state(weight), sharded.manifest(ALONE, 1))
+
+    assert "outside of the optimizer's step" in str(saver.land().error)
+    assert saved_steps(place) == []
+
+
 def test_a_save_that_is_given_up_while_it_is_copied_writes_nothing(gate, place, saver):
     saver.begin(state(torch.rand(COUNT)), sharded.manifest(ALONE, 1))
     assert gate.reached.wait(60)
