@@ -73,6 +73,12 @@ def test_a_phase_may_take_five_times_its_longest_stay_that_ended(standing, clock
     assert standing.look([pulse(3, "data")])[0].limit_s == 60.0
 
 
+def test_a_short_stay_does_not_make_a_long_one_forgotten(standing, clock):
+    stays(standing, clock, 20, pulse(1, "validate"))
+    stays(standing, clock, 1, pulse(2, "validate"))
+    assert standing.look([pulse(3, "validate")])[0].limit_s == 100.0
+
+
 def test_what_was_before_the_first_step_is_over_teaches_nothing(standing, clock):
     stays(standing, clock, 500, pulse(1, is_first=True))
     assert standing.look([pulse(2)])[0].limit_s == 60.0

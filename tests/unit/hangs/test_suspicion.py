@@ -44,6 +44,20 @@ def test_what_stands_on_is_a_hang_after_as_long_again():
     assert suspicion.limit_s == LIMIT_S
 
 
+def test_ranks_that_hang_a_second_time_are_said_to_hang_again():
+    looks = [look(0), look(60), look(70, stood_s=1.0), look(200), look(260)]
+    assert heard(looks)[1] == ["suspected", "hang", "cleared", "suspected", "hang"]
+
+
+def test_one_that_has_called_something_else_may_compute_while_it_waits_for_that():
+    other = tuple(Collective("0", n, "barrier", (), ()) for n in (1, 2, 3))
+    bad = replace(rank(1, 3, 2, WAITS), recorded=Recorded({"0": Front(3, 2)}, other))
+    evidence = (BEHIND[0], bad, BEHIND[2])
+    looks = [look(at, evidence, used={1: Used(at * 0.9, 0)}) for at in (0, 30, 60)]
+    suspicion, found = heard(looks)
+    assert (suspicion.verdict.kind, found[-1]) == ("mismatch", "hang")
+
+
 def test_it_says_when_to_look_again():
     suspicion = Suspicion()
     assert suspicion.look_again_s == float("inf")
