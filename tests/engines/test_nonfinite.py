@@ -261,3 +261,29 @@ def test_a_guard_changes_no_bit_of_a_clean_run():
         ):
             assert numbers == other[2]
             same(whole, other[3])
+
+
+def test_overflows_of_fp16_are_no_incident_until_they_do_not_end():
+    """Half a dozen while the scale falls, and one that is the data's."""
+    engine = layouts.build("one process", precision="fp16")
+    engine.loss_scale.scale = 2.0**40
+    heard = Heard(engine)
+    engine.guard = StepGuard(engine, SKIP, heard)
+    left_out = []
+    while not left_out or left_out[-1]:
+        engine.forward_backward(layouts.microbatches(engine, 0), layouts.share)
+        engine.step()
+        left_out.append(engine.left_out)
+        if len(left_out) == 5:
+            engine.loss_scale.scale = 1024.0
+
+    assert left_out == [True] * 5 + [False]
+    assert heard.bad == []
+
+    engine.at_step(BAD)
+    engine.loss_scale.scale = 2.0
+    engine.forward_backward(layouts.microbatches(engine, BAD), always(bad_loss)(engine, BAD))
+    engine.step()
+    (one,) = heard.bad
+    assert (one.rank, one.transient, one.is_left_out) == (0, False, True)
+    assert SAMPLE in one.samples
