@@ -133,3 +133,11 @@ def test_a_judgement_is_cheap():
     began = time.process_time()
     found(loss, norm, rule)
     assert (time.process_time() - began) / 2000 < 0.0005  # 0.04 ms on a quiet core
+
+
+def test_a_resume_in_the_middle_of_a_row_counts_on():
+    first, second = flat(SpikeRule(), WINDOW), SpikeRule()
+    for _ in range(MOST_IN_A_ROW):
+        assert first.judge(3.0, 1.0) is not None
+    second.load_state_dict(first.state_dict())
+    assert second.judge(3.0, 1.0) is None
