@@ -163,6 +163,18 @@ def test_a_change_that_is_counted_after_the_copy_was_made_is_noticed_before_it_i
         copies.prove()
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_sharded_tensor_and_its_local_one_are_both_watched(changed):
+    """A DTensor counts its own changes, not those that are made to its local tensor alone."""
+    both = torch.rand(COUNT), torch.rand(3)
+    copies = copy_to_host([torch.zeros(COUNT)], [both[0]], [both[1]])
+    copies.wait()
+    both[changed].add_(1.0)
+
+    with pytest.raises(CopyTorn):
+        copies.prove()
+
+
 def test_a_change_behind_the_hold_or_behind_the_proof_is_none():
     weight = torch.rand(COUNT)
     for ends in ("hold", "prove"):
