@@ -39,7 +39,10 @@ default_role = "code"  # docstrings are read in the terminal first: `name` there
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|nn|os|pathlib|torch)\..*|AbstractContextManager|Optimizer|Path"),
-    (r"py:.*", r"Loss|LossScale|State|UpdateGuard|program_state\.Stateful|hpctrain\.world\.Exchange"),
+    (
+        r"py:.*",
+        r"Loss|LossScale|State|UpdateGuard|program_state\.Stateful|hpctrain\.world\.Exchange",
+    ),
     (
         r"py:.*",
         r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited|HangSuspected|HangFound",

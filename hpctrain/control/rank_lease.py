@@ -80,6 +80,7 @@ class RankLease:
         self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
         self._tick = self._words[at + TICK] - 1
         self.collectives_called: Callable[[], int] | None = None
+        self._uncounted = 0
         self._began_ns = 0
         self._step_ns = 0
         self._lease, self._stamp = _NONE, 0
@@ -129,8 +130,8 @@ class RankLease:
             self._step_ns += (3 * (step_ns - self._step_ns)) // 10 if self._step_ns else step_ns
             words[self._at_step] = self._step_ns
         words[self._at_arrived] = self._began_ns = now_ns
-        if self.collectives_called is not None:
-            tick_counts.put(words, self._at_tick - TICK, tick, self.collectives_called())
+        if not tick & self._uncounted:
+            self._count(tick)
         words[self._at_tick] = tick + 1
         if tick > self._horizon and not self._is_covered(tick):
             self._wait(tick)
@@ -151,6 +152,14 @@ class RankLease:
         Where all ranks are in step: one that is further on was granted more.
         """
         return 1 + (most_ahead(self._step_ns / 1e9) if self._step_ns else 0)
+
+    def _count(self, tick: int) -> None:
+        """Show how many collectives this rank has called."""
+        if self.collectives_called is not None:
+            power = tick_counts.apart(self._step_ns)
+            self._uncounted = (1 << power) - 1
+            at = self._at_tick - TICK
+            tick_counts.put(self._words, at, tick, self.collectives_called(), power)
 
     def _is_covered(self, tick: int) -> bool:
         if tick < (free := self._words[FREE_TICKS]):

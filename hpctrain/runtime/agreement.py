@@ -187,7 +187,7 @@ class LeasedAgreement:
         Raises:
             ControlLost: nobody can say any more what all ranks do.
         """
-        if request != NOTHING:
+        if request is not NOTHING and request != NOTHING:  # to compare them takes longer
             self._say(request)
         decisions = self._lease.tick()
         return self._agreed(decisions) if decisions else NOTHING

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.control.board import BOARD, COUNTS, Board
-from hpctrain.control.tick_counts import put, read
+from hpctrain.control.rank_lease import RankLease
+from hpctrain.control.tick_counts import apart, put, read
 
 
 @pytest.fixture
@@ -24,6 +25,29 @@ def test_the_last_four_ticks_and_multiples_are_shown(board):
         put(board.words, board.at(1), tick, 3 * tick + 5)
     ticks = {*range(19_996, 20_000), 19_968, 19_904, 19_456, 16_384}
     assert read(board) == [{}, {tick: 3 * tick + 5 for tick in ticks}]
+
+
+def test_short_ticks_are_counted_twice_a_second_at_multiples_that_ranks_have_in_common():
+    steps_ns = [0, 2_000_000_000, 500_000_000, 250_000_000, 20_000_000, 1_000_000, 1]
+    assert [apart(step_ns) for step_ns in steps_ns] == [0, 0, 0, 1, 4, 8, 10]
+
+
+def test_the_last_four_that_were_counted_are_shown(board):
+    for tick in range(0, 1000, 16):
+        put(board.words, board.at(1), tick, 7, power=4)
+    assert {944, 960, 976, 992} <= set(read(board)[1])
+
+
+def test_a_rank_counts_at_those_ticks_alone(board, monkeypatch):
+    called = []
+    lease = RankLease(board, 0, waker=None)
+    lease.collectives_called = lambda: called.append(0) or 1
+    monkeypatch.setattr(lease, "_is_covered", lambda _: True)
+    clock = iter(range(1, 10**12, 20_000_000))
+    monkeypatch.setattr("hpctrain.control.rank_lease.time.monotonic_ns", lambda: next(clock))
+    for _ in range(65):
+        lease.tick()
+    assert len(called) == 2 + 4  # the first, of which nothing was known, one more, and 16 to 64
 
 
 def test_what_nobody_counts_is_not_shown(board):
