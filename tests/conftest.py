@@ -32,6 +32,8 @@ from tests.support.two_clusters import SLURM_TESTS, TwoClusters
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xdist.remote import Producer
+
 # Other tests run beside: how long an example takes says nothing about the code.
 hypothesis_settings.register_profile(
     "beside", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -61,9 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> TwoClusters | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoClusters | None:
     """How files are shared out where several workers run whole ones."""
-    return TwoClusters(config) if config.getvalue("dist") == "loadfile" else None
+    return TwoClusters(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
