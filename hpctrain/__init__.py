@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.plan.mesh import ModelShape
     from hpctrain.runtime.evaluations import Evaluation, evaluation
-    from hpctrain.runtime.run import Run, Stopped, init
+    from hpctrain.runtime.joining import init
+    from hpctrain.runtime.run import Run, Stopped
     from hpctrain.runtime.trackers import TrackedRun, Tracker
     from hpctrain.settings.schema import Settings
     from hpctrain.status.status import Checkpoint
@@ -91,7 +92,7 @@ _HOMES = {
     "evaluation": "hpctrain.runtime.evaluations",
     "faults": "hpctrain.testing.faults",
     "frameworks": "hpctrain.frameworks",
-    "init": "hpctrain.runtime.run",
+    "init": "hpctrain.runtime.joining",
     "resume": "hpctrain.api",
     "status": "hpctrain.api",
     "submit": "hpctrain.api",

@@ -286,8 +286,7 @@ class AttemptEnding:
     def record_lost_attempt(self) -> None:
         """Write down the end of an attempt that could not do so itself.
 
-        Its node died, or it was killed without warning; or it wrote what it thought, since nobody
-        could ask the scheduler, and accounting knows.
+        Its node died, or it was killed; or it wrote what it thought, and accounting knows better.
         """
         fence = read_fence(self._run)
         if fence is None:

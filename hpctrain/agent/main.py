@@ -56,7 +56,7 @@ PRELOAD = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "hpctrain.runtime.run",
+    "hpctrain.runtime.joining",
 )
 
 

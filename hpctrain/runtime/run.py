@@ -2,9 +2,8 @@
 
 Order of a step: exchange requests, leave if all agreed to, hand the step to the program, count it,
 save when due. A program that has a loop of its own says where it is (`Run.at`), and saves and
-leaves by itself. Decisions that ranks must share go through `agreement.py`; nothing collective runs
-in a handler. tests/engines/test_resume.py, test_own_loop.py and
-test_told_steps.py hold the promises.
+leaves by itself. What ranks must decide alike goes through `agreement.py`; nothing collective runs
+in a handler. tests/engines/test_resume.py, test_own_loop.py, test_told_steps.py hold the promises.
 """
 
 from __future__ import annotations
@@ -20,13 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 
-from hpctrain.base.env import (
-    HPCTRAIN_ATTEMPT,
-    HPCTRAIN_JOB_END,
-    HPCTRAIN_RUN_DIR,
-)
-from hpctrain.base.files import read_text
-from hpctrain.base.log import configure
+from hpctrain.base.env import HPCTRAIN_JOB_END
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, has_checkpoints, restore
@@ -44,10 +37,9 @@ from hpctrain.run.event_types import (
     TrainingDone,
     TrainingStopped,
 )
-from hpctrain.run.layout import RunDir
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
-from hpctrain.runtime.attempt import join_attempt, write_outcome
+from hpctrain.runtime.attempt import write_outcome
 from hpctrain.runtime.guarding import Guarding
 from hpctrain.runtime.memory import MemoryCopies, memory_copies
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
@@ -56,13 +48,10 @@ from hpctrain.runtime.program import Program
 from hpctrain.runtime.requests import start_requests
 from hpctrain.runtime.save_policy import JobClock
 from hpctrain.runtime.saves import Saves, sweep_old
-from hpctrain.runtime.signals import RankSignals
 from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import parse_spec
-from hpctrain.world import World, join_world, on_rank_0
+from hpctrain.world import World, on_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +67,10 @@ if TYPE_CHECKING:
     from hpctrain.engines.parallelize import ModelPlan
     from hpctrain.run.event_types import LedgerFact
     from hpctrain.run.fence import Attempt
+    from hpctrain.run.layout import RunDir
     from hpctrain.runtime.agreement import StopRequest
+    from hpctrain.runtime.signals import RankSignals
+    from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.runtime")
@@ -86,44 +78,6 @@ log = logging.getLogger("hpctrain.runtime")
 
 class Stopped(SystemExit):
     """The run was saved and this process must leave; passes the program like a normal exit."""
-
-
-def init(settings: Settings | None = None) -> Run:
-    """Join the run that hpctrain started this process for.
-
-    Collective: every rank calls it once, early.
-
-    Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
-    directory: nothing is saved, and a stop signal ends it after the step in hand.
-
-    What we log goes to stderr, or through the program's own handlers where it has configured
-    logging.
-
-    Args:
-        settings: For programs that bring their own; otherwise the run's spec.json counts.
-    """
-    configure(f"rank {os.environ.get('RANK', '0')}")
-    root = os.environ.get(HPCTRAIN_RUN_DIR)
-    run_dir = RunDir(Path(root)) if root else None
-    signals = RankSignals()
-    signals.start(interrupt=HPCTRAIN_ATTEMPT not in os.environ)
-    world = join_world()
-    spec = _spec_of(run_dir, world)
-    attempt = join_attempt(run_dir, world)
-    if settings is None:
-        settings = spec.settings if spec is not None else Settings()
-    run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
-    run.resume_path = sealed.resume_path(run_dir, attempt, world, settings.checkpoint)
-    return run
-
-
-def _spec_of(run_dir: RunDir | None, world: World) -> Spec | None:
-    """The run's spec, which rank 0 reads for all; None where there is none. Collective."""
-    if run_dir is None:
-        return None
-    path = run_dir.spec
-    text = on_rank_0(world, lambda: read_text(path) if path.exists() else None)
-    return None if text is None else parse_spec(text, path)
 
 
 class Run:
@@ -149,7 +103,7 @@ class Run:
         signals: RankSignals,
         spec: Spec | None,
     ) -> None:
-        """Use `init`."""
+        """Use `joining.init`."""
         self.world = world
         self.settings = settings
         self.step = 0
@@ -812,12 +766,9 @@ class Run:
         return SavePlace(self.dir, self._attempt, self.settings.checkpoint)
 
     def _start_trackers(self, run: RunDir, attempt: Attempt, step: int) -> None:
+        ranks = self.world.world_size
         self._trackers = Trackers(
-            run,
-            self._spec,
-            attempt=attempt.number,
-            resumed_step=step,
-            world_size=self.world.world_size,
+            run, self._spec, attempt=attempt.number, resumed_step=step, world_size=ranks
         )
 
     def _log(self, step: int, numbers: dict[str, float]) -> None:
