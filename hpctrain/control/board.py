@@ -40,7 +40,7 @@ MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL = range
 begun them yet has nothing to do at them. Nearly always that is all that a rank has to know."""
 TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
-PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(11, 15)
+PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(12, 16)
 """Of a row too, behind the wishes: the rank's pulse (`pulse.py`)."""
 COUNTS = 16
 """And eight words of how many collectives it had called at which tick (`tick_counts.py`)."""

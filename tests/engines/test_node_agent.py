@@ -311,7 +311,7 @@ def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
         _hooks=None,
         _news=0,
         _news_looked_at=float("-inf"),
-        _tell_of_stop=lambda _: None,
+        _heed=lambda raw: module.STOP in raw,
     )
     for _ in range(600):
         moment[0] += module.POLL_S

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hpctrain.control import pulse
-from hpctrain.control.board import BOARD, Board
+from hpctrain.control.board import BOARD, COUNTS, FIRST_WISH, Board
 from hpctrain.control.lease import KINDS
 from hpctrain.control.pulse import (
     DATA,
@@ -126,7 +126,8 @@ def test_a_forked_child_does_not_write_its_parents_pulse(board, tmp_path, monkey
 def test_a_pulse_disturbs_no_other_word_of_the_row(board, here):
     at = board.at(RANK - board.first_rank)
     here.at_step(3, STEP)
-    assert not any(board.words[at : at + 6 + len(KINDS)])
+    assert not any(board.words[at : at + FIRST_WISH + len(KINDS)])
+    assert not any(board.words[at + COUNTS : board.at(RANK - board.first_rank + 1)])
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_it_does_not_matter_who_saw_the_end(events, outcome, cause):
         ({"in_place": True}, [], "crashed", "restart", 0),
         ({"in_place": True}, CRASHES, "crashed", "stop", 93),
         ({"in_place": True}, [CANCEL], "cancelled", "stop", 0),
-        ({"in_place": True, "nodes_failed": True}, [], "node_failed", "requeue", 0),
+        ({"in_place": True, "nodes_failed": True}, [], "node_failed", "restart", 0),
         ({"needs_mending": True, "outcome": "storage_failed"}, [], "storage_failed", "stop", 93),
         ({"needs_mending": True}, [], "crashed", "requeue", 0),
         ({"has_successor": True}, CRASHES, "crashed", "requeue", 0),

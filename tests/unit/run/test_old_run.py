@@ -71,6 +71,7 @@ def without_new_keys(text: str) -> str:
     for attempt in state["attempts"]:
         assert attempt.pop("awaited") is None
         assert attempt.pop("restart_pause_s") is None
+        assert attempt.pop("hang") is None
     return json.dumps(state, indent=2) + "\n"
 
 
