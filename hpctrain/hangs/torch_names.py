@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def serve_recorder(path: Path) -> bool:
         from torch._C._distributed_c10d import _WorkerServer  # public: through an environment alone
     except ImportError:
         return False
-    with _without_stderr():  # it says that it listens, in the user's log
+    with _without_stderr(), _without_signals():  # it says that it listens, in the user's log
         server = _WorkerServer(str(path))
     # Never taken down: that would be said too, and wait for the thread while the process ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
@@ -88,6 +89,20 @@ class _WatchedRanks(dict[Any, dict[int, int]]):
 def _groups_of(c10d: Any) -> tuple[Mapping[Any, str] | None, object]:
     names = getattr(c10d, "_pg_names", None)
     return names if isinstance(names, dict) else None, getattr(c10d, "_pg_group_ranks", None)
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """Threads that begin inside are given no signal.
+
+    Else the kernel may hand them a SIGTERM whose handler Python runs in the main thread, which
+    sleeps or waits in a collective and never hears of it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-LOOK_SIGNAL = signal.SIGRTMIN + 5
-"""Has a rank write its stacks. One that has no handler for it would die of it."""
+LOOK_SIGNAL = signal.SIGRTMIN + 4
+"""Has a rank write its stacks. One that has no handler for it would die of it. Not the signal by
+which a call of submitit's is interrupted (`submitit/stop.py`)."""
 
 
 def stacks_path(folder: Path, rank: int) -> Path:

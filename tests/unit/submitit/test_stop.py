@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from hpctrain.base.records import StopCause
-from hpctrain.submitit.stop import read_stop
+from hpctrain.hangs.witness import LOOK_SIGNAL
+from hpctrain.submitit.stop import INTERRUPT, read_stop
 
 RANK = """
 import os, signal, sys, time
@@ -129,3 +130,7 @@ def test_a_stop_is_read(tmp_path):
     path.write_text('{"cause": "clock"}')
 
     assert read_stop(path) is StopCause.CLOCK
+
+
+def test_a_look_at_a_rank_that_stands_still_interrupts_no_call():
+    assert INTERRUPT != LOOK_SIGNAL
