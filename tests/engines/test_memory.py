@@ -80,8 +80,8 @@ def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, und
     assert second["read_from"] == ""
     assert second["step"] > 0
     reasons = [skipped["reason"] for skipped in second["skipped"]]
-    assert reasons
-    assert all("shard-00001.safetensors" in why and "damaged bytes" in why for why in reasons)
+    # A save that the kill has met on its way to the disk is passed over too.
+    assert any("shard-00001.safetensors" in why and "damaged bytes" in why for why in reasons)
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
