@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.errors import CheckpointError
-    from hpctrain.history.run_history import AttemptRecord
+    from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec

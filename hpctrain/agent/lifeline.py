@@ -21,7 +21,6 @@ import json
 import os
 import select
 import signal
-import socket
 import time
 import traceback
 from contextlib import suppress
@@ -31,14 +30,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent import signals
 from hpctrain.agent.control import addresses
-from hpctrain.base.process import PORTS, die_with_parent
+from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent
 from hpctrain.base.secret import code
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
 from hpctrain.control.wire import Greeting, packed, unpacked
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
-    from typing import Self
+    import socket
 
 LIFELINE_PORT = PORTS - 3
 """Of the job's ports; those below it are the rounds', those above the preflight's."""
@@ -71,7 +70,7 @@ class LifelinePlace:
     lease_s: float
 
 
-class Lifeline:
+class Lifeline(ForkedProcess):
     """The agent's side."""
 
     def __init__(self, place: LifelinePlace, secret: str) -> None:
@@ -82,15 +81,9 @@ class Lifeline:
             secret: Of this start of the job; the same on all nodes.
         """
         self.place = place
-        self._line, theirs = socket.socketpair()
         self._heard = b""
         self._is_gone = False
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._line.close()
-            _serve_until_killed(theirs, parent, place, code(secret, "lifeline"))
-        theirs.close()
+        super().__init__(partial(_serve_until_killed, place, code(secret, "lifeline")))
         self._line.settimeout(0)
 
     def say(self, message: dict[str, Any]) -> None:
@@ -142,24 +135,9 @@ class Lifeline:
             if any("all_told" in said for said in self.news(left)):
                 return
 
-    def stop(self) -> None:
-        """End the process. Harmless when repeated."""
-        if self.pid > 0:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-            self._line.close()
-            self.pid = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
 
 def _serve_until_killed(
-    line: socket.socket, parent: int, place: LifelinePlace, secret: str
+    place: LifelinePlace, secret: str, line: socket.socket, parent: int
 ) -> NoReturn:
     """The forked process: never comes back into its parent's code."""
     try:

@@ -20,7 +20,8 @@ from hpctrain.base.process import own_program
 from hpctrain.base.records import EndReason, Next
 
 if TYPE_CHECKING:
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
 

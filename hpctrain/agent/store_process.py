@@ -13,22 +13,19 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hpctrain.agent import signals
-from hpctrain.base.process import die_with_parent, fork_beside
+from hpctrain.base.process import ForkedProcess, die_with_parent
 from hpctrain.errors import ClusterError
 from hpctrain.preflight.rendezvous import is_loopback, listen
-
-if TYPE_CHECKING:
-    from typing import Self
 
 KEPT = 2
 """Stores that are served at once: others may still be reading the last round's verdict."""
 BACKLOG = 4096
 
 
-class StoreProcess:
+class StoreProcess(ForkedProcess):
     """Serves one store after another, until `stop` or the end of the process that made it.
 
     Make it while this process has one thread and has imported torch, whose pages it then shares.
@@ -36,7 +33,7 @@ class StoreProcess:
 
     def __init__(self) -> None:
         """Fork it; nothing is served yet."""
-        self.pid, self._line = fork_beside(_serve_until_killed)
+        super().__init__(_serve_until_killed)
 
     def serve(self, address: str, port: int) -> None:
         """Serve an empty store on a port; the store before the last one ends.
@@ -58,21 +55,6 @@ class StoreProcess:
                 f"the ranks cannot meet on port {port} of {socket.gethostname()}: "
                 f"{answer or 'the process that serves them is gone'}; start the run again"
             )
-
-    def stop(self) -> None:
-        """End it, and wait for that. Harmless when repeated."""
-        if self.pid > 0:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-            self._line.close()
-            self.pid = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import zlib
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
@@ -24,7 +25,7 @@ from hpctrain.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from typing import NoReturn
+    from typing import NoReturn, Self
 
 PR_SET_PDEATHSIG = 1
 PER_RANK = 1
@@ -56,24 +57,44 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
     return [python or sys.executable, *flags, "-m", module, *words]
 
 
-def fork_beside(serve: Callable[[socket.socket, int], NoReturn]) -> tuple[int, socket.socket]:
-    """Fork a process that does what it is told over a line. To be called with one thread.
+class ForkedProcess:
+    """A process beside this one that does what it is told over a line, as this one handles it.
 
-    Args:
-        serve: Its life, given its end of the line and the id of its parent; it must not return
-            into the parent's code.
-
-    Returns:
-        Its id, and this process's end of the line.
+    Attributes:
+        pid: Its id; 0 after `stop`.
     """
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        serve(theirs, parent)
-    theirs.close()
-    return pid, ours
+
+    def __init__(self, serve: Callable[[socket.socket, int], NoReturn]) -> None:
+        """Fork it. To be made while this process has one thread.
+
+        Args:
+            serve: Its life, given its end of the line and the id of its parent; it must not return
+                into the parent's code.
+        """
+        self._line, theirs = socket.socketpair()
+        self._is_reaped = False
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            serve(theirs, parent)
+        theirs.close()
+
+    def stop(self) -> None:
+        """End it, and wait for that. Harmless when repeated."""
+        if self.pid > 0:
+            if not self._is_reaped:  # else its number may be another's by now
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(self.pid, signal.SIGKILL)
+                    os.waitpid(self.pid, 0)
+            self._line.close()
+            self.pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def die_with_parent(parent_pid: int) -> None:

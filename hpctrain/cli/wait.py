@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.cli.progress import ProgressLine
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.events import Tail
     from hpctrain.run.layout import RunDir
     from hpctrain.status.status import RunStatus

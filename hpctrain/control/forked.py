@@ -13,11 +13,10 @@ import json
 import os
 import signal
 import traceback
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpctrain.base.process import die_with_parent, fork_beside
+from hpctrain.base.process import ForkedProcess, die_with_parent
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
@@ -31,12 +30,8 @@ ANSWER_S = 60.0
 _LINE_BYTES = 1 << 20
 
 
-class ForkedServer:
-    """The agent's side.
-
-    Attributes:
-        pid: Of the process; 0 after `stop`.
-    """
+class ForkedServer(ForkedProcess):
+    """The agent's side."""
 
     def __init__(self, make: Callable[[], Do], what: str) -> None:
         """Fork it. To be made while this process has one thread.
@@ -48,7 +43,7 @@ class ForkedServer:
         """
         self._what = what
         self._ended = ""
-        self.pid, self._line = fork_beside(partial(_serve_until_killed, make))
+        super().__init__(partial(_serve_until_killed, make))
 
     def ask(self, order: dict[str, Any]) -> int:
         """Have it do an order; returns its answer.
@@ -80,17 +75,8 @@ class ForkedServer:
                 code = os.waitstatus_to_exitcode(status)
                 killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
                 self._ended = killed or f"ended with exit code {code}"
+                self._is_reaped = True
         return self._ended
-
-    def stop(self) -> None:
-        """End it. Harmless when repeated."""
-        if self.pid > 0:
-            if not self._ended:  # else its number may be another's by now
-                with suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(self.pid, signal.SIGKILL)
-                    os.waitpid(self.pid, 0)
-            self._line.close()
-            self.pid = 0
 
 
 def _serve_until_killed(make: Callable[[], Do], line: socket.socket, parent: int) -> NoReturn:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart, JobState
-    from hpctrain.history.run_history import AttemptRecord, RunHistory, Submission
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord, Submission
 
 SLACK_S = 60.0
 """So far may the clocks of a node and of accounting be apart."""

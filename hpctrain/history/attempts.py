@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
 from hpctrain.history.causes import cause_of
-from hpctrain.history.run_history import AttemptRecord
+from hpctrain.history.run_records import AttemptRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobStart, Next, Skipped
     from hpctrain.history.allocations import Allocation
     from hpctrain.history.causes import EndCause
-    from hpctrain.history.run_history import Failure, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import Failure
     from hpctrain.run.event_types import HangFound, HangSuspected, RanksAwaited
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.records import EndReason, JobState
 
 if TYPE_CHECKING:
-    from hpctrain.history.run_history import AttemptRecord, Failure
+    from hpctrain.history.run_records import AttemptRecord, Failure
 
 
 class EndCause(StrEnum):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import JobStart
     from hpctrain.history.allocations import Allocation
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
 
 
 class TimeClass(StrEnum):

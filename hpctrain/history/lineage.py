@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_history import Restore
+from hpctrain.history.run_records import Restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.history.run_history import Hole, RunHistory, StepMark
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import Hole, StepMark
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_history import Restore, StepMark
+from hpctrain.history.run_records import Restore, StepMark
 from hpctrain.run.event_fields import finite, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hpctrain.history.run_history import RunHistory, SaveRecord
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import SaveRecord
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.history.attempts import AttemptView
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
 
 NO_STEP = "the program has told no step"
 HOW_TO_TELL = (

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.history.attempts import AttemptView
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
 
 BATCH = "batch"

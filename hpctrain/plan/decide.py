@@ -34,7 +34,8 @@ from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:
     from hpctrain.base.records import JobFacts
-    from hpctrain.history.run_history import AttemptRecord, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
 
 Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because

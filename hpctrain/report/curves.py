@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.history.progress import RankSample
-    from hpctrain.history.run_history import SaveRecord
+    from hpctrain.history.run_records import SaveRecord
     from hpctrain.report.gather import StepRow
 
 MOST_POINTS = 2000

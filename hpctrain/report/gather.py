@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from hpctrain.base.files import read_plain
 from hpctrain.errors import HpctrainError
 from hpctrain.history.progress import RankSample, rank_sample
-from hpctrain.history.run_history import Restore, RunHistory, SaveRecord, StepMark
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_records import Restore, SaveRecord, StepMark
 from hpctrain.plan.interval import Costs, Failures, costs, failures
 from hpctrain.run.event_fields import finite
 from hpctrain.settings.spec import load_spec

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import JobInfo, JobStart, Skipped
     from hpctrain.history.evaluations import EvaluationView
-    from hpctrain.history.run_history import Failure, RunHistory
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import Failure
 
 ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
 UNDER_WAY_STATES = ALIVE | {RunState.SUBMITTING}

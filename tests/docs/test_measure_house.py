@@ -31,7 +31,7 @@ def test_a_class_name_means_one_thing(house):
 
 def test_modules_and_lines_do_not_grow_unseen(house):
     """Whoever needs more says so here, and why in the commit."""
-    assert len(house.modules) <= 378
+    assert len(house.modules) <= 379
     assert sum(house.lines.values()) <= 94_000
 
 
@@ -41,7 +41,7 @@ def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):
 
 
 def test_commands_do_not_walk_through_more_rooms():
-    most = {"submit --dry-run": 33, "submit": 48, "status": 42, "logs": 21}
+    most = {"submit --dry-run": 33, "submit": 48, "status": 42, "logs": 22}
 
     entered = PROGRAM["entered"](TOP)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.history.run_history import RunHistory, StepMark
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_records import StepMark
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings, replaced

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.causes import EndCause, cause_of, said_by
-from hpctrain.history.run_history import AttemptRecord, Failure
+from hpctrain.history.run_records import AttemptRecord, Failure
 from hpctrain.scheduler.slurm.jobs import job_state
 
 

@@ -502,7 +502,7 @@ def with_attempts(quiet, *attempts, goodput=None):
 
 
 def failure(view, node, summary="killed by SIGKILL"):
-    from hpctrain.history.run_history import Failure
+    from hpctrain.history.run_records import Failure
 
     return {"failure": Failure(view, 0, node, "signal", summary), "cause": EndCause.CRASHED}
 

@@ -1,0 +1,283 @@
+"""What a run's history is made of: its submissions, attempts, saves and what came of them. Pure.
+
+`run_history.py` puts them together from the ledger. Times are as their writers' clocks had them.
+tests/unit/history/test_run_history.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpctrain.base.records import EndReason, Next, Skipped
+    from hpctrain.run import event_types as facts
+
+
+class StepMark(NamedTuple):
+    """The steps since the mark before."""
+
+    t: float
+    attempt: int | None
+    fact: facts.StepsDone
+
+    @property
+    def steps(self) -> int:
+        """How many; 0 where the mark does not tell."""
+        first, last = self.fact.first, self.fact.last
+        return 0 if first is None or last is None else max(0, last - first + 1)
+
+
+class Restore(NamedTuple):
+    """An attempt began to train at a step, 0 for the beginning."""
+
+    t: float
+    attempt: int | None
+    step: int
+
+
+class Hole(NamedTuple):
+    """A batch was read and not trained on: a guard has left its update out."""
+
+    t: float
+    attempt: int | None
+    fact: facts.BatchSkipped
+
+
+@dataclass
+class Submission:
+    """A job that was asked for.
+
+    Attributes:
+        asked: When.
+        token: The submission's.
+        job_id: "" where the answer is not on record.
+        accepted: When the answer came; None where it is not on record.
+        refused: Whether it was not accepted.
+        cancelled: When it was asked to be cancelled.
+        clusters: Those that are said to have it.
+    """
+
+    asked: float
+    token: str = ""
+    job_id: str = ""
+    accepted: float | None = None
+    refused: bool = False
+    cancelled: float | None = None
+    clusters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first causal failure of an attempt."""
+
+    attempt: int
+    rank: int | None
+    node: str
+    kind: str
+    summary: str
+    traceback: str = ""
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """A save that was due: one that was committed, has failed or was left out.
+
+    Attributes:
+        t: When it was told.
+        attempt: Whose.
+        kind: "saved", "sealed", "save_failed" or "save_skipped".
+        step: Of the state; None where nobody knows.
+        restores: How many times the run had restored a checkpoint before.
+        leaving: Whether the attempt had been asked to stop.
+        seconds: From its beginning until it was committed.
+        stall_s: How long training waited for it; None where the version that wrote it did not tell.
+        waited_s: How long it waited for the save before.
+        size_bytes: Its size.
+        mode: "async" or "sync".
+        why: Why it was not committed.
+        own_s: Before the seconds of a seal: the program's own save.
+    """
+
+    t: float
+    attempt: int | None
+    kind: str
+    step: int | None
+    restores: int
+    leaving: bool = False
+    seconds: float | None = None
+    stall_s: float | None = None
+    waited_s: float = 0.0
+    size_bytes: int | None = None
+    mode: str = ""
+    why: str = ""
+    own_s: float | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether it can be loaded."""
+        return self.kind in {"saved", "sealed"}
+
+    @property
+    def cost_s(self) -> float | None:
+        """What training lost to it: a version without saves in the background told of no stall."""
+        return self.seconds if self.stall_s is None and self.mode != "async" else self.stall_s
+
+
+@dataclass
+class AttemptRecord:
+    """One attempt, as far as the ledger alone knows it. Moments are seconds since the epoch.
+
+    Attributes:
+        number: Counted from 1.
+        first_t: When it was first heard of.
+        last_t: The same for the last time, by any writer but its successor.
+        submission: How many submissions there had been when it began.
+        resume: How many were answered when it last told anything but its end; -1 where it never
+            did.
+        submitted_job: The newest job that was submitted when it was first heard of.
+        job_id: Whose job it ran in; "" where its beginning is torn.
+        restarts: How often the scheduler had restarted that job.
+        nodes: Host names.
+        world_size: Ranks; 0 where no agent came so far.
+        cpus: Of each rank of its first node; empty where they are not bound.
+        by: "start", "restart" inside the allocation, or "batch".
+        started: When its ranks were about to start.
+        begun: When its job began, by SLURM or by the first process that could tell.
+        device: What its ranks train on.
+        initialised: Whether its program has called `hpctrain.init`.
+        mesh: How its ranks stand, as they said.
+        restored: When they had it.
+        restore_s: How long that took, where it was told.
+        restored_step: Its step, 0 for none.
+        own_loop: Whether its program counts, saves and restores by itself, and has told the step.
+        from_world_size: How many ranks had written it.
+        from_checkpoint: Its name, of a sealed one its path; None where it began at the beginning.
+        skipped: Checkpoints it looked at and did not take.
+        resumed: Which sealed checkpoint its program was given; None where nothing was sealed.
+        first_step: When the first step was done.
+        base: Seconds of data and saves that count for the time before the first step was done.
+        marks: Step marks, in order.
+        marks_before: How many of them were there when it last restored.
+        saves: Committed saves, in order.
+        stop_cause: What asked for the stop, where something did.
+        stopping: When its ranks agreed to stop.
+        left: When they had saved and left, or were done.
+        failed: When a failure was written down.
+        failure: What made it fail.
+        ended: When it ended; for one that died without a word, when it was last heard of.
+        witnessed: When its end was written down by those who saw it.
+        ended_at: The scheduler's word on the end of its allocation.
+        heard: When its ranks were last heard of, by those who wrote the end.
+        last_step: The last step that it is known to have done since it last restored.
+        highest_step: The highest one that it is known to have done.
+        last_saved_step: The newest checkpoint that it committed.
+        end_step: The step that was told with its end.
+        reason: Why it ended; None while it runs. The last word counts: the batch side may know more
+            than the agent did.
+        next: What followed.
+        detail: One line more about the end.
+        ended_by: Who told of the end: "agent", "batch" or "successor".
+        stopped_for_good: Why nothing follows, where a budget or a user's error decided so.
+        stuck: Why its job could not be requeued; None where it was, or nobody tried.
+        went_back: Whether a person resumed from an older step on purpose: what follows costs, but
+            nothing was lost.
+        awaited: Which ranks were waited for last, where others had returned.
+        awaited_t: When that was said.
+        hang: What was said last of ranks that stand still; None where they went on since.
+        hang_t: When that was said.
+        restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
+    """
+
+    number: int
+    first_t: float
+    last_t: float
+    submission: int = 0
+    resume: int = -1
+    submitted_job: str = ""
+    job_id: str = ""
+    restarts: int = 0
+    nodes: tuple[str, ...] = ()
+    world_size: int = 0
+    cpus: tuple[str, ...] = ()
+    by: str = ""
+    started: float | None = None
+    begun: float | None = None
+    device: str = ""
+    initialised: bool = False
+    mesh: facts.MeshBuilt | None = None
+    restored: float | None = None
+    restore_s: float | None = None
+    restored_step: int | None = None
+    own_loop: bool = False
+    from_world_size: int | None = None
+    from_checkpoint: str | None = None
+    skipped: tuple[Skipped, ...] = ()
+    resumed: facts.ResumeChosen | None = None
+    first_step: float | None = None
+    base: tuple[float, float] = (0.0, 0.0)
+    marks: list[StepMark] = field(default_factory=list)
+    marks_before: int = 0
+    saves: list[SaveRecord] = field(default_factory=list)
+    stop_cause: str | None = None
+    stopping: float | None = None
+    left: float | None = None
+    failed: float | None = None
+    failure: Failure | None = None
+    ended: float | None = None
+    witnessed: float | None = None
+    ended_at: float | None = None
+    heard: float | None = None
+    last_step: int | None = None
+    highest_step: int | None = None
+    last_saved_step: int | None = None
+    end_step: int | None = None
+    reason: EndReason | None = None
+    next: Next | None = None
+    detail: str = ""
+    ended_by: str = ""
+    stopped_for_good: str | None = None
+    stuck: str | None = None
+    went_back: bool = False
+    awaited: facts.RanksAwaited | None = None
+    awaited_t: float | None = None
+    hang: facts.HangSuspected | facts.HangFound | None = None
+    hang_t: float | None = None
+    restart_pause_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an end is on record."""
+        return self.reason is not None
+
+    @property
+    def restoring(self) -> float | None:
+        """When its ranks began to look for a checkpoint."""
+        return None if self.restored is None else self.restored - (self.restore_s or 0.0)
+
+    @property
+    def began(self) -> float:
+        """When its ranks were about to start, or it was first heard of."""
+        return self.first_t if self.started is None else self.started
+
+    @property
+    def ran_in(self) -> str:
+        """Its job; where its beginning is torn, the newest that was submitted."""
+        return self.submitted_job if self.started is None else self.job_id
+
+    @property
+    def last_heard(self) -> float:
+        """When it was last heard of, by itself or by those who wrote its end."""
+        return self.last_t if self.heard is None else max(self.last_t, self.heard)
+
+    @property
+    def tells_steps(self) -> bool:
+        """Whether it told where it stands: a program may train and tell nothing of it."""
+        return self.highest_step is not None or self.first_step is not None
+
+    def moved(self, step: int | None) -> None:
+        """It is known to have done this step."""
+        if step is not None:
+            self.last_step = max(step, self.last_step or 0)
+            self.highest_step = max(step, self.highest_step or 0)
