@@ -153,6 +153,13 @@ class RankLease:
         """
         return 1 + (most_ahead(self._step_ns / 1e9) if self._step_ns else 0)
 
+    @property
+    def stop_ahead(self) -> int:
+        """The code of the stop that all ranks come to, as far as this node knows; 0 for none."""
+        newest = self._board.newer_lease(0)
+        decisions = newest[1].decisions if newest is not None else ()
+        return max((one.value for one in decisions if one.kind == "stop"), default=0)
+
     def _count(self, tick: int) -> None:
         """Show how many collectives this rank has called."""
         if self.collectives_called is not None:

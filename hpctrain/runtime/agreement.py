@@ -80,6 +80,10 @@ class Agreement(Protocol):
         Every rank calls it equally often.
         """
 
+    @property
+    def stop_ahead(self) -> int:
+        """The code of a stop that is agreed on for a later tick; 0 where none is known here."""
+
     def wish(self, stop: int) -> None:
         """Say at once what `tick` would say at the next step. From any thread; not collective."""
 
@@ -101,6 +105,7 @@ class GlooAgreement:
     """
 
     steps_ahead = 0
+    stop_ahead = 0
 
     def __init__(self, world: World) -> None:
         control = world.control
@@ -180,6 +185,11 @@ class LeasedAgreement:
     def steps_ahead(self) -> int:
         """See `Agreement`."""
         return self._lease.ticks_ahead
+
+    @property
+    def stop_ahead(self) -> int:
+        """See `Agreement`."""
+        return self._lease.stop_ahead
 
     def tick(self, request: StopRequest) -> StopRequest:
         """See `Agreement`.

@@ -715,7 +715,8 @@ class Run:
 
     def _load(self, place: SavePlace) -> Restored:
         started = time.monotonic()
-        self._saves = Saves(place, self.world, self._clock, self.settings.evaluate)
+        near = self._stops.near_stop_left_s
+        self._saves = Saves(place, self.world, self._clock, self.settings.evaluate, near)
         if self.settings.checkpoint.overlap_copy:
             self._program.call_before_update(self._before_update)
         saver = self._saves.saver

@@ -54,20 +54,36 @@ log = logging.getLogger("hpctrain.runtime")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 """Between two tries of the last save."""
+LOOK_S = 0.25
+"""So often a rank that waits for a save looks whether a stop is near."""
 
 
 class Saves:
     """One rank's side of the run's saves."""
 
     def __init__(
-        self, place: SavePlace, world: World, clock: JobClock, evaluate: EvaluateSettings
+        self,
+        place: SavePlace,
+        world: World,
+        clock: JobClock,
+        evaluate: EvaluateSettings,
+        near_stop_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Collective in the asynchronous mode: every rank calls it."""
+        """Collective in the asynchronous mode: every rank calls it.
+
+        Args:
+            place: Where, and by which right.
+            world: The ranks.
+            clock: Which also says how long a save takes.
+            evaluate: Which checkpoints must stay for evaluations.
+            near_stop_left_s: Seconds for a save at the stop that this rank knows of; else None.
+        """
         self.step = 0
         """The newest step that is committed, or on its way."""
         self._place = place
         self._world = world
         self._clock = clock
+        self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
         if world.rank == 0 and (problem := stripes.lay_out(place.run.checkpoints, self._settings)):
             log.warning("%s", problem)
@@ -76,6 +92,7 @@ class Saves:
         self._policy = SavePolicy(place, world, clock) if world.rank == 0 else None
         self._flight_s: float | None = None
         self._waited_s = 0.0
+        self._is_leaving = False
         self._told: int | None = None
         self._digest = ""
         self._has_memory = False
@@ -129,7 +146,7 @@ class Saves:
         Raises:
             Fenced: a newer attempt has taken the run over.
         """
-        if step in {0, self.step}:
+        if step in {0, self.step} or self._is_leaving:
             return
         if self._is_busy_and_skips(step):
             return
@@ -153,7 +170,9 @@ class Saves:
             Fenced: a newer attempt has taken the run over.
         """
         choice = self._choose_last(left_s)
-        self._land(abandon=choice is LastSave.FRESH or self._hangs(choice, left_s))
+        is_given_up = choice is LastSave.FRESH or self._hangs(choice, left_s)
+        if self._saver is not None:
+            self._note(self._saver.abandon() if is_given_up else self._saver.land())
         if choice is LastSave.FINISH and self.step:
             self._event(SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
             return
@@ -234,7 +253,12 @@ class Saves:
 
     def _behind(self, saver: Saver, step: int, snapshot: Snapshot) -> None:
         due = time.monotonic()
-        self._land()
+        failed = self._land()
+        if failed is not None and broadcast(self._world, self._near_stop_left_s() is not None):
+            self._is_leaving = True
+            why = f"a stop is near, and step {failed} could not be saved"
+            self._event(SaveSkipped(step=step, why=why))
+            return
         started = time.monotonic()
         self._waited_s = started - due
         state, manifest = snapshot()
@@ -288,18 +312,36 @@ class Saves:
             hangs = not self._saver.settle(patience)
         return bool(broadcast(self._world, hangs))
 
-    def _land(self, *, abandon: bool = False) -> None:
-        """Wait for the save in flight, and take note of how it ended, the same on every rank."""
-        if self._saver is None:
-            return
-        outcome = self._saver.abandon() if abandon else self._saver.land()
+    def _land(self) -> int | None:
+        """Wait for the save in flight, and take note of how it ended, the same on every rank.
+
+        It may hang, and a stop come nearer: so that there is time for another one, a rank whose own
+        part is not written gives that up, which fails the save on all ranks. For others it is the
+        answer of that rank that they wait for.
+
+        Returns:
+            The step that could not be saved; None if it was saved, or none was in flight.
+        """
+        saver = self._saver
+        if saver is None:
+            return None
+        while not saver.settle(LOOK_S):
+            left_s = self._near_stop_left_s()
+            fresh_s = self._clock.expected_save_s()
+            if left_s is not None and patience_s(left_s, fresh_s) <= LOOK_S:
+                return self._note(saver.abandon())
+        return self._note(saver.land())
+
+    def _note(self, outcome: Outcome | None) -> int | None:
         if outcome is None:
-            return
+            return None
         self._tell(outcome)
-        if outcome.saved is None:
-            self.step = 0 if self.step == outcome.step else self.step
         if isinstance(outcome.error, Fenced):
             raise outcome.error
+        if outcome.saved is not None:
+            return None
+        self.step = 0 if self.step == outcome.step else self.step
+        return outcome.step
 
     def _tell(self, outcome: Outcome) -> None:
         """Once for each save, as soon as rank 0 knows."""

@@ -112,6 +112,25 @@ class Stops:
             grace_end=self._grace_end if cause is StopCause.TERM else None,
         )
 
+    def near_stop_left_s(self) -> float | None:
+        """Seconds between the step of a stop that this rank knows of and the end of its process.
+
+        For who waits for something before it gets to that step. Not collective: other ranks may
+        know less, or more. From the thread that trains.
+
+        Returns:
+            None where it knows of no stop, or nobody says when processes are killed.
+        """
+        stop = max(self._heard(), self._agreement.stop_ahead)
+        if not stop and self._world.rank == 0 and self._clock.is_due(time.time()):
+            stop = STOP_CLOCK
+        cause = StopRequest(stop).cause
+        left_s = self.left_s(cause) if cause is not None else None
+        if left_s is None:
+            return None
+        steps = 1 + self._agreement.steps_ahead
+        return max(0.0, left_s - steps * self._clock.step_s)
+
     @cached_property
     def _grace_end(self) -> float | None:
         return self._requests.grace_end(ASK_S) if self._requests is not None else None

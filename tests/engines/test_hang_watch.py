@@ -97,7 +97,10 @@ def test_where_it_is_only_to_be_told_nothing_is_ended(agents, tmp_path):
 
     assert ending == "left"
     told = [(event["kind"], event.get("ended")) for event in events(tmp_path)]
-    assert told == [("hang_suspected", None), ("hang", False), ("hang_cleared", None)]
+    while told[:2] == [("hang_suspected", None), ("hang_cleared", None)]:
+        del told[:2]  # on a busy machine a step may take half a second as well
+    assert told[:3] == [("hang_suspected", None), ("hang", False), ("hang_cleared", None)]
+    assert [ended for kind, ended in told if kind == "hang"] == [False]
 
 
 def test_the_first_step_and_a_named_section_have_their_own_limits(agents, tmp_path):

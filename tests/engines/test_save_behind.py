@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 
 import pytest
 
 from hpctrain.checkpoint.store import find
 from hpctrain.run import events as ledger
+from hpctrain.runtime import saves
 from hpctrain.testing import faults
 from tests.support import small_disk as disks
 from tests.support.gloo import launch
@@ -179,8 +181,8 @@ def test_a_full_disk_costs_saves_and_not_the_training(small_disk, mode, ranks):
 def test_the_last_save_before_leaving_is_tried_again(tmp_path, fault, stop_at, ranks):
     """After it there is no other, and a file system that is away for a moment comes back."""
     fault("fail:shard.write,rank=1,error=ESTALE,hit=1")
-    seldom = {"train__steps": STEPS, "checkpoint__interval_steps": 100}
-    run = make_run(tmp_path / "run", **seldom)
+    steps = STEPS if stop_at is None else 100  # by leases a stop comes some short steps later
+    run = make_run(tmp_path / "run", train__steps=steps, checkpoint__interval_steps=100)
     train(run, 2, stop_at=stop_at, victim=1, **ranks)
 
     end = _events(run, "done" if stop_at is None else "stopped")[-1]["step"]
@@ -205,7 +207,13 @@ def test_the_last_save_is_tried_again_only_while_there_is_time(tmp_path, fault, 
 
 def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(tmp_path, fault):
     fault("delay:shard.flush,step=2,seconds=1")
-    run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
+    sets = {
+        **EACH,
+        "train__steps": 100,
+        "checkpoint__interval_steps": 2,
+        "checkpoint__keep_last": 60,
+    }
+    run = make_run(tmp_path / "run", **sets)
     train(run, 2, stop_at=2, victim=1, **TREE)
 
     stopped = _events(run, "stopped")[0]["step"]
@@ -241,13 +249,41 @@ def test_a_background_save_that_hangs_does_not_cost_the_save_at_the_stop(
 ):
     fault("stop:shard.flush,rank=1,step=4")  # the writer process stands still
     monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "12")
-    run = make_run(tmp_path / "run", **{**EACH, "checkpoint__interval_steps": 2})
+    run = make_run(tmp_path / "run", train__steps=200, checkpoint__interval_steps=2)
     train(run, 2, stop_at=4, victim=1, **TREE)
 
     stopped = _events(run, "stopped")[0]["step"]
-    assert stopped > 4
-    assert _committed(run) == [stopped, 2]
+    assert 4 < stopped < 200
+    assert _committed(run)[0] == stopped
     assert [data["step"] for data in _events(run, "save_failed")] == [4]
+
+
+@pytest.mark.parametrize("ranks", [TREE, {}], ids=["leases", "gloo"])
+def test_a_stop_is_heard_while_the_next_save_waits_for_one_that_hangs(
+    tmp_path, fault, monkeypatch, ranks
+):
+    """A save that is due before the stop's step would wait until the processes are killed."""
+    fault("stop:shard.flush,rank=1,step=2")
+    monkeypatch.setenv("HPCTRAIN_KILL_WAIT_S", "8")
+    monkeypatch.setattr(saves.Saves, "_behind", _told_to_stop_where_it_waits(saves.Saves._behind))
+    run = make_run(tmp_path / "run", train__steps=200, checkpoint__interval_steps=2)
+    train(run, 2, **ranks)
+
+    stopped = _events(run, "stopped")[0]["step"]
+    assert 4 < stopped < 200
+    assert _committed(run) == [stopped]
+    assert [data["step"] for data in _events(run, "save_failed")] == [2]
+    (skipped,) = _events(run, "save_skipped")
+    assert (skipped["step"], skipped["why"]) == (4, "a stop is near, and step 2 could not be saved")
+
+
+def _told_to_stop_where_it_waits(real):
+    def behind(self, saver, step, snapshot):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, saver, step, snapshot)
+
+    return behind
 
 
 def test_a_program_that_leaves_its_loop_early_keeps_the_save_in_flight(
