@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
@@ -78,6 +79,18 @@ class LazyGroup(click.Group):
                 raise
             return None
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it, with the table's names for who mistypes one: click's own are none."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            alike = get_close_matches(str(args[0]), self.table, n=1)
+            if alike and self.get_command(ctx, args[0]) is None:
+                raise click.UsageError(f"{error.message} Did you mean '{alike[0]}'?", ctx) from None
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table as it stands: importing every command just to list it would take its time."""

@@ -5,13 +5,14 @@ tests/unit/cli/test_stacks.py and tests/engines/test_hang_watch.py hold the prom
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import duration, fold_ranks
+from hpctrain.base.text import count, duration, fold_ranks
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
 from hpctrain.errors import HpctrainError, UsageError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ANSWER_S = 30.0
 """So long may the agents take, and the shared disk to show what they have written."""
 POLL_S = 0.2
+_LAUNCHER = re.compile(r"/hpctrain/agent/ranks\.py:\d+ ")
 STANDS_S = 5.0
 """Ranks that have not moved for so long stand: who waits for whom is then worth a line."""
 
@@ -140,9 +142,23 @@ def one_rank(document: Mapping[str, Any], rank: int) -> str:
     """All that is known of a rank."""
     for row in document["ranks"]:
         frames: Sequence[str] | None = row["frames"]
-        stack = ["not known"] if frames is None else [f"  {frame}" for frame in frames]
+        stack = ["not known"] if frames is None else [f"  {frame}" for frame in _program(frames)]
         return "\n".join([f"rank {rank} on {row['node']}: {_place(row)}", *stack])
     return f"rank {rank}: its node's agent does not answer"
+
+
+def _program(frames: Sequence[str]) -> Sequence[str]:
+    """The frames, innermost first, without those by which the agent has started the program.
+
+    All of them where a rank has not come to its program, or is no child of an agent.
+    """
+    start = next((at for at, frame in enumerate(frames) if _LAUNCHER.search(frame)), len(frames))
+    while start and "runpy>:" in frames[start - 1]:
+        start -= 1
+    left = len(frames) - start
+    if not start or not left:
+        return frames
+    return [*frames[:start], f"... {count(left, 'frame')} of the launcher (--json has all)"]
 
 
 def _meaning(document: Mapping[str, Any]) -> str:

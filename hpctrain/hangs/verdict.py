@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -345,11 +346,15 @@ def _at(evidence: RankEvidence) -> str:
 def own_frame(frames: Sequence[Frame] | None) -> Frame | None:
     """The innermost frame of the program itself: none of Python's, of a library's or of ours.
 
-    The innermost of all where there is none of the program's.
+    Where there is none of the program's, that of a recipe of ours, which is the program then; else
+    the innermost of all.
     """
     if not frames:
         return None
-    return next((frame for frame in frames if _is_own(frame.path)), frames[0])
+    for is_wanted in (_is_own, _is_recipe):
+        if (own := next((frame for frame in frames if is_wanted(frame.path)), None)) is not None:
+            return own
+    return frames[0]
 
 
 def _is_own(path: str) -> bool:
@@ -359,6 +364,10 @@ def _is_own(path: str) -> bool:
     return (
         not is_library and not any(part.startswith("python3") for part in parts) and "<" not in path
     )
+
+
+def _is_recipe(path: str) -> bool:
+    return ("hpctrain", "recipes") in pairwise(PurePath(path).parts[:-1])
 
 
 def _in_words(call: Collective) -> str:

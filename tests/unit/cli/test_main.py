@@ -146,6 +146,7 @@ def test_an_exit_code_of_a_command_is_the_programs(command):
     ("argv", "message"),
     [
         (["nope"], "No such command 'nope'. See `hpctrain --help`."),
+        (["stack"], "No such command 'stack'. Did you mean 'stacks'? See `hpctrain --help`."),
         (["--nope"], "No such option '--nope'."),
         (["sites", "show"], "Missing argument 'NAME'. See `hpctrain sites show --help`."),
     ],

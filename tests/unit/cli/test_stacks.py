@@ -115,6 +115,31 @@ def test_one_rank_is_shown_whole(running, capsys):
     ]
 
 
+AGENT = "/env/lib/python3.11/site-packages/hpctrain/agent/"
+STARTED_BY = [
+    "<frozen runpy>:98 _run_module_code",
+    "<frozen runpy>:291 run_path",
+    f"{AGENT}ranks.py:190 _run_program",
+    "/env/lib/python3.11/site-packages/torch/distributed/elastic/agent/server/api.py:711 run",
+    f"{AGENT}main.py:80 run_agent",
+]
+
+
+@pytest.mark.parametrize(
+    ("frames", "below"),
+    [
+        (row(1)["frames"], "  ... 5 frames of the launcher (--json has all)"),
+        ([], f"  {AGENT}main.py:80 run_agent"),  # it has not come to its program
+    ],
+)
+def test_the_launchers_frames_are_cut_below_a_program(running, capsys, frames, below):
+    agent = answered(running.run, row(0), row(1, frames=[*frames, *STARTED_BY]))
+    _, out, _ = shown(capsys, "--rank", "1")
+    agent.join()
+    assert out.splitlines()[1:-1] == [f"  {frame}" for frame in frames or STARTED_BY[:-1]]
+    assert out.splitlines()[-1] == below
+
+
 def test_json_has_all_that_was_found(running, capsys):
     agent = answered(running.run, row(0), row(1, **BAD))
     _, out, _ = shown(capsys, "--json")

@@ -216,6 +216,11 @@ def test_the_line_that_is_named_is_the_programs_own():
 
     assert own_frame([Frame(LIBRARY, 1, "f"), standard, ours, *IN_DATA]) == IN_DATA[0]
     assert own_frame([standard]) == standard
+    recipe = Frame("/env/lib/python3.11/site-packages/hpctrain/recipes/lm/train.py", 9, "main")
+    assert own_frame([standard, ours, recipe, ours]) == recipe  # the program is ours then
+    assert own_frame([standard, recipe, *IN_DATA]) == IN_DATA[0]
+    of_another = Frame("/env/lib/python3.11/site-packages/recipes/x.py", 9, "main")
+    assert own_frame([standard, of_another]) == standard
     assert own_frame([]) is None
     assert own_frame(None) is None
 
