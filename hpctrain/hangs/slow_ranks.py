@@ -1,0 +1,234 @@
+"""Which ranks are slower than the others, by the own work of each in each step. Pure.
+
+Steps are judged in windows of `WINDOW`. In a window a rank stands out whose lateness (its own work
+above the median of all ranks) lies above that of the median rank by 5 deviations over the ranks,
+and by 2 % of a step: by the window's median, or by its mean, which also sees a rank that takes
+twice as long at every tenth step. What stands out in three windows running is named.
+tests/unit/hangs/test_slow_ranks.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.hangs.arrivals import OwnWork
+
+WINDOW = 20
+"""Steps."""
+RUNNING = 3
+"""Windows in a row that name a rank, and that clear it."""
+DEVIATIONS, PER_MAD = 5.0, 1.4826
+LEAST, LEAST_OF_TWO = 0.02, 0.1
+"""Of a step: less is nobody's lateness. Two ranks have no deviation that tells noise from it."""
+SLOPE_WINDOWS, GROWS = 20, 0.01
+"""A lateness that grows by so much of a step in so many windows is one that grows."""
+DATA_PART = 0.5
+"""A rank that waited for data for so much of its lateness more than the others is not slow: its
+data are."""
+GREW, USUAL_WINDOWS = 0.3, 10
+"""Steps that take so much longer than in the first windows, at three windows running."""
+
+Kind = Literal["rank", "node", "data", "network"]
+
+
+class Window(NamedTuple):
+    """What so many steps say of each rank.
+
+    Attributes:
+        median: By rank, the median of its lateness, as a part of a step.
+        mean: The same by the mean.
+        step_s: What a step took (median).
+        lost_s: By rank, how long all others waited for it in this window, in seconds.
+    """
+
+    median: tuple[float, ...]
+    mean: tuple[float, ...]
+    step_s: float
+    lost_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """Who is slow.
+
+    Attributes:
+        kind: One rank of others on its node; all ranks of a node; ranks that wait for their data;
+            or nobody, and steps take longer all the same: the network, or everybody.
+        ranks: Empty for nobody.
+        nodes: Theirs, by number.
+        by: How much of a step they are later than the median rank; for nobody, how much longer
+            steps take.
+        is_growing: It has become more all along the last windows.
+        is_steady: At most steps; else at some of them, and by much.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    by: float
+    is_growing: bool = False
+    is_steady: bool = True
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """Ranks that were named are as quick as the others again.
+
+    Attributes:
+        ranks: Which; empty where it was nobody in particular.
+    """
+
+    ranks: tuple[int, ...]
+
+
+def window_of(steps: Sequence[OwnWork]) -> Window:
+    """Sum up steps.
+
+    Args:
+        steps: At least one; each with the own work of the same ranks.
+    """
+    step_s = statistics.median(step.step_s for step in steps)
+    late = [_above_median(step.seconds) for step in steps]
+    by_rank = list(zip(*late, strict=True))
+    return Window(
+        tuple(statistics.median(values) / step_s for values in by_rank),
+        tuple(statistics.fmean(values) / step_s for values in by_rank),
+        step_s,
+        tuple(sum(max(0.0, value) for value in values) for values in by_rank),
+    )
+
+
+def stands_out(lateness: Sequence[float]) -> set[int]:
+    """The ranks whose lateness, in parts of a step, is that of no other."""
+    if len(lateness) < 2:  # noqa: PLR2004
+        return set()
+    above = _above_median(lateness)
+    if len(lateness) == 2:  # noqa: PLR2004
+        return {rank for rank, value in enumerate(above) if value > LEAST_OF_TWO}
+    mad = statistics.median(map(abs, above))
+    limit = max(DEVIATIONS * PER_MAD * mad, LEAST)
+    return {rank for rank, value in enumerate(above) if value > limit}
+
+
+def slope_of(values: Sequence[float]) -> float:
+    """By how much values grow from one to the next (Theil-Sen): outliers change nothing."""
+    pairs = [
+        (later - earlier) / (j - i)
+        for i, earlier in enumerate(values)
+        for j, later in enumerate(values[i + 1 :], i + 1)
+    ]
+    return statistics.median(pairs) if pairs else 0.0
+
+
+class StragglerJudge:
+    """Judges windows, one after the other.
+
+    Attributes:
+        named: Ranks that have been named and not cleared.
+        lost_s: By rank, how long the others have waited for it since it stood out.
+    """
+
+    def __init__(self, nodes: Mapping[int, Sequence[int]]) -> None:
+        """Nothing was seen.
+
+        Args:
+            nodes: The ranks of each node, by its number.
+        """
+        self._nodes = nodes
+        self._node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
+        self._out: dict[int, int] = {}
+        self._quiet: dict[int, int] = {}
+        self._windows: deque[Window] = deque(maxlen=SLOPE_WINDOWS)
+        self._usual: list[float] = []
+        self._grown = self._shrunk = 0
+        self._is_grown = False
+        self.named: set[int] = set()
+        self.lost_s: dict[int, float] = {}
+
+    def hear(
+        self, window: Window, data_share: Mapping[int, float] | None = None
+    ) -> list[Straggling | Cleared]:
+        """What a window says that was not said before.
+
+        Args:
+            window: Of all ranks.
+            data_share: How much of the time each rank waited for data, where that is known.
+        """
+        self._windows.append(window)
+        steady, out = stands_out(window.median), stands_out(window.mean)
+        out |= steady
+        self._count(window, out)
+        new = {rank for rank in out if self._out[rank] >= RUNNING} - self.named
+        cleared = {rank for rank in self.named if self._quiet[rank] >= RUNNING}
+        self.named = (self.named | new) - cleared
+        said: list[Straggling | Cleared] = []
+        if cleared:
+            said.append(Cleared(tuple(sorted(cleared))))
+        said += self._named(window, new, steady, data_share or {})
+        return said + self._whether_grown(window, out)
+
+    def _count(self, window: Window, out: set[int]) -> None:
+        for rank, lost_s in enumerate(window.lost_s):
+            is_out = rank in out
+            self._out[rank] = self._out.get(rank, 0) + 1 if is_out else 0
+            self._quiet[rank] = 0 if is_out else self._quiet.get(rank, 0) + 1
+            if is_out:
+                self.lost_s[rank] = self.lost_s.get(rank, 0.0) + lost_s
+            elif self._quiet[rank] >= RUNNING:
+                self.lost_s.pop(rank, None)
+
+    def _named(
+        self, window: Window, new: set[int], steady: set[int], data_share: Mapping[int, float]
+    ) -> list[Straggling | Cleared]:
+        """Of each node that has new ones: the whole of it, or its ranks."""
+        said: list[Straggling | Cleared] = []
+        usual = statistics.median(data_share.values()) if data_share else 0.0
+        for node in sorted({self._node_of[rank] for rank in new}):
+            ranks = tuple(sorted(rank for rank in new if self._node_of[rank] == node))
+            all_named = set(self._nodes[node]) <= self.named
+            if all_named:
+                ranks = tuple(self._nodes[node])
+            late = [max(window.median[rank], window.mean[rank]) for rank in ranks]
+            waited = [data_share.get(rank, 0.0) - usual for rank in ranks]
+            kind: Kind = "rank"
+            if all(more > DATA_PART * by for more, by in zip(waited, late, strict=True)):
+                kind = "data"
+            elif all_named and len(ranks) > 1 and len(self._nodes) > 1:
+                kind = "node"
+            grows = any(self._is_growing(rank) for rank in ranks)
+            is_steady = bool(steady.intersection(ranks))
+            said.append(Straggling(kind, ranks, (node,), max(late), grows, is_steady))
+        return said
+
+    def _is_growing(self, rank: int) -> bool:
+        if len(self._windows) < SLOPE_WINDOWS:
+            return False
+        slope = slope_of([window.median[rank] for window in self._windows])
+        return slope * SLOPE_WINDOWS > GROWS
+
+    def _whether_grown(self, window: Window, out: set[int]) -> list[Straggling | Cleared]:
+        """Whether steps take longer without anybody who is slow."""
+        if len(self._usual) < USUAL_WINDOWS:
+            self._usual.append(window.step_s)
+            return []
+        more = window.step_s / statistics.median(self._usual) - 1
+        self._grown = self._grown + 1 if more > GREW and not out else 0
+        self._shrunk = self._shrunk + 1 if more <= GREW else 0
+        if self._is_grown and self._shrunk >= RUNNING:
+            self._is_grown = False
+            return [Cleared(())]
+        if not self._is_grown and self._grown >= RUNNING:
+            self._is_grown = True
+            return [Straggling("network", (), (), more)]
+        return []
+
+
+def _above_median(values: Sequence[float]) -> list[float]:
+    usual = statistics.median_low(values)  # of two: the quicker one
+    return [value - usual for value in values]
