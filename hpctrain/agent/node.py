@@ -32,7 +32,7 @@ from hpctrain.agent.hang_watch import (
 )
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
-from hpctrain.agent.ranks import collect, first_causal
+from hpctrain.agent.ranks import collect, first_causal, settle_s
 from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.resume_args import ResumeArgs
 from hpctrain.agent.resume_choice import StopHeard, choose
@@ -73,8 +73,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 POLL_S = 0.1
-SETTLE_S = 1.0
-"""How long other nodes have to report theirs after the first failure: one may be the cause."""
 ROLL_CALL_S = 5.0
 """So long may another node's agent take to answer that it is alive."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
@@ -635,7 +633,7 @@ class NodeAgent(LocalElasticAgent):
         it in the rendezvous.
         """
         waited = time.monotonic() - first_failure_at
-        if len(reports.nodes) < self._node_count and waited < SETTLE_S:
+        if len(reports.nodes) < self._node_count and waited < settle_s(reports.failures):
             return None
         silent = [
             node

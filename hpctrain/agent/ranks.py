@@ -55,6 +55,9 @@ EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
 HOOKS_HANG_S = 300.0
 """So long a program's hooks at its exit may take: a tracker may upload there."""
+SETTLE_S = 1.0
+CLEAR_SETTLE_S = 0.2
+"""Where a rank was killed from outside: survivors say by then that they live."""
 ECHOES = (
     "Connection closed by peer",
     "connectFullMesh failed",
@@ -169,6 +172,17 @@ def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
     first = ordered[0]
     first.others = sorted(report.rank for report in ordered[1:])
     return first
+
+
+def settle_s(reports: Iterable[FailureReport]) -> float:
+    """How long other nodes have to report failures after these first ones: one may be the cause.
+
+    A rank that was killed from outside needs no other cause. SIGABRT comes from inside, such as
+    from NCCL's watchdog where a peer went away.
+    """
+    killed = (report for report in reports if report.kind == "signal")
+    is_clear = any("SIGABRT" not in report.summary for report in killed)
+    return CLEAR_SETTLE_S if is_clear else SETTLE_S
 
 
 def is_echo(report: FailureReport) -> bool:

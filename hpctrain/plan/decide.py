@@ -68,7 +68,7 @@ LONG_S = 300.0
 SOON_S = 20.0
 """One that tells nothing and raises later than this may have: the next start shows it."""
 FIRST_PAUSE_S = 1.0
-"""Before the first restart inside a job; twice as long before each one more of the same cause."""
+"""Before the second restart inside a job of one cause; twice as long before each one more."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,8 @@ def is_users(history: RunHistory, attempt: int, error: str, now: float) -> bool:
 def restart_pause_s(history: RunHistory, attempt: int, longest_s: float) -> float:
     """Seconds to wait before ranks that crashed start again in their allocation.
 
+    None the first time: what passes by itself has passed, and what does not comes again at once.
+
     Args:
         history: The run's, with this attempt's end.
         attempt: The one that crashed.
@@ -346,8 +348,8 @@ def restart_pause_s(history: RunHistory, attempt: int, longest_s: float) -> floa
         lambda one: one.next is Next.RESTART and cause_of(one) is cause_of(own),
         reversed([one for one in history.attempts if one.number < attempt]),
     )
-    doubled = min(sum(1 for _ in before), 30)
-    return min(FIRST_PAUSE_S * float(1 << doubled), longest_s)
+    again = min(sum(1 for _ in before), 30)
+    return min(FIRST_PAUSE_S * float(1 << again - 1), longest_s) if again else 0.0
 
 
 def _came_to_work(attempt: AttemptRecord, until: float) -> bool:

@@ -115,8 +115,8 @@ class RunSettings(Table):
     )
     restart_pause_s: float = setting(
         60.0,
-        "longest pause before crashed ranks are started again inside one job: 1 s at first, twice "
-        "as long at each further crash of the same cause; 0: none",
+        "longest pause before crashed ranks are started again inside one job: none at first, 1 s "
+        "after a second crash of the same cause, twice as long after each further one; 0: none",
     )
     end_wait_s: float = setting(
         300.0,

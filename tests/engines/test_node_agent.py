@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent import node as module
+from hpctrain.agent import ranks as ranks_module
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
 from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
@@ -209,7 +210,7 @@ def test_ranks_start_again_only_where_every_agent_answers(start, tmp_path, dead,
 
 
 def test_the_other_nodes_reports_are_awaited_one_may_be_the_cause(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SETTLE_S", 60.0)
+    monkeypatch.setattr(ranks_module, "SETTLE_S", 60.0)
     start(CAUSE)
 
     *_, told = json.loads(_wait(tmp_path / "end-0"))

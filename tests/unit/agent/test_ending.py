@@ -212,7 +212,17 @@ def test_an_unchanged_script_starts_again_after_hours_or_where_the_machine_faile
     own = ending(story, Scheduler())
 
     assert own.after_crash(number, failure) is again
-    assert own.pause_s == (1.0 if again else 0.0)
+    assert own.pause_s == 0.0  # the first of its cause
+
+
+def test_the_second_crash_of_a_cause_makes_the_ranks_wait(story):
+    story.add("phase", 1, name="first_step").ended(1, "crashed", "restart")
+    take_attempt(story.run, job_id="7", restarts=1)
+    story.started(2, "7", restarts=1, by="restart").add("phase", 2, name="first_step")
+    own = ending(story, Scheduler())
+
+    assert own.after_crash(2, FailureReport(0, "n1", "signal", "killed by SIGKILL"))
+    assert own.pause_s == 1.0
 
 
 def test_restarts_in_a_job_are_as_many_as_were_asked_for(story):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hpctrain.agent.ranks import ECHOES, first_causal, is_echo
+from hpctrain.agent.ranks import ECHOES, SETTLE_S, first_causal, is_echo, settle_s
 from hpctrain.base.records import FailureReport
 
 
@@ -38,6 +38,20 @@ def test_the_earliest_that_is_no_echo_is_the_cause(reports, first):
 
         assert (found.rank, found.summary) == (first.rank, first.summary)
         assert found.others == sorted(one.rank for one in reports if one.rank != first.rank)
+
+
+ABORTED = failed(2, "killed by SIGABRT", kind="signal")
+DESYNC = failed(2, "rank 2 is out of step", kind="desync")
+
+
+@pytest.mark.parametrize("reports", [[ECHO], [CAUSE, ECHO], [ABORTED], [DESYNC], []])
+def test_others_have_time_to_report_what_may_be_the_cause(reports):
+    assert settle_s(reports) == SETTLE_S
+
+
+@pytest.mark.parametrize("reports", [[KILLED], [ECHO, KILLED], [ABORTED, CAUSE, KILLED]])
+def test_where_a_rank_was_killed_nobody_waits_for_another_cause(reports):
+    assert settle_s(reports) < SETTLE_S / 2
 
 
 def test_without_a_failure_there_is_no_cause():

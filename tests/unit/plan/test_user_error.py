@@ -57,7 +57,7 @@ def test_one_that_ran_longer_than_another_needed_to_its_first_step_crashed(story
 
 @pytest.mark.parametrize(
     ("others", "pause_s"),
-    [([], 1), ([ERROR], 2), ([ERROR] * 3, 8), ([ERROR] * 40, 60), ([ERROR, "CUDA error: x"], 1)],
+    [([], 0), ([ERROR], 1), ([ERROR] * 3, 4), ([ERROR] * 40, 60), ([ERROR, "CUDA error: x"], 0)],
 )
 def test_pauses_between_restarts_of_one_cause_grow(story, others, pause_s):
     for number, error in enumerate([*others, ERROR], start=1):
