@@ -73,8 +73,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 POLL_S = 0.1
-ROLL_CALL_S = 5.0
-"""So long may another node's agent take to answer that it is alive."""
+ROLL_CALL_S = 10.0
+"""So long may another node's agent take to answer that it is alive: who is held for dead while its
+cores are busy costs the run a requeue."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
 STOP = "stop"
 """News that the ranks should leave, with the cause."""

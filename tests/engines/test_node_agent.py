@@ -193,7 +193,10 @@ def start(tmp_path):
 @pytest.mark.parametrize(
     ("dead", "expected"), [(False, ["left", [], 2]), (True, ["failed", [1], 1])]
 )
-def test_ranks_start_again_only_where_every_agent_answers(start, tmp_path, dead, expected):
+def test_ranks_start_again_only_where_every_agent_answers(
+    start, tmp_path, monkeypatch, dead, expected
+):
+    monkeypatch.setattr(module, "ROLL_CALL_S", 3.0 if dead else 60.0)
     agents = start(SCRIPT)
     ranks = [int(_wait(tmp_path / "1" / f"pid-{rank}")) for rank in (0, 1)]
 

@@ -2,7 +2,7 @@
 
 Every worker writes down each sample that it reads (its own number of the reading, and the index),
 every rank what its steps trained on (the worker and that number), so that the two can be held
-against each other. Attempts 1 to 5 wait at a step of their own until they are stopped.
+against each other. Attempts 1 to LOADER_STOPS wait at a step of their own until they are stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 import hpctrain
 
 SIZE, GLOBAL_BATCH, STEPS = 251, 14, 2 * 18
-STEPS_OF_ATTEMPT, STOPS = 5, 5
+STEPS_OF_ATTEMPT = 5
+STOPS = int(os.environ.get("LOADER_STOPS", "5"))
 WORKERS = 2
 
 

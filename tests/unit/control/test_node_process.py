@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hpctrain.control import node_process
+from hpctrain.control import forked, node_process
 from hpctrain.control.node_process import ANSWER_S, PREFIX, NodeProcess
 from hpctrain.errors import ControlLost
 from tests.support.control_tree import ControlTree
@@ -120,7 +120,7 @@ def test_signals_that_slurm_sends_to_every_process_of_a_step_do_not_end_it(memor
 
 
 def test_a_process_that_does_not_answer_is_a_loss(memory, monkeypatch):
-    monkeypatch.setattr(node_process, "ANSWER_S", 0.1)
+    monkeypatch.setattr(forked, "ANSWER_S", 0.1)
     with NodeProcess() as process:
         begun(process)
         os.kill(process.pid, signal.SIGSTOP)
