@@ -11,6 +11,7 @@ The tree::
       CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later
       GuardStopped                  1   loss or gradients are no numbers, again and again
+      RewindNeeded                  1   training goes on from before a bad step, in another start
       ReplicasDiverged              1   ranks that hold copies of the same weights hold others
       ControlLost                   1   the process that carries the agreement is gone or silent
       NoProgress                   93   "do not requeue": attempts end without a new checkpoint
@@ -120,6 +121,10 @@ class ControlLost(HpctrainError):
 
 class GuardStopped(HpctrainError):
     """A guard has ended training: what goes wrong would go wrong at every start."""
+
+
+class RewindNeeded(HpctrainError):
+    """A guard has ended the round; the next one goes on from before what it has seen."""
 
 
 class ReplicasDiverged(HpctrainError):

@@ -10,13 +10,14 @@ tests/unit/data/test_batches.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.data.holes import Holes, holes_of
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpctrain.data.order import SampleOrder
 
@@ -219,8 +220,9 @@ def _leaves(
 class GlobalBatches:
     """One rank's endless walk through the sample order, step by step.
 
-    Its state is the number of samples consumed by all ranks together. World size, micro batch and
-    global batch may be others after a restart: the walk goes on at exactly the next sample.
+    Its state is the number of samples consumed by all ranks together, those that were left out
+    counted with them. World size, micro batch and global batch may be others after a restart: the
+    walk goes on at exactly the next sample.
 
     Attributes:
         taken: The step that was handed out last; None before the first.
@@ -245,29 +247,37 @@ class GlobalBatches:
         self.consumed = consumed
         self.passes = passes
         self.taken: StepBatch | None = None
+        self._holes = Holes()
 
     def next_step(self) -> StepBatch:
         """This rank's part of the next step; from here on its samples count as consumed."""
-        positions = range(self.consumed, self.consumed + self.global_batch)
+        positions: Sequence[int] = range(self.consumed, self.consumed + self.global_batch)
+        if self._holes:
+            positions = self._holes.positions(self.consumed, self.global_batch)
         step = cut_step(
-            positions,
+            range(self.global_batch),
             self.rank,
             self.world_size,
             self.micro_batch,
-            index=self.order.index,
+            index=lambda number: self.order.index(positions[number]),
             passes=self.passes,
         )
-        self.consumed = positions.stop
-        self.taken = step
-        return step
+        self.taken = replace(step, first=positions[0], last=positions[-1] + 1)
+        self.consumed = self.taken.last
+        return self.taken
 
-    def state_dict(self) -> dict[str, int]:
+    def leave_out(self, holes: Iterable[tuple[int, int]]) -> None:
+        """Come by these ranges of positions without handing them out; the same on every rank."""
+        self._holes.add(holes)
+
+    def state_dict(self) -> dict[str, Any]:
         """Where the walk stands: equal on all ranks. `global_batch` is for the reader only."""
         return {
             "samples_consumed": self.consumed,
             "seed": self.order.seed,
             "size": self.order.size,
             "global_batch": self.global_batch,
+            **self._holes.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,4 +299,5 @@ class GlobalBatches:
                     "samples would be skipped or seen twice; set seed and data back, "
                     "or start a new run"
                 )
+        self._holes.add(holes_of(state))
         self.consumed = consumed

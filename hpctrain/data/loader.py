@@ -20,12 +20,13 @@ from hpctrain.data.batches import (
     StepBatch,
     cut_step,
 )
+from hpctrain.data.holes import Holes, holes_of
 from hpctrain.data.mixture import Mixture, MixtureOrder
 from hpctrain.data.order import FileOrder, SampleOrder
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -102,7 +103,8 @@ class Loader:
 
     Attributes:
         dataset: What is read.
-        consumed: Samples consumed so far, by all ranks together, over all epochs.
+        consumed: Samples consumed so far, by all ranks together, over all epochs; those that a
+            guard has had left out are counted with them.
         taken: The batch that was handed out last: its samples, weights, and place in the order.
     """
 
@@ -127,7 +129,8 @@ class Loader:
         self._watch = watch
         self._options = options
         self._at = _EpochPlace(0, 0)
-        self._planned: deque[tuple[_EpochPlace, StepBatch]] = deque()
+        self._planned: deque[tuple[_EpochPlace, int, StepBatch]] = deque()
+        self._holes = Holes()
         self._stream: Iterator[Any] | None = None
         self._has_warned = False
 
@@ -139,7 +142,7 @@ class Loader:
 
         ``for epoch in range(loader.epoch, epochs)`` goes on where a restart has interrupted.
         """
-        return self._next_place(self._at).epoch
+        return self._next_batch(self._at, self.consumed)[0].epoch
 
     @property
     def weight(self) -> float:
@@ -172,7 +175,7 @@ class Loader:
                 self._stream = self._read()
             try:
                 pieces = [next(self._stream)]
-                after, step = self._planned[0]
+                after, consumed, step = self._planned[0]
                 pieces += [next(self._stream) for _ in step.pieces[1:]]
             except BaseException:
                 # Else a program that catches the error would go on behind the batch it did not get.
@@ -180,13 +183,21 @@ class Loader:
                 raise
         self._planned.popleft()
         self._at, self.taken = after, step
-        self.consumed += step.last - step.first
+        self.consumed = consumed
         return pieces[0] if self._rules.micro_batch is None else pieces
 
     def close(self) -> None:
         """End the workers; the next batch starts new ones. What they have read ahead is dropped."""
         self._stream = None
         self._planned.clear()
+
+    def leave_out(self, holes: Iterable[tuple[int, int]]) -> None:
+        """Come by these ranges of `consumed` without reading them; the same on every rank.
+
+        A batch that would run into one ends there.
+        """
+        self.close()
+        self._holes.add(holes)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: equal on all ranks. `global_batch` is for the reader only."""
@@ -201,6 +212,7 @@ class Loader:
             "size": self._order.size,
             "global_batch": self._rules.global_batch,
             **mixture,
+            **self._holes.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,6 +236,7 @@ class Loader:
         if isinstance(self._order, MixtureOrder):
             position = epoch * self._order.size + offset
             self._order.load_state_dict(state.get("mixture"), position)
+        self._holes.add(holes_of(state))
         self._at, self.consumed = _EpochPlace(epoch, offset), consumed
 
     # ---- the walk
@@ -233,11 +246,25 @@ class Loader:
         needed = self._rules.global_batch if self._rules.drop_last else 1
         return at if at.offset + needed <= self._order.size else _EpochPlace(at.epoch + 1, 0)
 
+    def _next_batch(self, at: _EpochPlace, consumed: int) -> tuple[_EpochPlace, int, int]:
+        """The next batch behind holes: where it begins, consumed before it, its samples."""
+        batch, at = self._rules.global_batch, self._next_place(at)
+        while left_out := self._holes.end_at(consumed) - consumed:
+            rest = self._order.size - at.offset
+            if self._rules.drop_last:  # what is dropped at the end of an epoch counts nowhere
+                rest -= rest % batch
+            passed = min(left_out, rest)
+            consumed += passed
+            at = self._next_place(at._replace(offset=at.offset + passed))
+        size = min(batch, self._order.size - at.offset)
+        hole = self._holes.begin_after(consumed)
+        return at, consumed, size if hole is None else min(size, hole - consumed)
+
     def _walk(self) -> Iterator[list[int]]:
         """Lists of samples for torch's DataLoader, one for each pass; notes each batch's plan."""
         import numpy as np
 
-        place, at = self._place(), self._at
+        place, at, consumed = self._place(), self._at, self.consumed
         per_rank = max(1, self._rules.global_batch // place.ranks)
         most, count = min(AHEAD_STEPS, max(1, AHEAD_SAMPLES // per_rank)), 1
         cuts: dict[int, StepBatch] = {}  # of so many samples, with offsets for indices
@@ -246,22 +273,22 @@ class Loader:
             count = min(4 * count, most)
             spans = []
             for _ in range(count):
-                at = self._next_place(at)
-                size = min(self._rules.global_batch, self._order.size - at.offset)
+                at, consumed, size = self._next_batch(at, consumed)
                 if size not in cuts:
                     cuts[size] = self._cut(size, place)
                     pieces = cuts[size].pieces
                     flat = [n for piece in pieces for n in piece.indices]
                     offsets[size] = np.array(flat, np.int64)
-                spans.append((at, size))
+                consumed += size
+                spans.append((at, size, consumed))
                 at = at._replace(offset=at.offset + size)
             starts = [
                 offsets[size] + (before.epoch * self._order.size + before.offset)
-                for before, size in spans
+                for before, size, _ in spans
             ]
             positions: Any = np.concatenate(starts)  # an array of numpy's will do for a sequence
             samples, first = self._order.take(positions), 0
-            for before, size in spans:
+            for before, size, come_to in spans:
                 pieces = []
                 for piece in cuts[size].pieces:
                     last = first + len(piece.indices)
@@ -269,7 +296,7 @@ class Loader:
                     first = last
                 start = before.epoch * self._order.size + before.offset
                 after = before._replace(offset=before.offset + size)
-                self._planned.append((after, StepBatch(start, start + size, pieces)))
+                self._planned.append((after, come_to, StepBatch(start, start + size, pieces)))
                 for piece in pieces:
                     yield piece.indices
 

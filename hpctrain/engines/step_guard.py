@@ -69,11 +69,11 @@ class StepGuard:
         """
         self._engine = engine
         self._listener = listener
-        self._leaves_out = settings.nonfinite in {"skip", "stop"}
+        self._leaves_out = settings.nonfinite in {"skip", "stop", "rewind"}
         is_on = settings.nonfinite != "off"
         self._rule = NonfiniteRule(stops_at_once=settings.nonfinite == "stop") if is_on else None
         self._spikes = SpikeRule() if settings.spike != "off" else None
-        self._skips_spikes = settings.spike == "skip"
+        self._skips_spikes = settings.spike in {"skip", "rewind"}
         self._kept = KeptState(engine.model, engine.world.device) if self._leaves_out else None
         self._count = 0
         self._was_bad = False

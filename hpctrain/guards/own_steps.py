@@ -40,11 +40,11 @@ class OwnSteps:
 
     def __init__(self, settings: GuardSettings) -> None:
         """Nothing has happened so far."""
-        self._leaves_out = settings.nonfinite in {"skip", "stop"}
+        self._leaves_out = settings.nonfinite in {"skip", "stop", "rewind"}
         self._rule = NonfiniteRule(stops_at_once=settings.nonfinite == "stop")
         self._looks_at_nonfinite = settings.nonfinite != "off"
         self._spikes = SpikeRule() if settings.spike != "off" else None
-        self._skips_spikes = settings.spike == "skip"
+        self._skips_spikes = settings.spike in {"skip", "rewind"}
         self._count = 0
         self._was_bad = False
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpctrain.history.run_history import RunHistory
-    from hpctrain.history.run_records import Hole, StepMark
+    from hpctrain.history.run_records import Hole, Rewind, StepMark
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class LineagePiece:
 
 @dataclass(frozen=True)
 class LineageHole:
-    """A batch that was read and not trained on, since a guard has left its update out.
+    """Samples that were not trained on, since a guard has left their update or themselves out.
 
     Attributes:
-        attempt: Whose.
-        step: The step that it was.
+        attempt: Whose guard.
+        step: The step at which it did so.
         sample_first: Global position of its first sample; None where the program does not tell.
         sample_last: Position after its last one.
         why: "nonfinite" or "spike".
@@ -73,13 +73,40 @@ def lineage(history: RunHistory) -> Lineage:
     problems: list[str] = []
     for point in history.training:
         if isinstance(point, Restore):
-            problems += _go_back(pieces, point)
+            problems += _go_back(pieces, point, history.rewinds)
         elif (piece := _piece(point)) is not None:
             pieces.append(piece)
     problems += [text for pair in _pairs(pieces) for text in _joint(*pair)]
     holes = [_hole(point) for point in history.holes]
     problems += [text for hole in holes if (text := _misplaced(hole, pieces))]
+    for rewind in history.rewinds:
+        hole = rewind.hole
+        if hole is not None:
+            fact = rewind.fact
+            holes.append(LineageHole(rewind.attempt, fact.step or 0, *hole, fact.why))
+            if history.rewound_to is None:  # else the restore that goes behind it is to come
+                problems += [text for piece in pieces if (text := _met(rewind, hole, piece))]
     return Lineage(pieces, problems, holes)
+
+
+def _comes_by(piece: LineagePiece, rewind: Rewind) -> bool:
+    """Whether the piece was made when the rewind's samples were left out already."""
+    return None not in {piece.attempt, rewind.attempt} and (
+        (piece.attempt or 0) > (rewind.attempt or 0)
+    )
+
+
+def _met(rewind: Rewind, hole: tuple[int, int], piece: LineagePiece) -> str:
+    """What is wrong where a piece meets samples that are left out; "" for nothing."""
+    if piece.sample_first is None or piece.sample_last is None:
+        return ""
+    first, last = max(hole[0], piece.sample_first), min(hole[1], piece.sample_last)
+    if first >= last or (_comes_by(piece, rewind) and (first, last) == hole):
+        return ""
+    return (
+        f"hole: samples {hole[0]} to {hole[1] - 1} are left out since step {rewind.fact.step}, and "
+        f"attempt {piece.attempt} used {first} to {last - 1}"
+    )
 
 
 def _hole(point: Hole) -> LineageHole:
@@ -125,13 +152,14 @@ def _piece(mark: StepMark) -> LineagePiece | None:
     return LineagePiece(mark.attempt, fact.first, fact.last, fact.sample_first, fact.sample_last)
 
 
-def _go_back(pieces: list[LineagePiece], restore: Restore) -> list[str]:
+def _go_back(pieces: list[LineagePiece], restore: Restore, rewinds: Sequence[Rewind]) -> list[str]:
     """Take away the steps that a restore has undone; says what is not known."""
     step, attempt = restore.step, restore.attempt
     while pieces and pieces[-1].first > step:
         pieces.pop()
     if pieces and pieces[-1].last > step:
-        pieces[-1], exact = _cut(pieces[-1], step)
+        own = (each.hole for each in rewinds if _comes_by(pieces[-1], each))
+        pieces[-1], exact = _cut(pieces[-1], step, [hole for hole in own if hole is not None])
         lies = f"attempt {attempt} restored step {step}, which lies inside a step mark"
         return [] if exact else [f"{lies}: its sample position is not exact"]
     last_known = pieces[-1].last if pieces else 0
@@ -141,13 +169,20 @@ def _go_back(pieces: list[LineagePiece], restore: Restore) -> list[str]:
     return [f"attempt {attempt} restored step {step}, but {missing}"]
 
 
-def _cut(piece: LineagePiece, step: int) -> tuple[LineagePiece, bool]:
+def _cut(
+    piece: LineagePiece, step: int, left_out: Sequence[tuple[int, int]]
+) -> tuple[LineagePiece, bool]:
     """The part of a piece up to a step, and whether its sample position is exact."""
     if piece.sample_first is None or piece.sample_last is None:
         return replace(piece, last=step), True
-    samples = (piece.sample_last - piece.sample_first) * (step - piece.first + 1)
-    middle, rest = divmod(samples, piece.last - piece.first + 1)
-    return replace(piece, last=step, sample_last=piece.sample_first + middle), rest == 0
+    inside = [h for h in left_out if piece.sample_first <= h[0] and h[1] <= piece.sample_last]
+    used = piece.sample_last - piece.sample_first - sum(last - first for first, last in inside)
+    middle, rest = divmod(used * (step - piece.first + 1), piece.last - piece.first + 1)
+    end = piece.sample_first + middle
+    for first, last in sorted(inside):
+        if first < end:
+            end += last - first
+    return replace(piece, last=step, sample_last=end), rest == 0
 
 
 def _pairs(pieces: Sequence[LineagePiece]) -> Iterator[tuple[LineagePiece, LineagePiece]]:

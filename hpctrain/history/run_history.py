@@ -18,6 +18,7 @@ from hpctrain.history.run_records import (
     Failure,
     Hole,
     Restore,
+    Rewind,
     SaveRecord,
     StepMark,
     Submission,
@@ -47,6 +48,9 @@ class RunHistory:
         attempts: In the order in which they were first heard of.
         training: Restores and step marks of all attempts, in order.
         holes: Batches of which no update was made, as far as no restore went back behind them.
+        rewinds: Times that a guard went back, in order.
+        rewound_to: No checkpoint with more updates is to be gone on from; None where none of a
+            guard's wishes waits for a restore.
         not_finite: Steps whose numbers were not finite, of all attempts.
         spikes: How many steps jumped, in all attempts.
         saves: Saves of all attempts that were due, in order.
@@ -87,6 +91,8 @@ class RunHistory:
     attempts: list[AttemptRecord] = field(default_factory=list)
     training: list[StepMark | Restore] = field(default_factory=list)
     holes: list[Hole] = field(default_factory=list)
+    rewinds: list[Rewind] = field(default_factory=list)
+    rewound_to: int | None = None
     not_finite: list[facts.StepNotFinite] = field(default_factory=list)
     spikes: int = 0
     saves: list[SaveRecord] = field(default_factory=list)
@@ -405,7 +411,7 @@ def _run_restored(
     run.training.append(Restore(t, None if attempt is None else attempt.number, step))
     run.restores += 1
     run.restored_t = run.seen = t
-    run.asked_step = None
+    run.asked_step = run.rewound_to = None
     _went_behind(run, step)
     if fact.step == 0 and not fact.checkpoint:
         run.newest_saved = None
@@ -494,6 +500,11 @@ def _hole(run: RunHistory, attempt: _Attempt, t: float, fact: facts.BatchSkipped
         run.holes.append(Hole(t, None if attempt is None else attempt.number, fact))
 
 
+def _rewound(run: RunHistory, attempt: _Attempt, _: float, fact: facts.TrainingRewound) -> None:
+    run.rewinds.append(Rewind(None if attempt is None else attempt.number, fact))
+    run.rewound_to = fact.to
+
+
 def _not_finite(run: RunHistory, _: _Attempt, __: float, fact: facts.StepNotFinite) -> None:
     run.not_finite.append(fact)
 
@@ -565,6 +576,7 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.StepNotFinite: _not_finite,
     facts.StepSpiked: _spiked,
     facts.BatchSkipped: _hole,
+    facts.TrainingRewound: _rewound,
     facts.CheckpointSaved: _saved,
     facts.CheckpointSealed: _sealed,
     facts.SaveFailed: _not_saved,

@@ -44,6 +44,19 @@ class Hole(NamedTuple):
     fact: facts.BatchSkipped
 
 
+class Rewind(NamedTuple):
+    """A guard had training go back; the samples that it names are left out from then on."""
+
+    attempt: int | None
+    fact: facts.TrainingRewound
+
+    @property
+    def hole(self) -> tuple[int, int] | None:
+        """The range of samples that is left out; None where it names none."""
+        first, last = self.fact.first, self.fact.last
+        return (first, last) if first is not None and last is not None and first < last else None
+
+
 @dataclass
 class Submission:
     """A job that was asked for.

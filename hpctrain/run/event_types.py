@@ -534,6 +534,21 @@ class BatchSkipped(LedgerFact):
     why: str = maybe(check.words, "`nonfinite` or `spike`")
 
 
+@event("rewound", by="rank 0")
+class TrainingRewound(LedgerFact):
+    """A guard has ended the round: the next start goes on from a step before this one."""
+
+    step: int | None = maybe(check.count, "the step at which that was decided")
+    to: int | None = maybe(check.count, "no checkpoint with more updates is gone on from")
+    first: int | None = maybe(
+        check.count, "samples consumed before those that are left out, if any"
+    )
+    last: int | None = maybe(
+        check.count, "samples consumed after them; every start leaves them out"
+    )
+    why: str = maybe(check.words, "`nonfinite`, `spike` or `replicas`")
+
+
 @event("replicas_differ", by="rank 0")
 class ReplicasDiffer(LedgerFact):
     """Ranks that should hold the same weights do not (`guard.replicas`)."""

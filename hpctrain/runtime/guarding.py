@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_NODE
 from hpctrain.base.text import fold_ranks
-from hpctrain.checkpoint.store import find, verify
+from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, GuardStopped, ReplicasDiverged, UsageError
 from hpctrain.guards.nonfinite import BadStep, Ruling
 from hpctrain.guards.own_steps import OwnSteps, RankNumbers
 from hpctrain.run.event_types import (
     BatchSkipped,
-    CheckpointSetAside,
     ReplicasDiffer,
     StepNotFinite,
     StepSpiked,
+    TrainingRewound,
 )
+from hpctrain.runtime.rewinds import Rewinds, set_aside_newer
 from hpctrain.world import gather
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Guarding:
         self._nodes: list[str] = []
         self._own: OwnSteps | None = None
         self._is_said: set[tuple[int, ...]] = set()
+        self._rewinds = Rewinds(program, tell=tell, stop=stop)
+        self._goes_back = "rewind" in {settings.nonfinite, settings.spike}
         self._is_on = settings.nonfinite != "off" or settings.spike != "off"
 
     def guard(self, engine: Engine) -> None:
@@ -109,9 +112,13 @@ class Guarding:
         Args:
             world: The ranks.
             place: Where checkpoints are; None outside of a run.
+
+        Raises:
+            UsageError: samples are to be left out, and the program's data cannot do that.
         """
         from hpctrain.runtime.replicas import ReplicaWatch, groups_of
 
+        self._rewinds.begin(world, place, wanted=self._goes_back)
         groups = groups_of(self._program, world) if self._settings.replicas else []
         if not groups or self._program.model is None:
             return
@@ -144,6 +151,7 @@ class Guarding:
         """The program is about to read the step's samples."""
         if self._is_on:
             self._consumed = self._program.consumed()
+            self._rewinds.step_begins(self._consumed)
 
     # ---- a loop with a backward pass of its own
 
@@ -156,6 +164,11 @@ class Guarding:
             )
         if not self._is_on:
             return True
+        if self._goes_back and not self._rewinds.has_begun:
+            raise UsageError(
+                "guard.spike or guard.nonfinite = rewind goes back to a checkpoint of run.steps(), "
+                "and this program has a loop of its own; set skip"
+            )
         self.prepare()
         assert self._own is not None, "made just now"  # noqa: S101 - our own bug
         node = os.environ.get(HPCTRAIN_NODE) or os.uname().nodename
@@ -180,6 +193,7 @@ class Guarding:
 
         Raises:
             GuardStopped: on every rank.
+            RewindNeeded: the same; training goes on from before.
         """
         self._tell(
             StepNotFinite(
@@ -201,11 +215,17 @@ class Guarding:
         said = in_words(bad)
         log.warning("%s", said)
         if bad.ruling is Ruling.STOP:
+            if self._settings.nonfinite == "rewind":
+                self._rewinds.go_back(bad.step, "nonfinite", f"guard.nonfinite: {said}")
             self._stop("failed")
             raise GuardStopped(f"guard.nonfinite: {said}; nothing more is trained")
 
     def spiked(self, step: int, spike: Spike, *, is_left_out: bool) -> None:
-        """See `GuardListener`."""
+        """See `GuardListener`.
+
+        Raises:
+            RewindNeeded: on every rank.
+        """
         self._tell(
             StepSpiked(
                 step=step,
@@ -216,6 +236,9 @@ class Guarding:
                 left_out=is_left_out,
             )
         )
+        if self._settings.spike == "rewind":
+            said = f"{spike.what} {spike.value:.4g}, where {spike.usual:.4g} is usual"
+            self._rewinds.go_back(step, "spike", f"guard.spike: step {step} has {said}")
         if is_left_out:
             self._skipped(step, "spike")
 
@@ -244,9 +267,9 @@ class Guarding:
         self._stop("failed" if act == "stop" else "")
         if act == "stop":
             raise GuardStopped(f"guard.replicas: {said}; right at step {clean}")
-        self._rewind(said, clean)
+        self._rewind(said, step, clean)
 
-    def _rewind(self, said: str, clean: int) -> None:
+    def _rewind(self, said: str, seen: int, clean: int) -> None:
         """End the round; the next one goes on from before the flip.
 
         Raises:
@@ -264,15 +287,12 @@ class Guarding:
                 f"guard.replicas: {said}; weights were surely right at step {clean}, and there is "
                 f"no checkpoint from before: judge step {min(newer)} yourself, or begin anew"
             )
-        for step in newer:
-            path = find.step_path(place.run, step)
-            why = f"{said}; weights were surely right up to step {clean}"
-            try:
-                checkpoint = find.FoundCheckpoint(step, path, None, None)
-                verify.set_aside(place.run, checkpoint, why, place.attempt)
-            except CheckpointError as error:
-                raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
-            self._tell(CheckpointSetAside(step=step, name=path.name, reason=why))
+        why = f"{said}; weights were surely right up to step {clean}"
+        try:
+            set_aside_newer(place, clean, why, self._tell)
+        except CheckpointError as error:
+            raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
+        self._tell(TrainingRewound(step=seen, to=clean, why="replicas"))
         raise ReplicasDiverged(f"guard.replicas: {said}; goes back to before step {clean + 1}")
 
     def _skipped(self, step: int, why: str) -> None:

@@ -524,14 +524,16 @@ class GuardSettings(Table):
         "skip",
         "a loss or gradient norm that is not a number or infinite: the step is computed once more; "
         "skip then leaves its update out and stops after 3 in a row or more than 3 in 100 steps, "
-        "stop stops at the first, tell only says so, off looks at nothing",
-        choices=("skip", "stop", "tell", "off"),
+        "rewind goes back first where skip would stop, stop stops at the first, tell only says so, "
+        "off looks at nothing",
+        choices=("skip", "rewind", "stop", "tell", "off"),
     )
     spike: str = setting(
         "tell",
         "a loss or gradient norm 10 deviations above the median of the last 128: tell says so, skip "
-        "leaves the update out too, off looks at nothing",
-        choices=("tell", "skip", "off"),
+        "leaves the update out too, rewind goes back to a checkpoint of 20 steps before and leaves "
+        "out the samples since then, off looks at nothing",
+        choices=("tell", "skip", "rewind", "off"),
     )
     replicas: int = setting(
         8,

@@ -283,6 +283,16 @@ def _batch_skipped(fact: kinds.BatchSkipped) -> str:
     return f"step {_step(fact.step)}: the update{which} is left out{_because(why)}"
 
 
+def _rewound(fact: kinds.TrainingRewound) -> str:
+    why = {"nonfinite": "not finite", "spike": "a spike", "replicas": "copies differ"}
+    left_out = ""
+    if fact.first is not None and fact.last is not None:
+        left_out = f"; samples {fact.first:,} to {fact.last - 1:,} are left out from now on"
+    goes = "training goes back" if fact.to is None else f"training goes back to step {fact.to:,}"
+    reason = _because(why.get(fact.why, fact.why))
+    return f"step {_step(fact.step)}: {goes} or before{reason}{left_out}"
+
+
 def _replicas_differ(fact: kinds.ReplicasDiffer) -> str:
     who = f"{fold_ranks(fact.ranks)}{_if(fact.nodes, f' on {_names(fact.nodes)}')}"
     what = f"the weights of {who} are not those of the others"
@@ -405,6 +415,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "spike": _spiked,
     "batch_skipped": _batch_skipped,
     "replicas_differ": _replicas_differ,
+    "rewound": _rewound,
     "stopped": lambda fact: f"left at step {_step(fact.step)}",
     "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",
     "failure": _failure,

@@ -182,13 +182,13 @@ def restore(
     """
     run, attempt = place.run, place.attempt
     patience = Patience(place.settings.patience_s)
-    asked = on_rank_0(world, lambda: patience(lambda: RunHistory.read(run).asked_step))
+    asked, most = on_rank_0(world, lambda: patience(lambda: _bounds(run)))
     look = functools.partial(_staged_leftovers, run)
     is_needed = copies is None or asked is not None
     skipped = on_rank_0(world, lambda: patience(look) if is_needed else _or_nothing(look))
     on_rank_0(world, lambda: _bar(run, attempt))
     if copies is not None and asked is None:
-        restored = _from_memory(copies, place, world, wanted, arena)
+        restored = _from_memory(copies, place, world, wanted, arena, most=most)
         skipped = restored.skipped = skipped + restored.skipped
         if restored.manifest is not None:
             return restored
@@ -226,12 +226,20 @@ def restore(
         on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
 
 
+def _bounds(run: RunDir) -> tuple[int | None, int | None]:
+    """The step of `resume --from`, and the one that a guard goes back to at least."""
+    history = RunHistory.read(run)
+    return history.asked_step, history.rewound_to
+
+
 def _from_memory(
     copies: CopiesInMemory,
     place: SavePlace,
     world: World,
     wanted: Callable[[Manifest], Wanted],
     arena: Arena | None,
+    *,
+    most: int | None,
 ) -> Restored:
     """The newest checkpoint in memory that is whole and no older than those on disk. Collective.
 
@@ -243,6 +251,8 @@ def _from_memory(
     reading = _Reading(place.settings.read_once, arena, Patience(), copies)
     skipped: list[dict[str, Any]] = []
     for candidate in copies.find(least_step):
+        if most is not None and candidate.step > most:
+            continue  # a guard goes back behind it; of files such ones are set aside
         started = time.monotonic()
         try:
             bytes_read, damage = _try(candidate, world, wanted, reading)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,3 +182,70 @@ def test_a_hole_of_a_step_without_a_mark_is_awaited(story):
     left_out(story, 1, 21)
 
     assert check(story)[1] == []
+
+
+def rewound(story, attempt, step, steps=20):
+    """A spike at a step: the samples of so many steps up to it are left out from then on."""
+    first, last = (step - steps) * BATCH, step * BATCH
+    hole = {"first": first, "last": last}
+    story.add("rewound", attempt, step=step, to=step - steps, why="spike", **hole)
+    return first, last
+
+
+def after_a_rewind(story, done=(50, 90)):
+    """Step 60 jumps, the run goes back to step 30 and comes by the samples of steps 41 to 60."""
+    story.started(1).restored(1).steps(1, 1, 59).saved(1, 30)
+    hole = rewound(story, 1, 60)
+    story.started(2).restored(2, 30)
+    begin = 30 * BATCH
+    for first, last in itertools.pairwise([30, *done]):
+        end = last * BATCH + (20 * BATCH if last > 40 else 0)
+        marks = {"sample_first": begin, "sample_last": end}
+        story.add("steps", 2, first=first + 1, last=last, **marks)
+        begin = end
+    return hole
+
+
+def test_samples_that_a_rewind_leaves_out_are_a_named_hole_and_no_gap(story):
+    hole = after_a_rewind(story)
+    found = lineage(RunHistory.read(story.run))
+    assert found.problems == []
+    assert [(h.attempt, h.step, h.sample_first, h.sample_last, h.why) for h in found.holes] == [
+        (1, 60, *hole, "spike")
+    ]
+    assert check(story) == ([(0, 110 * BATCH)], [])
+
+
+@pytest.mark.parametrize("step", [35, 40, 41, 45])
+def test_a_cut_inside_a_mark_with_a_hole_finds_the_exact_sample(story, step):
+    after_a_rewind(story)
+    story.started(3).restored(3, step)
+    pieces = lineage(RunHistory.read(story.run)).pieces
+    assert pieces[-1].sample_last == (step + (20 if step > 40 else 0)) * BATCH
+
+
+def test_samples_that_are_left_out_and_were_used_are_a_problem(story):
+    story.started(1).restored(1).steps(1, 1, 60)
+    first, last = rewound(story, 1, 60)
+    assert check(story)[1] == []  # nothing was restored so far
+    story.started(2).restored(2, 30).steps(2, 31, 70)  # as if there was no hole
+    assert check(story)[1] == []  # a mark over all of it: it may have come by
+    story.started(3).restored(3, 30).steps(3, 31, 50)
+    hole = f"hole: samples {first} to {last - 1} are left out since step 60"
+    assert check(story)[1] == [f"{hole}, and attempt 3 used {first} to {50 * BATCH - 1}"]
+
+
+def test_a_rewind_that_nothing_went_back_behind_is_a_problem(story):
+    story.started(1).restored(1).steps(1, 1, 60).saved(1, 60)
+    first, last = rewound(story, 1, 60)
+    story.started(2).restored(2, 60).steps(2, 61, 70)
+    hole = f"hole: samples {first} to {last - 1} are left out since step 60"
+    assert check(story)[1] == [f"{hole}, and attempt 1 used {first} to {last - 1}"]
+
+
+def test_a_rewind_bounds_what_is_gone_on_from_until_a_restore(story):
+    story.started(1).restored(1).steps(1, 1, 60)
+    rewound(story, 1, 60)
+    assert RunHistory.read(story.run).rewound_to == 40
+    story.started(2).restored(2, 30)
+    assert RunHistory.read(story.run).rewound_to is None
