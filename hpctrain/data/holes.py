@@ -50,16 +50,16 @@ class Holes:
 
     def positions(self, first: int, count: int) -> list[int]:
         """The first so many positions from one on that are in no hole."""
-        found: list[int] = []
+        places: list[int] = []
         position = first
-        while len(found) < count:
+        while len(places) < count:
             position = self.end_at(position)
             begin = self.begin_after(position)
-            end = position + count - len(found)
+            end = position + count - len(places)
             end = end if begin is None else min(end, begin)
-            found += range(position, end)
+            places += range(position, end)
             position = end
-        return found
+        return places
 
     def state(self) -> dict[str, list[list[int]]]:
         """For a state_dict: nothing where there is no hole."""

@@ -76,9 +76,9 @@ class Rewinds:
             UsageError: the program's data cannot leave anything out.
         """
         self._world, self._place = world, place
-        told = on_rank_0(world, lambda: [] if place is None else _told(place))
-        self._earlier = [step for step, _ in told]
-        holes = [hole for _, hole in told]
+        earlier = on_rank_0(world, lambda: [] if place is None else _told(place))
+        self._earlier = [step for step, _ in earlier]
+        holes = [hole for _, hole in earlier]
         if not holes and not (wanted and place is not None):
             return
         leave_out = getattr(self._program.data, "leave_out", None)

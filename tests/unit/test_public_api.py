@@ -111,7 +111,8 @@ Evaluation.report(self, metrics: 'Mapping[str, float] | None' = None, /, **more:
 GlobalBatches(order: 'SampleOrder', global_batch: 'int', rank: 'int', world_size: 'int', micro_batch: 'int', *, consumed: 'int' = 0, passes: 'MicrobatchRules' = MicrobatchRules(equal=False, at_least=1, multiple_of=1, leaves=False)) -> 'None'
 GlobalBatches.taken
 GlobalBatches.next_step(self) -> 'StepBatch'
-GlobalBatches.state_dict(self) -> 'dict[str, int]'
+GlobalBatches.leave_out(self, holes: 'Iterable[tuple[int, int]]') -> 'None'
+GlobalBatches.state_dict(self) -> 'dict[str, Any]'
 GlobalBatches.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 HpctrainError(Exception)
 Loader
@@ -121,6 +122,7 @@ Loader.taken
 Loader.epoch
 Loader.weight
 Loader.close(self) -> 'None'
+Loader.leave_out(self, holes: 'Iterable[tuple[int, int]]') -> 'None'
 Loader.state_dict(self) -> 'dict[str, Any]'
 Loader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 LoaderOptions
@@ -212,6 +214,7 @@ StreamLoader.taken
 StreamLoader.readers
 StreamLoader.weight
 StreamLoader.close(self) -> 'None'
+Loader.leave_out(self, holes: 'Iterable[tuple[int, int]]') -> 'None'
 StreamLoader.state_dict(self) -> 'dict[str, Any]'
 StreamLoader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 TokenFile(path: 'Path') -> 'None'
