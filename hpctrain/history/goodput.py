@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
 from hpctrain.history.attempts import committed_steps
+from hpctrain.history.stillness import moved_by, spread, within
 from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
     from hpctrain.history.allocations import Allocation
@@ -44,6 +45,8 @@ class TimeClass(StrEnum):
     """Training stood still for a checkpoint."""
     REDONE = "redone"
     """Training that had to be done again, or will have to be."""
+    NO_PROGRESS = "no_progress"
+    """Nothing moved, from the last that did to the verdict: ranks hung, or did not end."""
     STALL = "stall"
     """After the last sign of life of an attempt that ended without a word."""
     TEARDOWN = "teardown"
@@ -198,12 +201,13 @@ def cut(
         going = last and allocation.goes_on
         of = _silent if attempt.number in silent else _parts
         parts = of(attempt, ends, going=going)
+        word, ceased = _cease(attempt, ends, going=going)
+        last_still = ceased if word or not going else ends
         for end, kind in parts:
             part = cursor, min(max(end, cursor), ends)
-            if kind is TimeClass.STEP:
-                yield from _training(attempt, part, kept.get(attempt.number), allocation.nodes)
-            else:
-                yield from _slice(*part, kind, attempt.number, allocation.nodes)
+            still = within(attempt, cursor, min(part[1], last_still))
+            whole = TimeSlice(*part, kind, attempt.number, allocation.nodes)
+            yield from _part(attempt, whole, kept.get(attempt.number), still)
             cursor = part[1]
 
 
@@ -259,6 +263,40 @@ def _parts(
     yield ends, TimeClass.TEARDOWN if word else TimeClass.STALL
 
 
+def _part(
+    attempt: AttemptRecord,
+    part: TimeSlice,
+    kept: int | None,
+    still: Sequence[tuple[float, float]],
+) -> Iterator[TimeSlice]:
+    """A part of an attempt's time, of which nothing moved in `still`.
+
+    It is cut by a clock that stands meanwhile, so that what else is known of it (data, saves, steps
+    in vain) keeps its own time.
+    """
+
+    def clock(t: float) -> float:
+        return moved_by(t, still)
+
+    start, end = part.start, clock(part.end)
+    if part.kind is TimeClass.STEP:
+        pieces = _training(attempt, (start, end), kept, part.nodes, clock)
+    else:
+        pieces = _slice(start, end, part.kind, attempt.number, part.nodes)
+    if not still:
+        yield from pieces
+        return
+    real = [
+        replace(piece, start=first, end=last)
+        for piece in pieces
+        for first, last in spread(piece.start, piece.end, still)
+    ]
+    stood = [
+        replace(part, start=first, end=last, kind=TimeClass.NO_PROGRESS) for first, last in still
+    ]
+    yield from sorted([*real, *stood], key=lambda piece: piece.start)
+
+
 def _silent(
     attempt: AttemptRecord, ends: float, *, going: bool
 ) -> Iterator[tuple[float, TimeClass]]:
@@ -311,11 +349,18 @@ class _Point(NamedTuple):
 
 
 def _training(
-    attempt: AttemptRecord, stretch: tuple[float, float], kept: int | None, nodes: int
+    attempt: AttemptRecord,
+    stretch: tuple[float, float],
+    kept: int | None,
+    nodes: int,
+    clock: Callable[[float], float],
 ) -> Iterator[TimeSlice]:
-    """The stretch of steps: those that count with their data and saves, then those in vain."""
+    """The stretch of steps: those that count with their data and saves, then those in vain.
+
+    The stretch, and what comes of it, are by that clock.
+    """
     start, end = stretch
-    points = _points(attempt, start, end)
+    points = _points(attempt, start, end, clock)
     last = points[-1]
     if kept is not None and (attempt.highest_step or 0) > kept:
         last = _last_that_counts(attempt, points, kept)
@@ -325,7 +370,9 @@ def _training(
     yield from _slice(last.t, end, TimeClass.REDONE, attempt.number, nodes)
 
 
-def _points(attempt: AttemptRecord, start: float, end: float) -> list[_Point]:
+def _points(
+    attempt: AttemptRecord, start: float, end: float, clock: Callable[[float], float]
+) -> list[_Point]:
     """Where training was, in order of time and within the stretch."""
     points = [_Point(start, (attempt.restored_step or 0) + 1, 0.0, 0.0)]
     # Where no mark tells of saves, the saves themselves do.
@@ -341,21 +388,24 @@ def _points(attempt: AttemptRecord, start: float, end: float) -> list[_Point]:
         )
         points.append(
             _Point(
-                min(max(mark.t, before.t), end),
+                min(max(clock(mark.t), before.t), end),
                 max(mark.fact.last or 0, before.step),
                 max((mark.fact.data_s or 0.0) - attempt.base[0], before.data_s),
                 max(save_s if marks_tell_saves else stalled, before.save_s),
             )
         )
     if points[-1].t < end:
-        points.append(_tail(attempt, points[-1], end))
+        points.append(_tail(attempt, points[-1], end, clock))
     return points
 
 
-def _tail(attempt: AttemptRecord, last: _Point, end: float) -> _Point:
+def _tail(
+    attempt: AttemptRecord, last: _Point, end: float, clock: Callable[[float], float]
+) -> _Point:
     """The end of the stretch: after the last mark only the saves are known."""
-    since = attempt.marks[-1].t if attempt.marks else last.t
-    stalled = sum((save.stall_s or 0.0) for save in attempt.saves if since < save.t <= end)
+    since = clock(attempt.marks[-1].t) if attempt.marks else last.t
+    saves = [save for save in attempt.saves if since < clock(save.t) <= end]
+    stalled = sum((save.stall_s or 0.0) for save in saves)
     return _Point(
         end, max(last.step, attempt.highest_step or 0), last.data_s, last.save_s + stalled
     )

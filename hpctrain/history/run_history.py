@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.base.records import Skipped
+from hpctrain.history import stillness
 from hpctrain.history.run_records import (
     AttemptRecord,
     Failure,
@@ -239,6 +240,7 @@ def _steps(attempt: AttemptRecord, t: float, fact: facts.StepsDone) -> None:
         return
     if not attempt.marks and attempt.first_step is None:  # an older ledger, or a torn one
         attempt.first_step = t - (fact.seconds or 0.0)
+    stillness.goes_on(attempt, t)
     attempt.marks.append(StepMark(t, attempt.number, fact))
     attempt.moved(fact.last)
 
@@ -278,14 +280,17 @@ def _paused(attempt: AttemptRecord, _: float, fact: facts.RestartPaused) -> None
 
 def _hung(attempt: AttemptRecord, t: float, fact: facts.HangSuspected | facts.HangFound) -> None:
     attempt.hang, attempt.hang_t = fact, t
+    stillness.stands(attempt, t, fact)
 
 
-def _cleared(attempt: AttemptRecord, *_: object) -> None:
+def _cleared(attempt: AttemptRecord, t: float, _: facts.HangCleared) -> None:
+    stillness.goes_on(attempt, t)
     attempt.hang = None
 
 
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
     attempt.awaited, attempt.awaited_t = fact, t
+    stillness.awaited_in_vain(attempt, t, fact)
 
 
 def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:

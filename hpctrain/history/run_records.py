@@ -36,6 +36,13 @@ class Restore(NamedTuple):
     step: int
 
 
+class StillStretch(NamedTuple):
+    """From when to when nothing moved, in seconds since the epoch; no end while it lasts."""
+
+    start: float
+    end: float | None = None
+
+
 class Hole(NamedTuple):
     """A batch was read and not trained on: a guard has left its update out."""
 
@@ -200,6 +207,7 @@ class AttemptRecord:
         awaited_t: When that was said.
         hang: What was said last of ranks that stand still; None where they went on since.
         hang_t: When that was said.
+        still: Stretches in which nothing moved, in the order in which they were told.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
 
@@ -257,6 +265,7 @@ class AttemptRecord:
     awaited_t: float | None = None
     hang: facts.HangSuspected | facts.HangFound | None = None
     hang_t: float | None = None
+    still: list[StillStretch] = field(default_factory=list)
     restart_pause_s: float | None = None
 
     @property

@@ -454,7 +454,10 @@ def test_an_attempts_times_are_accountings_where_there_is_any():
 # ---- whatever the ledger looks like -------------------------------------------------------------
 
 KINDS = [*event_types.KINDS, "meteor"]
-FIELDS = ("step", "first", "last", "seconds", "data_s", "save_s", "stall_s", "heard", "ended_at")
+FIELDS = (
+    "step", "first", "last", "seconds", "data_s", "save_s", "stall_s", "heard", "ended_at",
+    "stood_s", "quiet_s",
+)  # fmt: skip
 STARTED = ("job_started", "batch_started", "agent_started", "restarts", "nodes")
 NUMBERS = st.one_of(
     st.none(),
@@ -470,6 +473,8 @@ DATA = st.fixed_dictionaries(
         "job_id": st.sampled_from(["17", "18", "", None]),
         "by": st.sampled_from(["start", "restart", "batch", "agent", "successor", 3]),
         "name": st.sampled_from(["first_step", "initialised", 7]),
+        "kind_of": st.sampled_from(["behind", "stopped", 7]),
+        "ended": st.booleans(),
         "reason": st.sampled_from(["preempted", "completed", "crashed", "meteor"]),
         "next": st.sampled_from(["requeue", "leave", "restart", "stop", "ask_batch", "pray"]),
     },
