@@ -214,7 +214,6 @@ StreamLoader.taken
 StreamLoader.readers
 StreamLoader.weight
 StreamLoader.close(self) -> 'None'
-Loader.leave_out(self, holes: 'Iterable[tuple[int, int]]') -> 'None'
 StreamLoader.state_dict(self) -> 'dict[str, Any]'
 StreamLoader.load_state_dict(self, state: 'Mapping[str, Any]') -> 'None'
 TokenFile(path: 'Path') -> 'None'
