@@ -35,18 +35,26 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - who connects has to prove that he knows t
 class NodeControl:
     """This node's process, round after round."""
 
-    def __init__(self, master_addr: str, secret: str, *, keeps_copies: bool = False) -> None:
+    def __init__(
+        self,
+        master_addr: str,
+        secret: str,
+        *,
+        keeps_copies: bool = False,
+        copies_to_buddy: bool = False,
+    ) -> None:
         """Fork it. To be made while this process has one thread.
 
         Args:
             master_addr: An address of node 0 that all nodes can connect to.
             secret: Of this start of the job; the same on all nodes.
             keeps_copies: Fork the process that keeps copies of the ranks' state, too.
+            copies_to_buddy: Have these copies on another node as well.
         """
         self._master_addr = master_addr
         self._secret = code(secret, "control")
         self._process = NodeProcess()
-        self._memory = NodeMemory(self._secret) if keeps_copies else None
+        self._memory = NodeMemory(self._secret, to_buddy=copies_to_buddy) if keeps_copies else None
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
 

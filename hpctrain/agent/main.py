@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
+    from hpctrain.settings.schema import AliveSettings
     from hpctrain.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.agent")
@@ -85,9 +86,8 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
     node_check.begin()
-    keeps_copies = spec.settings.alive.memory != "no"
     # Before anything large is imported.
-    node_control = NodeControl(context.master_addr, secret, keeps_copies=keeps_copies)
+    node_control = _node_control(spec.settings.alive, context, secret, lifeline)
     try:
         _preload()
         if against := node_check.against():
@@ -109,6 +109,18 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
+
+
+def _node_control(
+    alive: AliveSettings, context: JobContext, secret: str, lifeline: Lifeline | None
+) -> NodeControl:
+    return NodeControl(
+        context.master_addr,
+        secret,
+        keeps_copies=alive.memory != "no",
+        # Where a lost node ends the job, its part in another one's memory would be lost with it.
+        copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
+    )
 
 
 def _why_not(run: RunDir, context: JobContext, ending: LossEnding) -> str:

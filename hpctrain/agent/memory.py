@@ -25,12 +25,14 @@ log = logging.getLogger("hpctrain.agent")
 class NodeMemory:
     """This node's keeper, round after round; its memory lives as long as the agent."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, *, to_buddy: bool = False) -> None:
         """Fork it. To be made while this process has one thread.
 
         Args:
             secret: Of this start of the job; the same on all nodes.
+            to_buddy: Have each copy on the next node, too.
         """
+        self._to_buddy = to_buddy
         self._secret = secret
         self._process = KeeperProcess()
         self._place: TreePlace | None = None
@@ -64,7 +66,12 @@ class NodeMemory:
                 self._process.stop()
                 self._process = KeeperProcess()
             port = self._process.begin(
-                place, folder=folder, secret=self._secret, about=key("memory"), address=addresses[0]
+                place,
+                folder=folder,
+                secret=self._secret,
+                about=key("memory"),
+                address=addresses[0],
+                shown=addresses[1] if self._to_buddy else "",
             )
         except ControlLost as error:
             log.warning("no copies in memory on %s: %s", place.name, error)

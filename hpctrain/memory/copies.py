@@ -22,9 +22,9 @@ from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import part_facts
 from hpctrain.memory.protocol import KeeperLost
-from hpctrain.memory.stock import CopyPlan
 from hpctrain.testing import points
 
 if TYPE_CHECKING:

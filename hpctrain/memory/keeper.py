@@ -3,8 +3,9 @@
 Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
 get memory, write a copy, and say so; the keeper takes the digests. What all ranks of the node have
 is told to the keeper of node 0, over TCP with codes (`control.wire`), and that one tells all which
-steps are settled and covered. Where a keeper is lost no copies are made any more in the round, and
-training goes on: those that were made are still there at the next start of the ranks.
+steps are settled and covered. Where nodes may be lost each keeper sends its copies on to the next
+node's (`buddy`). Where a keeper is lost no copies are made any more in the round, and training goes
+on: those that were made are still there at the next start of the ranks.
 tests/unit/memory/test_keeper.py holds the promises.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import struct
@@ -26,11 +28,12 @@ from hpctrain.control.endpoint import ChildrenDoor, meet_parent
 from hpctrain.control.node_server import TreePlace
 from hpctrain.control.wire import Greeting, packed, unpacked
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
+from hpctrain.memory.copy_plan import CopyPlan
+from hpctrain.memory.node_stock import CopyInMemory, NodeStock, room_refused
 from hpctrain.memory.protocol import (
     COVERED,
     COVERED_NS,
     FIRST_FREE,
-    MOST_FDS,
     MOST_RANKS,
     OFF,
     SETTLED,
@@ -43,14 +46,16 @@ from hpctrain.memory.protocol import (
     text_of,
     words_of,
 )
+from hpctrain.memory.ring import BuddyRing
 from hpctrain.memory.slots import NEVER, Coverage, Mark, Slot
-from hpctrain.memory.stock import CopyPlan, RankStock, find_copy
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.control.endpoint import Endpoint
+
+log = logging.getLogger("hpctrain.agent")
 
 _CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
@@ -62,7 +67,7 @@ class Keeper:
 
     def __init__(self) -> None:
         """Nothing is held. To be made where its event loop runs."""
-        self._stocks: dict[int, RankStock] = {}
+        self._stock = NodeStock()
         self._round: KeeperRound | None = None
 
     async def do(self, order: dict[str, Any]) -> int:
@@ -81,18 +86,24 @@ class Keeper:
         return 0
 
     async def _begin(
-        self, folder: str, place: dict[str, Any], *, secret: str, about: str, address: str
+        self,
+        folder: str,
+        place: dict[str, Any],
+        *,
+        secret: str,
+        about: str,
+        address: str,
+        shown: str = "",
     ) -> int:
         if self._round is not None:
             self._round.close()
         at = TreePlace(**place)
         if at.ranks > MOST_RANKS:
             raise ControlLost(f"{at.ranks} ranks on a node, {MOST_RANKS} are the most")
-        for stock in self._stocks.values():
-            stock.slots.new_round()
-        for local in range(at.ranks):
-            self._stocks.setdefault(local, RankStock())
-        self._round = KeeperRound(Path(folder), at, self._stocks, partial(Greeting, secret, about))
+        self._stock.new_round(at.ranks)
+        self._round = KeeperRound(Path(folder), at, self._stock, partial(Greeting, secret, about))
+        if shown and at.nodes > 1:
+            self._round.copy_on(address, shown, partial(Greeting, secret, f"{about}/copies"))
         return await self._round.start(address)
 
 
@@ -107,7 +118,7 @@ class KeeperRound:
         self,
         folder: Path,
         place: TreePlace,
-        stocks: dict[int, RankStock],
+        stock: NodeStock,
         greeting: Callable[[], Greeting],
     ) -> None:
         """Serve nobody yet.
@@ -115,12 +126,13 @@ class KeeperRound:
         Args:
             folder: Of the round, which only the user can enter.
             place: This node's.
-            stocks: The node's memory, by the number of the rank on the node.
+            stock: The node's memory.
             greeting: Makes one for each connection to another keeper.
         """
-        self._folder, self._place, self._stocks = folder, place, stocks
+        self._folder, self._place, self._stock = folder, place, stock
         self._greeting = greeting
-        self._lock = threading.RLock()
+        self._lock = stock.lock
+        self._ring: BuddyRing | None = None
         self._words_fd = os.memfd_create("hpctrain-words", os.MFD_CLOEXEC)
         os.ftruncate(self._words_fd, WORDS_BYTES)
         self._words = words_of(self._words_fd)
@@ -138,6 +150,31 @@ class KeeperRound:
         self._above: Endpoint | None = None
         self._door = ChildrenDoor(range(1, place.nodes), greeting, self._let_in)
         self._server: asyncio.Server | None = None
+
+    def copy_on(self, address: str, shown: str, greeting: Callable[[], Greeting]) -> None:
+        """Have copies on the next node, too. Before `start`.
+
+        Args:
+            address: Where this keeper listens for the others.
+            shown: Under which they reach that.
+            greeting: Makes one for each connection for copies.
+
+        Raises:
+            OSError: there is no such address, or no port.
+        """
+        self._ring = BuddyRing(self._place, self._stock, self, greeting)
+        self._ring.open(address, shown)
+
+    def needed(self) -> tuple[Mark | None, Mark] | None:
+        """See `buddy.RoundNeeds`."""
+        with self._lock:
+            if self._is_over:
+                raise ControlLost("the round is over")
+            if not self._has_chosen:
+                return None
+            covered, settled = self._words[COVERED] - 1, self._words[SETTLED] - 1
+            kept = Mark(self._attempt, covered) if covered != NEVER else self._chosen
+            return kept, Mark(self._attempt, settled)
 
     async def start(self, address: str) -> int:
         """Begin to serve the ranks, and on node 0 the other keepers.
@@ -171,7 +208,8 @@ class KeeperRound:
         above.on_message = self._hear_above
         above.on_end = lambda _, why: self._turn_off(f"the keeper of node 0 is lost: {why}")
         self._above = above
-        above.say(self._off_news() if self._why_off else packed({"is": "here"}))
+        at = self._ring.at if self._ring is not None else None
+        above.say(self._off_news() if self._why_off else packed({"is": "here", "at": at}))
 
     async def _met(self, address: str, port: int) -> Endpoint:
         """The keeper of node 0; a stranger may have pushed in before, so this one knocks again."""
@@ -195,6 +233,8 @@ class KeeperRound:
         if self._server is not None:
             self._server.close()
         self._door.close()
+        if self._ring is not None:
+            self._ring.close()
         for keeper in [*self._below.values(), *([self._above] if self._above else [])]:
             keeper.close()
         os.close(self._words_fd)
@@ -214,6 +254,7 @@ class KeeperRound:
             self._node_settled(node, int(head["step"]), whole=bool(head["whole"]))
         elif head.get("is") == "here":  # the first word is the child's: it waits for its greeting
             child.say(self._off_news() if self._why_off else self._news())
+            self._hear_place(node, head.get("at"))
 
     def _hear_above(self, _: Endpoint, message: bytes) -> None:
         head = unpacked(message)[0]
@@ -221,6 +262,18 @@ class KeeperRound:
             self._turn_off(str(head.get("why")))
         elif head.get("is") == "news":
             self._publish(int(head["covered"]), int(head["settled"]))
+        elif head.get("is") == "ring" and self._ring is not None:
+            self._ring.meet_at(head["at"])
+
+    def _hear_place(self, node: int, at: list[Any] | None) -> None:
+        """On node 0: where a node keeps others' copies; with the last one all hear of the next."""
+        if self._ring is None or at is None:
+            return
+        self._ring.doors[node] = at
+        if len(self._ring.doors) == self._place.nodes:
+            for number, child in self._below.items():
+                child.say(packed({"is": "ring", "at": self._ring.after(number)}))
+            self._ring.meet_at(self._ring.after(0))
 
     def _node_settled(self, node: int, step: int, *, whole: bool) -> None:
         """On node 0: a node's word on a step."""
@@ -255,6 +308,8 @@ class KeeperRound:
                 return
             self._why_off = why
             self._words[OFF] = 1
+        if self._ring is not None:
+            self._ring.meet_at(None)
         for keeper in [*self._below.values(), *([self._above] if self._above else [])]:
             keeper.say(self._off_news())
 
@@ -315,7 +370,8 @@ class KeeperRound:
             "chosen": lambda: self._choose(Mark(*head["mark"]) if head["mark"] else None),
             "held": lambda: self._tell_held(peer),
             "facts": lambda: self._tell_facts(peer, Mark(*head["mark"]), head["ranks"]),
-            "open": lambda: self._open(peer, Mark(*head["mark"]), head["ranks"]),
+            "open": lambda: self._open(peer, Mark(*head["mark"]), head["rank"], head["at"]),
+            "mend": lambda: self._mend(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "off": lambda: self._on_loop(partial(self._turn_off, str(head["why"]))),
             "why": lambda: send(peer, {"why": self._why_off[:1000]}),
         }
@@ -327,24 +383,24 @@ class KeeperRound:
             if self._has_chosen:
                 return
             self._has_chosen, self._chosen = True, mark
-            for stock in self._stocks.values():
-                stock.slots.keep_only(mark)
+            self._stock.keep_only(mark)
 
     def _tell_held(self, peer: socket.socket) -> None:
-        with self._lock:
-            held = [copy for stock in self._stocks.values() for copy in stock.held()]
-            nbytes = sum(stock.nbytes for stock in self._stocks.values())
-        _send_text(peer, {"held": held, "bytes": nbytes})
+        own, guests = self._stock.held()
+        at = self._ring.at if self._ring is not None else None
+        _send_text(peer, {"held": own, "guests": guests, "bytes": self._stock.nbytes, "at": at})
 
     def _room(self, peer: socket.socket, local: int, nbytes: int) -> None:
         """Memory for a rank's copies; where there is too little of it, no rank makes any."""
-        stock = self._stocks[local]
+        stock, why = self._stock.own[local], ""
         try:
             stock.take(nbytes)
         except CheckpointError as error:
-            why = str(error).replace("background saves need", "copies in memory need")
-            why = why.split("; ask for more memory")[0]
-            self._on_loop(partial(self._turn_off, f"{self._place.name}: {why}"))
+            why = f"{self._place.name}: {room_refused(error)}"
+        if not why and self._ring is not None:
+            why = self._ring.room(local, stock.arenas[0].size)
+        if why:
+            self._on_loop(partial(self._turn_off, why))
             send(peer, {"why": why})
             return
         fds = tuple(arena.fd for arena in stock.arenas)
@@ -353,7 +409,7 @@ class KeeperRound:
             self._offer(local)
 
     def _copied(self, local: int, slot: int, step: int, fds: list[int]) -> None:
-        stock, whole = self._stocks[local], False
+        stock, whole = self._stock.own[local], False
         plan = CopyPlan.parse(text_of(os.dup(fds[0])))
         mark = Mark(self._attempt, step)
         with self._lock:
@@ -366,12 +422,28 @@ class KeeperRound:
             with self._lock:
                 if not self._is_over:
                     stock.slots.proved(slot, whole=whole)
-            self._settle(local, step, whole=whole)
+            if whole and self._ring is not None:
+                threading.Thread(target=self._send_on, args=(local, mark), daemon=True).start()
+            else:
+                self._settle(local, step, whole=whole)
+
+    def _send_on(self, local: int, mark: Mark) -> None:
+        """A rank's copy to the buddy, behind training; it counts when the buddy has it."""
+        there = self._stock.own[local].find(mark, self._place.first_rank + local)
+        why, is_lost = "it is gone", False
+        if there is not None and self._ring is not None:
+            arena = self._stock.own[local].arenas[there[1]]
+            why, is_lost = self._ring.send(local, CopyInMemory(there[0], arena))
+        if why and not self._is_over:
+            log.warning("%s: step %d is not on another node: %s", self._place.name, mark.step, why)
+            if is_lost:
+                self._on_loop(partial(self._turn_off, f"{self._place.name}: {why}"))
+        self._settle(local, mark.step, whole=not why)
 
     def _left(self, local: int, step: int, slot: int | None) -> None:
         with self._lock:
             if slot is not None:
-                slots = self._stocks[local].slots.slots
+                slots = self._stock.own[local].slots.slots
                 if slots[slot].state == "given":
                     slots[slot] = Slot()
         self._settle(local, step, whole=False)
@@ -395,31 +467,39 @@ class KeeperRound:
 
     def _offer(self, local: int) -> None:
         """Give a rank a slot to write, if it has none and one is free. Within the lock."""
-        stock, at = self._stocks[local], FIRST_FREE + local
-        if self._words[at] or not stock.nbytes or not self._has_chosen:
+        stock, at = self._stock.own[local], FIRST_FREE + local
+        if self._words[at] or not stock.nbytes or (needed := self.needed()) is None:
             return
-        covered, settled = self._words[COVERED] - 1, self._words[SETTLED] - 1
-        kept = Mark(self._attempt, covered) if covered != NEVER else self._chosen
-        number = stock.slots.give(kept, Mark(self._attempt, settled))
+        number = stock.slots.give(*needed)
         if number is not None:
             self._words[at] = number + 1
 
     def _tell_facts(self, peer: socket.socket, mark: Mark, ranks: list[int]) -> None:
         facts: dict[int, Any] = {}
-        with self._lock:
-            for rank in ranks:
-                if (there := find_copy([*self._stocks.values()], mark, rank)) is not None:
-                    copy = there[0]
-                    facts[rank] = [copy.size, copy.digest, copy.plan.head, copy.plan.facts]
+        for rank in ranks:
+            if (there := self._stock.find(mark, rank)) is not None:
+                copy = there.copy
+                facts[rank] = [copy.size, copy.digest, copy.plan.head, copy.plan.facts]
         _send_text(peer, {"facts": facts})
 
-    def _open(self, peer: socket.socket, mark: Mark, ranks: list[int]) -> None:
-        with self._lock:
-            there = {
-                rank: find_copy([*self._stocks.values()], mark, rank) for rank in ranks[:MOST_FDS]
-            }
-            fds = {rank: copy[1] for rank, copy in there.items() if copy is not None}
-            send(peer, {"ranks": list(fds)}, tuple(fds.values()))
+    def _open(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
+        """A copy's memory; what is on other nodes alone is brought here first."""
+        there, why = self._stock.find(mark, rank), ""
+        if there is None and self._ring is not None:
+            try:
+                there = self._ring.fetch(mark, rank, at)
+            except CheckpointError as error:
+                why = room_refused(error)
+        if there is None:
+            send(peer, {"is": "none", "why": why})
+        else:
+            send(peer, {"is": "copy"}, (there.arena.fd,))
+
+    def _mend(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
+        there, is_whole = self._stock.find(mark, rank), False
+        if there is not None and self._ring is not None:
+            is_whole = self._ring.mend(there, at)
+        send(peer, {"whole": is_whole})
 
 
 def _send_text(peer: socket.socket, value: dict[str, Any]) -> None:

@@ -34,7 +34,14 @@ class KeeperProcess(ForkedServer):
         super().__init__(_make, "the process that keeps copies of the state")
 
     def begin(
-        self, place: TreePlace, *, folder: Path, secret: str, about: str, address: str
+        self,
+        place: TreePlace,
+        *,
+        folder: Path,
+        secret: str,
+        about: str,
+        address: str,
+        shown: str = "",
     ) -> int:
         """Serve a new round of ranks; the one before it ends.
 
@@ -43,7 +50,9 @@ class KeeperProcess(ForkedServer):
             folder: Of the round, which only the user can enter.
             secret: Of the attempt; the same on all nodes.
             about: Which round it is; the same words on all nodes.
-            address: Of this node, under which other nodes reach it.
+            address: Where other nodes' keepers are awaited.
+            shown: Under what they can reach that, where copies go on to the next node; "" where
+                they do not.
 
         Returns:
             The port for the other nodes; 0 on all but node 0.
@@ -52,7 +61,8 @@ class KeeperProcess(ForkedServer):
             ControlLost: it cannot be served, or the process is gone.
         """
         order = {"folder": str(folder), "place": asdict(place), "secret": secret}
-        return self.ask({"begin": {**order, "about": about, "address": address}})
+        order |= {"about": about, "address": address, "shown": shown}
+        return self.ask({"begin": order})
 
     def join(self, address: str, port: int) -> None:
         """Have it go to the keeper of node 0; not on node 0.

@@ -11,7 +11,7 @@ import mmap
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.memory.protocol import (
     COVERED,
@@ -33,10 +33,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.memory.stock import CopyPlan
+    from hpctrain.memory.copy_plan import CopyPlan
 
 ANSWER_S = 120.0
 """So long may the keeper take to answer: it may clear some hundred gigabytes first."""
+
+
+FETCH_S = 900.0
+"""And so long where it brings copies from other nodes, of all ranks of this one at once."""
+
+
+class NodeHeld(NamedTuple):
+    """What a node has.
+
+    Attributes:
+        own: Whole copies of its own ranks' parts.
+        nbytes: Memory that is taken for copies, of whatever rank.
+        guests: Whole copies of other nodes' ranks.
+        door: Address and port where its keeper gives them to others; None where it does not.
+    """
+
+    own: list[HeldCopy]
+    nbytes: int
+    guests: list[HeldCopy]
+    door: list[Any] | None
 
 
 class KeeperLine:
@@ -163,14 +183,15 @@ class KeeperLine:
         """
         self._tell({"is": "off", "why": why})
 
-    def held(self) -> tuple[list[HeldCopy], int]:
-        """All whole copies of this node, and the bytes of memory that are taken for copies.
+    def held(self) -> NodeHeld:
+        """What this node has.
 
         Raises:
             KeeperLost: the keeper is gone.
         """
         said = self._ask_text({"is": "held"})
-        return [HeldCopy(*copy) for copy in said["held"]], int(said["bytes"])
+        own, guests = ([HeldCopy(*copy) for copy in said[of]] for of in ("held", "guests"))
+        return NodeHeld(own, int(said["bytes"]), guests, said["at"])
 
     def facts(self, mark: Mark, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Of copies on this node, by their rank: size, digest, bytes of the header, facts.
@@ -181,14 +202,36 @@ class KeeperLine:
         said = self._ask_text({"is": "facts", "mark": mark, "ranks": list(ranks)})
         return {int(rank): facts for rank, facts in said["facts"].items()}
 
-    def open(self, mark: Mark, rank: int) -> int | None:
+    def open(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]] = ()) -> int | None:
         """A descriptor of the memory with a rank's copy, which the caller closes; None for none.
+
+        Args:
+            mark: The step.
+            rank: The rank.
+            doors: Of keepers that have it; it is brought here where this node's has it not.
+
+        Raises:
+            KeeperLost: the keeper is gone, or has no memory to bring it into.
+        """
+        head = {"is": "open", "mark": mark, "rank": rank, "at": list(doors)}
+        said, fds = self._ask(head, FETCH_S)
+        if said.get("why"):
+            raise KeeperLost(str(said["why"]))
+        return fds[0] if fds else None
+
+    def mend(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]]) -> bool:
+        """Have what is bad in a rank's copy read from other nodes; whether it is whole then.
+
+        Args:
+            mark: The step.
+            rank: The rank.
+            doors: Of keepers that have it.
 
         Raises:
             KeeperLost: the keeper is gone.
         """
-        said, fds = self._ask({"is": "open", "mark": mark, "ranks": [rank]})
-        return fds[0] if said["ranks"] else None
+        head = {"is": "mend", "mark": mark, "rank": rank, "at": list(doors)}
+        return bool(self._ask(head, FETCH_S)[0]["whole"])
 
     def why_off(self) -> str:
         """Why no copies are made any more.
@@ -208,13 +251,18 @@ class KeeperLine:
         except OSError as error:
             raise KeeperLost(f"the keeper of this node is gone: {error}") from error
 
-    def _ask(self, head: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _ask(
+        self, head: dict[str, Any], wait_s: float = ANSWER_S
+    ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             self._tell(head)
             try:
+                self._line.settimeout(wait_s)
                 answer = receive(self._line)
             except OSError as error:
                 raise KeeperLost(f"the keeper of this node does not answer: {error}") from error
+            finally:
+                self._line.settimeout(ANSWER_S)
         if answer is None:
             raise KeeperLost("the keeper of this node is gone")
         if "error" in answer[0]:

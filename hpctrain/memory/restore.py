@@ -2,7 +2,9 @@
 
 Collective on the ranks' own exchange, before any weight is touched: each node's first rank asks its
 keeper, rank 0 chooses, and puts together what a checkpoint's manifest and chunk table would say.
-Bytes are read and proved by `checkpoint.format.reader`, as those of files are.
+Bytes are read and proved by `checkpoint.format.reader`, as those of files are. A copy that lies on
+another node alone is brought here by the keeper, and one in which bytes have changed is mended from
+another node's, where there is one.
 tests/engines/test_memory.py holds the promises.
 """
 
@@ -17,17 +19,21 @@ from hpctrain.checkpoint.format.reader import CheckpointSource
 from hpctrain.checkpoint.format.shard import rank_of
 from hpctrain.checkpoint.store.find import FoundCheckpoint
 from hpctrain.errors import HpctrainError, TornCheckpoint
+from hpctrain.memory.choice import Inventory, choose
 from hpctrain.memory.facts import index_of, joined
 from hpctrain.memory.protocol import KeeperLost
-from hpctrain.memory.slots import HeldCopy, Mark, candidates
 from hpctrain.testing import points
 from hpctrain.world import broadcast, gather, gather_on_0, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.reader import Target
+    from hpctrain.memory.choice import Door
     from hpctrain.memory.rank_line import KeeperLine
+    from hpctrain.memory.slots import Mark
     from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.checkpoint")
@@ -41,6 +47,7 @@ class NodesCopies:
 
     Attributes:
         mark: Of the copy that was looked at last; None before.
+        kept_by: Where that lies, as `choice.CopyChoice` says it.
     """
 
     def __init__(self, world: World, line: KeeperLine | None) -> None:
@@ -51,17 +58,20 @@ class NodesCopies:
             line: To this node's keeper; None where it is lost.
         """
         self.mark: Mark | None = None
+        self.kept_by = ""
         self._world, self._line = world, line
         self._table = b""
+        self._doors: dict[int, list[Door]] = {}
+        self._opened: set[int] = set()
+        """Ranks whose copies were read here."""
 
     def find(self, least_step: int) -> Iterator[FoundCheckpoint]:
         """See `checkpoint.tensors.restore.CopiesInMemory`. Collective."""
-        answers = gather(self._world, self._held())
-        held = [[HeldCopy(*copy) for copy in copies] for copies in answers]
-        worlds = {copy.mark: copy.world_size for copies in held for copy in copies}
-        for mark in candidates(held, least_step):
-            self.mark = mark
-            candidate = self._look(mark, worlds[mark])
+        inventories = gather(self._world, self._inventory())
+        for choice in choose(inventories, least_step):
+            self.mark, self.kept_by = choice.mark, choice.kept_by
+            self._doors, self._opened = choice.doors, set()
+            candidate = self._look(choice.mark, choice.world_size)
             if candidate is not None:
                 yield candidate
         self.mark = None
@@ -70,16 +80,42 @@ class NodesCopies:
         """See `checkpoint.tensors.restore.CopiesInMemory`."""
         if candidate.manifest is None:
             raise TornCheckpoint(candidate.problem or "manifest is missing")
-        chunks = index_of(candidate.manifest, self._table)
-        return CheckpointSource(candidate.path, candidate.manifest, chunks, descriptor=self._open)
+        return MendedSource(self, candidate.path, candidate.manifest)
 
-    def _held(self) -> list[HeldCopy]:
-        if self._line is None or not self._line.is_first:
-            return []
+    def chunks(self, manifest: Manifest) -> ChunkIndex:
+        """The chunk table of the copy that was looked at last.
+
+        Raises:
+            TornCheckpoint: it is another's.
+        """
+        return index_of(manifest, self._table)
+
+    def mend(self) -> bool:
+        """Have all copies that were opened here mended from other nodes' memory. Not collective.
+
+        Returns:
+            Whether one of them has another copy, and all of them are whole then.
+        """
+        mark, line = self.mark, self._line
+        if mark is None or line is None:
+            return False
+        opened = [(rank, self._doors.get(rank, [])) for rank in sorted(self._opened)]
+        if not any(len(doors) > 1 for _, doors in opened):
+            return False
         try:
-            return self._line.held()[0]
+            whole = [line.mend(mark, rank, doors) for rank, doors in opened]
         except KeeperLost:
-            return []
+            return False
+        return all(whole)
+
+    def _inventory(self) -> Inventory:
+        if self._line is None or not self._line.is_first:
+            return Inventory()
+        try:
+            held = self._line.held()
+        except KeeperLost:
+            return Inventory()
+        return Inventory(held.own, held.guests, held.door)
 
     def _look(self, mark: Mark, world_size: int) -> FoundCheckpoint | None:
         """What a checkpoint of this step would say; None where its facts are not whole."""
@@ -104,8 +140,8 @@ class NodesCopies:
         except KeeperLost:
             return {}
 
-    def _open(self, path: Path) -> int:
-        """A copy's memory as a file.
+    def open_file(self, path: Path) -> int:
+        """A copy's memory as a file, which the caller closes. Not collective.
 
         Raises:
             TornCheckpoint: it cannot be had here.
@@ -113,13 +149,50 @@ class NodesCopies:
         if self._line is None or self.mark is None:
             raise TornCheckpoint(f"{path.name} is not in the memory of this node")
         points.reach("memory.open", step=self.mark.step)
+        rank = rank_of(path.name)
         try:
-            handle = self._line.open(self.mark, rank_of(path.name))
+            handle = self._line.open(self.mark, rank, self._doors.get(rank, []))
         except KeeperLost as error:
             raise TornCheckpoint(f"{path.name} cannot be had: {error}") from error
         if handle is None:
-            raise TornCheckpoint(f"{path.name} is not in the memory of this node")
+            raise TornCheckpoint(f"{path.name} cannot be had whole from any node's memory")
+        self._opened.add(rank)
         return handle
+
+
+class MendedSource(CheckpointSource):
+    """A copy in memory to read from; what is damaged is mended once, where that can be."""
+
+    def __init__(self, copies: NodesCopies, path: Path, manifest: Manifest) -> None:
+        """Nothing is read.
+
+        Args:
+            copies: Of all nodes.
+            path: In messages.
+            manifest: The copy's.
+        """
+        super().__init__(path, manifest, copies.chunks(manifest), descriptor=copies.open_file)
+        self._copies = copies
+
+    def read(
+        self,
+        targets: Sequence[Target],
+        *,
+        threads: int = 1,
+        on_bytes: Callable[[int], object] | None = None,
+    ) -> int:
+        """See `CheckpointSource.read`."""
+        try:
+            return super().read(targets, threads=threads, on_bytes=on_bytes)
+        except TornCheckpoint as damage:
+            if not self._copies.mend():
+                raise
+            log.warning("a copy in memory was mended from another node's: %s", damage)
+        chunks = self._copies.chunks(self.manifest)  # anew: the old one may know a bad proof
+        mended = CheckpointSource(
+            self.path, self.manifest, chunks, descriptor=self._copies.open_file
+        )
+        return mended.read(targets, threads=threads)
 
 
 def _joined_or_none(facts: dict[int, list[Any]], world_size: int) -> tuple[Manifest, bytes] | None:

@@ -99,6 +99,16 @@ class RankSlots:
                 return number
         return None
 
+    def reserve(self) -> int | None:
+        """A slot for a copy from elsewhere; None unless all are free.
+
+        Two copies of the step that training goes on from would leave no slot for a newer one.
+        """
+        if any(slot.state != "free" for slot in self.slots):
+            return None
+        self.slots[0] = Slot("given")
+        return 0
+
     def copied(self, number: int, mark: Mark) -> bool:
         """The rank has written a copy into a slot; whether it was given that one."""
         if self.slots[number].state != "given":

@@ -8,9 +8,8 @@ promises.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,61 +18,12 @@ from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.manifest import block_digest
 from hpctrain.checkpoint.tensors.arena import Arena
 from hpctrain.errors import CheckpointError
+from hpctrain.memory.mending import blocks
 from hpctrain.memory.slots import SLOTS, HeldCopy, Mark, RankSlots
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-@dataclass(frozen=True)
-class CopyPlan:
-    """How a copy lies in its slot, as the rank says it.
-
-    Attributes:
-        world_size: Ranks that make copies of this step.
-        rank: Whose.
-        head: Bytes of the header.
-        sizes: Bytes of each part, one behind the other behind the header.
-        block_bytes: That one digest covers.
-        facts: What the readers need beside the bytes: JSON.
-    """
-
-    world_size: int
-    rank: int
-    head: int
-    sizes: tuple[int, ...]
-    block_bytes: int
-    facts: dict[str, Any]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole."""
-        blocks = sum(shard.blocks_of(size, self.block_bytes) for size in self.sizes)
-        return self.head + sum(self.sizes) + shard.proof_bytes(blocks)
-
-    def dump(self) -> bytes:
-        """As JSON."""
-        return json.dumps(vars(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def parse(cls, content: bytes) -> CopyPlan:
-        """What `dump` gave.
-
-        Raises:
-            ValueError: it is anything else.
-        """
-        raw = json.loads(content)
-        try:
-            plan = cls(**raw | {"sizes": tuple(raw["sizes"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"no plan of a copy: {error}") from error
-        numbers = (plan.world_size, plan.rank, plan.head, plan.block_bytes, *plan.sizes)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("a plan of a copy with odd numbers")
-        if not plan.block_bytes or not isinstance(plan.facts, dict):
-            raise ValueError("a plan of a copy without blocks or facts")
-        return plan
+    from hpctrain.memory.copy_plan import CopyPlan
 
 
 @dataclass(frozen=True)
@@ -139,6 +89,18 @@ class RankStock:
         points.reach("memory.proved", fd=fd, step=mark.step, rank=plan.rank)
         self.copies[number] = ProvedCopy(mark, plan, plan.size, shard.proof_digest(ends))
 
+    def put(self, number: int, copy: ProvedCopy, *, whole: bool) -> bool:
+        """A copy from elsewhere is in a slot that was given for it, or is not whole.
+
+        Returns:
+            Whether it counts: not where the slot was taken back meanwhile.
+        """
+        if not self.slots.copied(number, copy.mark):
+            return False
+        self.copies[number] = copy
+        self.slots.proved(number, whole=whole)
+        return whole
+
     def find(self, mark: Mark, rank: int) -> tuple[ProvedCopy, int] | None:
         """A whole copy, and the number of its slot."""
         number = self.slots.find(mark)
@@ -160,18 +122,5 @@ class RankStock:
 
 def digests_of(view: memoryview, plan: CopyPlan) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Of all blocks of a copy, part after part: uint64 of shape [blocks]."""
-    ends = plan.head + np.cumsum([0, *plan.sizes], dtype=np.int64)
-    digests = [
-        block_digest(view[begin : min(begin + plan.block_bytes, high)])
-        for low, high in pairwise(ends.tolist())
-        for begin in range(low, high, plan.block_bytes)
-    ]
+    digests = [block_digest(view[low:high]) for low, high in islice(blocks(plan), 1, None)]
     return np.array(digests, np.uint64)
-
-
-def find_copy(stocks: Sequence[RankStock], mark: Mark, rank: int) -> tuple[ProvedCopy, int] | None:
-    """A rank's copy of a step in the memory of a node, with a descriptor of its slot's memory."""
-    for stock in stocks:
-        if (there := stock.find(mark, rank)) is not None:
-            return there[0], stock.arenas[there[1]].fd
-    return None

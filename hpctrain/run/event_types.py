@@ -303,7 +303,7 @@ class MemoryCopiesSet(LedgerFact):
     covered_s: float | None = maybe(
         check.seconds, "from a copy's beginning until all nodes have it whole"
     )
-    left_out: int | None = maybe(check.count, "steps that some rank had no copy of, so far")
+    left_out: int | None = maybe(check.count, "copies so far that did not count, or came late")
     why: str = maybe(check.words, "the setting that says so, how it was chosen, or what is missing")
 
 
@@ -332,7 +332,9 @@ class CheckpointRestored(LedgerFact):
         check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
     )
     read_from: str = maybe(
-        check.words, "`memory` where it was a copy in the nodes' memory; else it lay on disk"
+        check.words,
+        "`memory` where it was a copy in the nodes' memory, `buddy` where a lost node's part of it "
+        "came from another node's memory; else it lay on disk",
     )
 
 

@@ -85,14 +85,16 @@ class MemoryCopies:
         """A step whose copies are not settled."""
         self._began_ns = 0
         self._stall_s = 0.0
-        self._left_out = 0
+        self._left_out = self._told_left_out = 0
+        self._is_late = False
+        """The next copy is due, and left out, since the one before is still on its way."""
         self._is_told_off = False
         self._clock = _StepClock()
 
     def begin(self, restored: Restored) -> None:
         """Training goes on from here: what else is held is of no use. Not collective."""
         self._newest = restored.step
-        mark = self.held.mark if restored.in_memory else None
+        mark = self.held.mark if restored.kept_by else None
         try:
             if self._line is not None:
                 self._line.chosen(mark)
@@ -119,10 +121,15 @@ class MemoryCopies:
         if line.is_off:
             self._tell_off(line)
             return False
-        if not self._copies.is_ready or not self._is_settled(line):
+        if not self._copies.is_ready:
             return False
         # A number that was set is what is lost at most; one that was chosen is what copies cost.
         early = min(steps_ahead, self._pace.steps) if self._is_bound else 0
+        if not self._is_settled(line):
+            if step >= self._newest + self._pace.steps and not self._is_late:
+                self._is_late = True
+                self._left_out += 1
+            return False
         return step + early >= self._newest + self._pace.steps
 
     def copy(self, step: int, snapshot: Snapshot) -> None:
@@ -134,6 +141,7 @@ class MemoryCopies:
         if self._copies is not None:
             self._copies.copy(state, manifest)
         self._newest = self._pending = step
+        self._is_late = False
         self._stall_s = (time.monotonic_ns() - self._began_ns) / 1e9
         self._clock.leave_out(self._stall_s)
 
@@ -143,26 +151,29 @@ class MemoryCopies:
             return True
         if line.settled < self._pending:
             return False
+        is_news = False
         if line.covered == self._pending:
             covered_s = (line.covered_ns - self._began_ns) / 1e9
-            if self._pace.learn(self._stall_s, covered_s, self._clock.step_s):
-                self._tell_pace(line)
+            is_news = self._pace.learn(self._stall_s, covered_s, self._clock.step_s)
         else:
             self._left_out += 1
+        if is_news or self._left_out > 2 * self._told_left_out:
+            self._tell_pace(line)
         self._pending = None
         return True
 
     def _tell_pace(self, line: KeeperLine) -> None:
         pace = self._pace
         try:
-            nbytes = line.held()[1]
+            nbytes = line.held().nbytes
         except KeeperLost:
             return
+        self._told_left_out = self._left_out
         fact = MemoryCopiesSet(
             steps=pace.steps,
             bytes=nbytes,
-            stall_s=round(pace.stall_s, 4),
-            covered_s=round(pace.covered_s, 4),
+            stall_s=round(pace.stall_s, 4) if pace.covered_s else None,
+            covered_s=round(pace.covered_s, 4) if pace.covered_s else None,
             left_out=self._left_out or None,
             why="alive.memory_steps" if self._is_bound else "chosen by what a copy costs",
         )

@@ -742,7 +742,7 @@ class Run:
             seconds=round(time.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
             skipped=tuple(Skipped(**row) for row in restored.skipped),
-            read_from="memory" if restored.in_memory else "",
+            read_from=restored.kept_by,
         )
         self._event(fact)
         if self.world.rank == 0:

@@ -258,6 +258,12 @@ class AliveSettings(Table):
     memory_steps: int = setting(
         0, "steps between two such copies at most; 0 chooses it from what a copy costs"
     )
+    memory_buddy: str = setting(
+        "auto",
+        "auto: where the run outlives its nodes (spares, shrink), each copy lies on the next node "
+        "too, so that a lost node's part can be had; it takes twice the memory; no: on its own alone",
+        choices=("auto", "no"),
+    )
 
     def is_on(self) -> bool:
         """Whether the run outlives its nodes."""

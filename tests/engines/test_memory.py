@@ -74,7 +74,11 @@ def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, und
     flips = ";".join(f"flip:memory.proved,rank=1,hit={hit},bit=99999" for hit in (2, 3, 4, 5, 6))
 
     run, (_, second) = run_with(
-        tmp_path, monkeypatch, f"{kill};{flips}", checkpoint__interval_steps=3
+        # The last save before the kill is older than the last copy, with steps to spare.
+        tmp_path,
+        monkeypatch,
+        f"{kill};{flips}",
+        checkpoint__interval_steps=9,
     )
 
     assert second["read_from"] == ""

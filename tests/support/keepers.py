@@ -12,10 +12,10 @@ import numpy as np
 
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
 from hpctrain.control.node_server import TreePlace
+from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import part_facts
 from hpctrain.memory.keeper import Keeper
 from hpctrain.memory.rank_line import KeeperLine
-from hpctrain.memory.stock import CopyPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,9 @@ PATIENCE_S = 20.0
 class Keepers:
     """Of some nodes with some ranks each; a new round with `begin`."""
 
-    def __init__(self, root: Path, nodes: int, ranks: int) -> None:
+    def __init__(self, root: Path, nodes: int, ranks: int, *, to_buddy: bool = False) -> None:
         self.root, self.nodes, self.ranks = root, nodes, ranks
+        self.to_buddy = to_buddy
         self.round = 0
         self.lines: list[KeeperLine] = []
         self.loop = asyncio.new_event_loop()
@@ -52,6 +53,7 @@ class Keepers:
             order = {"folder": str(folder), "place": asdict(place), "address": "127.0.0.1"}
             secret = secrets[node] if secrets else "secret"
             order |= {"secret": secret, "about": f"round {self.round}"}
+            order |= {"shown": "127.0.0.1" if self.to_buddy else ""}
             port = self._on_loop(keeper.do({"begin": order})) or port
         for keeper in self.keepers[1:]:
             self._on_loop(keeper.do({"join": ["127.0.0.1", port]}))
@@ -60,6 +62,12 @@ class Keepers:
             for rank in range(self.nodes * self.ranks)
         ]
         return self.lines
+
+    def lose(self, node: int) -> None:
+        """A node is gone with its keeper; those behind it move up, and a spare comes last."""
+        gone = self.keepers.pop(node)
+        self._on_loop(_closed(gone))
+        self.keepers.append(self._on_loop(_made()))
 
     def folder(self, node: int) -> Path:
         return self.root / f"{self.round}-{node}"
@@ -76,6 +84,11 @@ class Keepers:
     def _on_loop(self, work: Any) -> Any:
         done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return done.result(PATIENCE_S)
+
+
+async def _closed(keeper: Keeper) -> None:
+    if keeper._round is not None:
+        keeper._round.close()
 
 
 async def _made() -> Keeper:

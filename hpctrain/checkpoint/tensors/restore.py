@@ -96,7 +96,7 @@ class Restored:
         skipped: Newer ones that were passed over: step, name, reason.
         bytes_read: By this rank, from files or the nodes' memory.
         seconds: For the reading.
-        in_memory: Whether it lay in the memory of the nodes.
+        kept_by: See `CopiesInMemory.kept_by`; "" where it lay on disk.
         is_saved: Whether it lies on disk, too.
     """
 
@@ -106,7 +106,7 @@ class Restored:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     bytes_read: int = 0
     seconds: float = 0.0
-    in_memory: bool = False
+    kept_by: str = ""
     is_saved: bool = True
 
 
@@ -128,7 +128,13 @@ class _Reading:
 
 
 class CopiesInMemory(Protocol):
-    """Checkpoints of this run that lie in the memory of the nodes; see `hpctrain.memory`."""
+    """Checkpoints of this run that lie in the memory of the nodes; see `hpctrain.memory`.
+
+    Attributes:
+        kept_by: Where the newest that `find` has given lies, in a word for the ledger.
+    """
+
+    kept_by: str
 
     def find(self, least_step: int) -> Iterator[FoundCheckpoint]:
         """Those with at least so many updates, newest first; the next one is made when asked for.
@@ -267,7 +273,7 @@ def _from_memory(
                 skipped,
                 bytes_read,
                 seconds,
-                in_memory=True,
+                kept_by=copies.kept_by,
                 is_saved=candidate.step == least_step,
             )
         log.warning("the copy of step %d in memory is not taken: %s", candidate.step, damage)

@@ -11,9 +11,11 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece, rank_of
 from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import index_of, joined, part_of
+from hpctrain.memory.node_stock import NodeStock
 from hpctrain.memory.slots import Mark
-from hpctrain.memory.stock import CopyPlan, RankStock, find_copy
+from hpctrain.memory.stock import RankStock
 from tests.support.keepers import BLOCK_BYTES, plan_of, values_of
 
 WORLD, STEP, OWN = 3, 7, 16
@@ -53,6 +55,13 @@ def stocks():
         stock.close()
 
 
+def node_of(stocks):
+    """A node that has these."""
+    node = NodeStock()
+    node.own = dict(enumerate(stocks))
+    return node
+
+
 def source(stocks):
     """The checkpoint that the copies make, as a rank reads it."""
     import os
@@ -60,7 +69,7 @@ def source(stocks):
 
     told = {}
     for rank in range(WORLD):
-        copy, _ = find_copy(stocks, MARK, rank)
+        copy = node_of(stocks).find(MARK, rank).copy
         told[rank] = [copy.size, copy.digest, copy.plan.head, copy.plan.facts]
     manifest, table = joined(told)
     chunks = index_of(manifest, table)
@@ -68,7 +77,7 @@ def source(stocks):
         Path("memory/step"),
         manifest,
         chunks,
-        descriptor=lambda path: os.dup(find_copy(stocks, MARK, rank_of(path.name))[1]),
+        descriptor=lambda path: os.dup(node_of(stocks).find(MARK, rank_of(path.name)).arena.fd),
     )
 
 
@@ -127,9 +136,9 @@ def test_a_thousand_flipped_bits_are_found(stocks):
 
 
 def test_a_copy_is_found_by_its_step_and_rank_alone(stocks):
-    assert find_copy(stocks, MARK, 0)[0].plan.rank == 0
-    assert find_copy(stocks, Mark(2, STEP), 0) is None
-    assert find_copy(stocks[:1], MARK, 1) is None
+    assert node_of(stocks).find(MARK, 0).copy.plan.rank == 0
+    assert node_of(stocks).find(Mark(2, STEP), 0) is None
+    assert node_of(stocks[:1]).find(MARK, 1) is None
     assert [copy.rank for stock in stocks for copy in stock.held()] == [0, 1, 2]
     stocks[0].slots.keep_only(None)
     assert stocks[0].held() == []

@@ -1,0 +1,263 @@
+"""Connections between keepers for the bytes of copies: threads at both ends, codes on all of it.
+
+What goes over them are weights, so both ends first prove that they know the attempt's secret
+(`control.wire`), and a stranger hears nothing but a nonce. The words that keepers say about steps
+have connections of their own, which never wait behind gigabytes. tests/unit/memory/test_buddy.py
+holds the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.control.wire import (
+    GREETING_BYTES,
+    MOST_BYTES,
+    Codes,
+    Garbled,
+    Greeting,
+    Splitter,
+    framed,
+    packed,
+    unpacked,
+)
+from hpctrain.errors import ControlLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+log = logging.getLogger("hpctrain.agent")
+
+Message = tuple[dict[str, Any], bytes]
+
+GREET_S = 10.0
+"""So long may it take to say who one is."""
+SILENT_S = 60.0
+"""A connection on which nothing moves for so long, while something is awaited, is lost."""
+JOIN_S, KNOCK_AGAIN_S = 20.0, 0.2
+MOST_STRANGERS = 256
+"""That are listened to at a time; who comes then is sent away, and knocks again."""
+MOST_NOTED = 20
+"""Strangers that the log hears of in a round."""
+PIECE_BYTES = 1 << 20
+"""Of a copy in one message: its code is made while the bytes are in the cache."""
+BACKLOG = 256
+_READ_BYTES = 1 << 20
+
+
+class CopyLine:
+    """One end of a connection; one thread at a time."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        """Nobody has proved anything yet."""
+        self._peer = peer
+        self._codes: Codes | None = None
+        self._splitter = Splitter(GREETING_BYTES)
+        self._heard: list[bytes] = []
+        peer.settimeout(GREET_S)
+
+    def trust(self, codes: Codes) -> None:
+        """The other end knows the secret."""
+        self._codes = codes
+        self._splitter.most_bytes = MOST_BYTES
+        self._peer.settimeout(SILENT_S)
+        with suppress(OSError):  # no TCP in some tests
+            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, head: dict[str, Any], body: bytes = b"") -> None:
+        """Send a message, which waits for the other end to take it.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        self.send(packed(head, body))
+
+    def hear(self, *, wait_s: float | None = SILENT_S) -> Message:
+        """The next message.
+
+        Args:
+            wait_s: So long may it take to come; None for ever.
+
+        Raises:
+            OSError: the connection is lost.
+            Garbled: it is none of the other end's.
+        """
+        self._peer.settimeout(wait_s)
+        try:
+            return unpacked(self.receive())
+        finally:
+            with suppress(OSError):
+                self._peer.settimeout(SILENT_S)
+
+    def ask(self, head: dict[str, Any], body: bytes = b"") -> Message:
+        """Send a message, and hear what is said to it; errors as of `say` and `hear`."""
+        self.say(head, body)
+        return self.hear()
+
+    def send(self, message: bytes) -> None:
+        """Send bytes, sealed once the other end is trusted; errors as of `say`."""
+        self._peer.sendall(framed(self._codes.seal(message) if self._codes else message))
+
+    def receive(self) -> bytes:
+        """The bytes of the next message; errors as of `hear`."""
+        while True:
+            while not self._heard:
+                piece = self._peer.recv(_READ_BYTES)
+                if not piece:
+                    raise ConnectionResetError("it has closed the connection")
+                self._heard += self._splitter.feed(piece)
+            message = self._heard.pop(0)
+            opened = self._codes.opened(message) if self._codes else message
+            if opened is not None:
+                return opened
+
+    def close(self) -> None:
+        """End it; a thread that waits in it gets an OSError."""
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+
+
+def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) -> CopyLine:
+    """A connection to another node's keeper, on which both have proved that they know the secret.
+
+    Strangers may have filled its door, so this one knocks again for a while.
+
+    Args:
+        address: Its door's.
+        greeting: Makes one for each connection.
+        node: This node's number.
+
+    Raises:
+        ControlLost: it cannot be reached, or something else is there.
+    """
+    deadline_s = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return _met(address, greeting(), node)
+        except (OSError, Garbled) as error:
+            if time.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                where = f"{address[0]}:{address[1]}"
+                raise ControlLost(f"{where} is no keeper that can be met: {error}") from error
+        time.sleep(KNOCK_AGAIN_S)
+
+
+def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:
+    line = CopyLine(socket.create_connection(address, timeout=GREET_S))
+    try:
+        challenge = line.receive()
+        said, awaited = greeting.answer(challenge, node)
+        line.send(said)
+        line.trust(greeting.trusted(challenge, node, line.receive(), awaited))
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+class CopyDoor:
+    """Where other nodes' keepers are let in, each with a thread of its own, and nobody else."""
+
+    def __init__(
+        self,
+        nodes: Container[int],
+        greeting: Callable[[], Greeting],
+        serve: Callable[[int, CopyLine], None],
+    ) -> None:
+        """Nobody is awaited yet.
+
+        Args:
+            nodes: Who may come.
+            greeting: Makes one for each connection.
+            serve: Called on a thread with a node's number and its connection; the connection ends
+                when it returns or raises.
+        """
+        self._nodes, self._greeting, self._serve_node = nodes, greeting, serve
+        self._lock = threading.Lock()
+        self._knocks: socket.socket | None = None
+        self._lines: set[CopyLine] = set()
+        self._strangers = self._noted = 0
+        self._is_over = False
+
+    def open(self, address: str) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            OSError: there is no such address, or no port.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._knocks = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        threading.Thread(target=self._welcome, args=(self._knocks,), daemon=True).start()
+        return int(self._knocks.getsockname()[1])
+
+    def close(self) -> None:
+        """Let nobody in any more, and end all connections."""
+        with self._lock:
+            self._is_over = True
+            lines = list(self._lines)
+        if self._knocks is not None:
+            with suppress(OSError):
+                self._knocks.shutdown(socket.SHUT_RDWR)
+        for line in lines:
+            line.close()
+
+    def _welcome(self, knocks: socket.socket) -> None:
+        with suppress(OSError), knocks:
+            while True:
+                peer, where = knocks.accept()
+                with self._lock:
+                    is_full = self._is_over or self._strangers >= MOST_STRANGERS
+                    self._strangers += not is_full
+                if is_full:
+                    peer.close()
+                    continue
+                threading.Thread(target=self._let_in, args=(peer, where[0]), daemon=True).start()
+
+    def _let_in(self, peer: socket.socket, where: str) -> None:
+        line = CopyLine(peer)
+        node = None
+        try:
+            node = self._admit(line, where)
+        finally:
+            with self._lock:
+                self._strangers -= 1
+                is_served = node is not None and not self._is_over
+                if is_served:
+                    self._lines.add(line)
+            if not is_served:
+                line.close()
+        if node is None or not is_served:
+            return
+        try:
+            self._serve_node(node, line)
+        except (OSError, Garbled) as error:
+            log.debug("the connection of node %d's keeper has ended: %s", node, error)
+        finally:
+            with self._lock:
+                self._lines.discard(line)
+            line.close()
+
+    def _admit(self, line: CopyLine, where: str) -> int | None:
+        """The node that has come; None for a stranger, who is noted."""
+        greeting, why = self._greeting(), ""
+        try:
+            line.send(greeting.challenge())
+            node, said, codes = greeting.admit(line.receive())
+            if node in self._nodes:
+                line.send(said)
+                line.trust(codes)
+                return node
+            why = f"node {node} is not awaited"
+        except (OSError, Garbled) as error:
+            why = str(error)
+        with self._lock:
+            self._noted += 1
+            is_noted = self._noted <= MOST_NOTED and not self._is_over
+        if is_noted:
+            log.warning("somebody at %s was refused copies of the state: %s", where, why)
+        return None

@@ -1,0 +1,70 @@
+"""Copies in the nodes' memory in a job that outlives its nodes: a dead rank, then a dead node."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from hpctrain.history.attempts import attempts
+from hpctrain.history.run_history import RunHistory
+from tests.support import processes
+from tests.support.ledger_runs import all_fields
+from tests.support.recipe import assert_same_bits, full_state, make_run, train
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 50
+EVERY = 4
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.step_delay_s": 0.1,
+    "checkpoint.interval_steps": 1000,
+    "run.log_every_s": 0,
+    "run.restart_pause_s": 0,
+    "alive.memory": "auto",
+    "alive.memory_steps": EVERY,
+}
+NO_DISK = ";".join(f"fail:{at},attempt=3,error=EIO" for at in ("choose.list", "read.manifest"))
+
+
+def _kill_rank(slurm, run, attempt, rank):
+    log = str(run.dir.rank_log(attempt, rank))
+    pids = slurm.pids_of_job(run.job_id)
+    pid = next(pid for pid in pids if log in map(str, processes.open_files(pid)))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm, tmp_path, capsys):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2+1",
+        "--ranks-per-node=2",
+        sets=SETTINGS,
+        env={"HPCTRAIN_FAULTS": NO_DISK},
+    )
+    for attempt in (1, 2):
+        run.wait(f"copies of attempt {attempt}", lambda of=attempt: run.events("memory_copies", of))
+        if attempt == 1:
+            _kill_rank(slurm, run, attempt, 3)
+    slurm.kill_node("n2")
+    run.wait_done()
+
+    restored = [all_fields(event) for event in run.events("restored")]
+    assert [fact["read_from"] for fact in restored] == ["", "memory", "buddy"], run.story()
+    assert [fact["skipped"] for fact in restored] == [[], [], []]
+    done = [all_fields(event)["step"] for event in run.events("attempt_ended")]
+    for again, step in zip(restored[1:], done[:2], strict=True):
+        lost = step - again["step"]
+        with capsys.disabled():
+            print(f"\nstep {step} was done, {lost} are done again; {again['seconds']} s")
+        assert again["step"] > 0
+        assert lost <= EVERY + 2  # of short steps some more: all ranks agree on the step first
+    assert [of.nodes for of in attempts(RunHistory.of(run.events()))][-1] == ("n1", "n3")
+    peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
+    train(peace, 4)
+    assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
+    assert slurm.job(run.job_id)["Restarts"] == "0"
