@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.slow_watch import JobStragglers, NodeMoments
 from hpctrain.agent.stragglers import uses
 from hpctrain.base.files import replace_text
 from hpctrain.base.records import DESYNC, HANG, FailureReport
@@ -79,6 +80,8 @@ class NodeHangs:
         node: tuple[int, str],
         store: SignedStore,
         key: Callable[[str], str],
+        *,
+        nodes: int = 1,
     ) -> None:
         """Watch this round's ranks.
 
@@ -88,6 +91,7 @@ class NodeHangs:
             node: This node's number and name.
             store: The agents'.
             key: Makes names in it this round's.
+            nodes: How many the round has.
         """
         self._folder, self._store, self._key = folder, store, key
         self._number, self._name = node
@@ -97,6 +101,8 @@ class NodeHangs:
         self._counts, self._counted_s = (CountsByTick() if counts else None), 0.0
         self._looked_s = 0.0
         self._stands_over = False
+        tells_slow = limits is not None and limits.stragglers != "off"
+        self._moments = NodeMoments(folder, node, nodes, store, key) if tells_slow else None
         try:
             self._board: Board | None = Board.open(folder / BOARD)
         except (OSError, HpctrainError) as error:
@@ -117,6 +123,8 @@ class NodeHangs:
         self._looked_s = now_s
         if self._counts is not None:
             self._look_at_counts(self._counts, self._board, now_s)
+        if self._moments is not None:
+            self._moments.look(self._board)
         if self._standing is None:
             return
         stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
@@ -253,6 +261,8 @@ class JobHangs:
         self._nodes, self._hooks = nodes, hooks
         self._suspicion = Suspicion()
         self._counts, self._compared_s = JobCounts(), 0.0
+        tells_slow = limits is not None and limits.stragglers != "off"
+        self._slow = JobStragglers(store, key, nodes, hooks.record) if tells_slow else None
         self._said = 0
         self._looked_s = self._asked_s = 0.0
         self._number, self._asked_at_s = 0, 0.0
@@ -277,6 +287,8 @@ class JobHangs:
             return failure
         if self._limits is not None and now_s >= self._looked_s + LOOK_S:
             self._looked_s = now_s
+            if self._slow is not None:
+                self._slow.watch()
             said = self._store.count(self._key("hangs"))
             self._is_due |= said != self._said
             self._said = said

@@ -343,7 +343,7 @@ def _lead_s(spec: Spec) -> float:
 def _hang_limits(spec: Spec) -> HangLimits | None:
     """After what time ranks that stand still are looked at; None for never."""
     alive, save_s = spec.settings.alive, spec.settings.checkpoint.timeout_s
-    if alive.hang == alive.desync == "off":
+    if alive.hang == alive.desync == alive.stragglers == "off":
         return None
     return HangLimits(
         alive.hang_s or FEWEST_S,
@@ -352,6 +352,7 @@ def _hang_limits(spec: Spec) -> HangLimits | None:
         ends_round=alive.hang == "restart",
         watches=alive.hang != "off",
         desync=alive.desync,
+        stragglers=alive.stragglers,
     )
 
 

@@ -455,9 +455,9 @@ class NodeAgent(LocalElasticAgent):
         """What watches this round for hangs; None where its ranks have no board."""
         if self._control is None:
             return None
-        folder, number = self._control.folder, int(self._worker_group.group_rank or 0)
-        store, limits = self._news_store, self._hang_limits
-        node = NodeHangs(limits, folder, (number, self._node), store, self._key)
+        place = int(self._worker_group.group_rank or 0), self._node
+        folder, store, limits = self._control.folder, self._news_store, self._hang_limits
+        node = NodeHangs(limits, folder, place, store, self._key, nodes=self._node_count)
         if self._hooks is None:
             return RoundHangs(node, None)
         each = self._worker_group.spec.local_world_size

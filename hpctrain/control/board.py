@@ -35,9 +35,10 @@ SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
 _LEASE_BYTES = 4096
 
-MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL = range(7)
+MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL, CLOCK = range(8)
 """Words of the head. FREE_TICKS: so many ticks from the first on are granted, and whoever has not
-begun them yet has nothing to do at them. Nearly always that is all that a rank has to know."""
+begun them yet has nothing to do at them. Nearly always that is all that a rank has to know. CLOCK:
+see `root_clock.py`."""
 TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(12, 16)

@@ -23,6 +23,7 @@ from hpctrain.control.collectives import DOWN, UP, Call, Collectives, Delivery, 
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, NotAwaited, meet_parent
 from hpctrain.control.lease import Lease, Report
 from hpctrain.control.node_leases import NodeLeases
+from hpctrain.control.root_clock import RootClock
 from hpctrain.control.wire import Garbled, Greeting, packed, unpacked
 from hpctrain.errors import ControlLost
 
@@ -120,6 +121,8 @@ class NodeServer:
             folder / BOARD, place.first_rank, place.ranks, place.ranks_in_all
         )
         self._leases = NodeLeases(self._board, place.ranks_in_all if is_root else None)
+        self._clock = RootClock(is_root=is_root)
+        self._clock.show(self._board)
         self._collectives = Collectives(ranks, self._children, is_root=is_root)
         self._ranks = ranks
         self._below = _Outbox(self._children)
@@ -235,7 +238,7 @@ class NodeServer:
                 self._names[peer] = _text(head, "name")
                 self._below.connect(child, peer)
                 if self._leases.lease is not None:
-                    peer.say(_said(self._leases.lease))
+                    peer.say(self._said(self._leases.lease))
                 if self.lost:
                     peer.say(packed({"is": "lost", "why": self.lost}))
             case "report":
@@ -256,6 +259,7 @@ class NodeServer:
         match head.get("is"):
             case "lease":
                 self._board.beat()
+                self._hear_clock(head.get("now_ns"))
                 lease = Lease.of_plain(head.get("lease"))
                 if self._leases.hear_parent(lease, time.monotonic()):
                     self._send_lease(lease, is_new=True)
@@ -363,13 +367,24 @@ class NodeServer:
 
     def _send_lease(self, lease: Lease, *, is_new: bool) -> None:
         for child in self._below.peers():
-            child.say(_said(lease))
+            child.say(self._said(lease))
         if not is_new:  # a rank that is woken takes its node for one that hears the root
             return
         for local_rank in self._board.waiting():
             waker = self._wakers.get(self._place.first_rank + local_rank)
             if waker is not None:
                 waker.say(packed({"is": "lease"}))
+
+    def _said(self, lease: Lease) -> bytes:
+        return packed({"is": "lease", "lease": lease.to_plain(), "now_ns": self._clock.now_ns()})
+
+    def _hear_clock(self, said_ns: object) -> None:
+        if said_ns is None:  # the node above does not know it yet
+            return
+        if type(said_ns) is not int or not 0 <= said_ns < 1 << 62:
+            raise Garbled("a moment that is none")
+        self._clock.hear(said_ns)
+        self._clock.show(self._board)
 
     def _watch_silence(self, now_s: float) -> None:
         passed_s, self._looked_s = min(_LONGEST_LOOK_S, now_s - self._looked_s), now_s
@@ -385,7 +400,3 @@ def _text(head: dict[str, Any], name: str) -> str:
     if not isinstance(text, str):
         raise Garbled(f"a message without a {name}")
     return text
-
-
-def _said(lease: Lease) -> bytes:
-    return packed({"is": "lease", "lease": lease.to_plain()})

@@ -14,10 +14,13 @@ All moments must be of one clock. tests/unit/hangs/test_arrivals.py holds the pr
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
+
+    from hpctrain.hangs.evidence import Collective
 
 PERIODIC = 0.9
 """Of all collectives so many must be as the one a period before: an evaluation breaks in."""
@@ -38,6 +41,27 @@ class OwnWork(NamedTuple):
 
     seconds: tuple[float, ...]
     step_s: float
+
+
+def calls_of(calls: Sequence[Collective], groups: Collection[str]) -> list[Collective]:
+    """What a rank has called last in one of these groups, without a gap.
+
+    Of several groups it is the one in which most was called: on all ranks the same.
+
+    Args:
+        calls: In all groups, in the order of their calls.
+        groups: Those that may be meant.
+    """
+    counts = Counter(call.group for call in calls if call.group in groups)
+    most = max(counts.values(), default=0)
+    group = min((name for name, count in counts.items() if count == most), default="")
+    unbroken: list[Collective] = []
+    for call in calls:
+        if call.group == group:
+            if unbroken and call.number != unbroken[-1].number + 1:
+                unbroken.clear()
+            unbroken.append(call)
+    return unbroken
 
 
 def period_of(signatures: Sequence[Hashable]) -> int:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain
+from hpctrain.hangs.arrivals import calls_of
 from hpctrain.hangs.evidence import RankEvidence, frames_of, process_state, recorded_of
 from hpctrain.hangs.witness import LOOK_SIGNAL, groups_path, recorder_path, stacks_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.hangs.evidence import Frame, Recorded
+    from hpctrain.hangs.evidence import Collective, Frame, Recorded
 
 ANSWER_S = 1.0
 """So long is waited for a rank's answer; one that is stopped gives none."""
@@ -65,6 +66,28 @@ def look(folder: Path, node: str, ranks: Sequence[RankProcess]) -> list[RankEvid
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda rank: _look_at(folder, node, rank), ranks))
+
+
+def calls_of_all(
+    folder: Path, ranks: Sequence[int], ranks_in_all: int
+) -> list[list[Collective]] | None:
+    """Of each rank, what it has called in a group of all ranks; None where one does not say.
+
+    Args:
+        folder: Where the ranks have set up their witnesses.
+        ranks: Of this node.
+        ranks_in_all: How many all nodes have.
+    """
+
+    def read(rank: int) -> list[Collective]:
+        recorded = _recorded(recorder_path(folder, rank))
+        groups = _groups(groups_path(folder, rank))
+        whole = {name for name, members in groups.items() if len(members) == ranks_in_all}
+        return calls_of(recorded.collectives, whole) if recorded is not None else []
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        calls = list(pool.map(read, ranks))
+    return calls if all(calls) else None
 
 
 def _look_at(folder: Path, node: str, rank: RankProcess) -> RankEvidence:

@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from hpctrain.hangs.verdict import ranks_in_words
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -161,7 +163,7 @@ class StragglerJudge:
             data_share: How much of the time each rank waited for data, where that is known.
         """
         self._windows.append(window)
-        steady, out = stands_out(window.median), stands_out(window.mean)
+        steady, out = self._stand_out(window.median), self._stand_out(window.mean)
         out |= steady
         self._count(window, out)
         new = {rank for rank in out if self._out[rank] >= RUNNING} - self.named
@@ -172,6 +174,18 @@ class StragglerJudge:
             said.append(Cleared(tuple(sorted(cleared))))
         said += self._named(window, new, steady, data_share or {})
         return said + self._whether_grown(window, out)
+
+    def _stand_out(self, lateness: Sequence[float]) -> set[int]:
+        """Ranks of all, and all ranks of a node whose median is that of no other node.
+
+        Of two nodes the slow one has half of all ranks, and those are no outliers.
+        """
+        out = stands_out(lateness)
+        if max(map(len, self._nodes.values())) > 1:
+            nodes = [*self._nodes.values()]
+            medians = [statistics.median(lateness[rank] for rank in ranks) for ranks in nodes]
+            out |= {rank for node in stands_out(medians) for rank in nodes[node]}
+        return out
 
     def _count(self, window: Window, out: set[int]) -> None:
         for rank, lost_s in enumerate(window.lost_s):
@@ -227,6 +241,28 @@ class StragglerJudge:
             self._is_grown = True
             return [Straggling("network", (), (), more)]
         return []
+
+
+def straggling_in_words(straggling: Straggling, nodes: Sequence[str]) -> str:
+    """Who is slow, in one line.
+
+    Args:
+        straggling: Who.
+        nodes: The names of its nodes.
+    """
+    by, where = f"{straggling.by:.0%}", " and ".join(nodes)
+    if straggling.kind == "network":
+        why = "the network, the storage, or all of them"
+        return f"steps take {by} longer than at first, and no rank is slower than the others: {why}"
+    who = f"{ranks_in_words(straggling.ranks)} on {where}"
+    if straggling.kind == "node":
+        who = f"{where} (all of {ranks_in_words(straggling.ranks)})"
+    verb = "is" if straggling.kind == "node" or len(straggling.ranks) == 1 else "are"
+    late = f"{verb} later than the others by {by} of a step"
+    often = "" if straggling.is_steady else ", at some steps only"
+    more = ", and it grows" if straggling.is_growing else ""
+    why = ": waiting for data, not computing" if straggling.kind == "data" else ""
+    return f"{who} {late}{often}{more}{why}"
 
 
 def _above_median(values: Sequence[float]) -> list[float]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.history.causes import EndCause
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import Failure
-    from hpctrain.run.event_types import HangFound, HangSuspected, RanksAwaited
+    from hpctrain.run.event_types import HangFound, HangSuspected, RanksAwaited, StragglerFound
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class AttemptView:
         awaited: Which ranks were waited for last, where others had returned.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
         hang: Who holds up the others where its ranks stand still; None where they go on.
+        straggler: Who is slower than the others; None where nobody is.
     """
 
     number: int
@@ -89,6 +90,7 @@ class AttemptView:
     awaited: RanksAwaited | None = None
     restart_pause_s: float | None = None
     hang: HangSuspected | HangFound | None = None
+    straggler: StragglerFound | None = None
 
 
 _OF_RECORD = sorted(

@@ -288,6 +288,16 @@ def _cleared(attempt: AttemptRecord, t: float, _: facts.HangCleared) -> None:
     attempt.hang = None
 
 
+def _straggles(attempt: AttemptRecord, _: float, fact: facts.StragglerFound) -> None:
+    attempt.straggler = fact
+
+
+def _keeps_up(attempt: AttemptRecord, _: float, fact: facts.StragglerGone) -> None:
+    slow = attempt.straggler
+    if slow is not None and set(slow.ranks) <= set(fact.ranks):
+        attempt.straggler = None
+
+
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
     attempt.awaited, attempt.awaited_t = fact, t
     stillness.awaited_in_vain(attempt, t, fact)
@@ -338,6 +348,8 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.HangSuspected: _hung,
     facts.HangFound: _hung,
     facts.HangCleared: _cleared,
+    facts.StragglerFound: _straggles,
+    facts.StragglerGone: _keeps_up,
     facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,

@@ -207,6 +207,7 @@ class AttemptRecord:
         awaited_t: When that was said.
         hang: What was said last of ranks that stand still; None where they went on since.
         hang_t: When that was said.
+        straggler: Who is slower than the others, as was said last; None where nobody is.
         still: Stretches in which nothing moved, in the order in which they were told.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
@@ -265,6 +266,7 @@ class AttemptRecord:
     awaited_t: float | None = None
     hang: facts.HangSuspected | facts.HangFound | None = None
     hang_t: float | None = None
+    straggler: facts.StragglerFound | None = None
     still: list[StillStretch] = field(default_factory=list)
     restart_pause_s: float | None = None
 

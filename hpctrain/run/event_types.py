@@ -668,6 +668,27 @@ class RanksOutOfStep(LedgerFact):
     ended: bool = maybe(check.flag, "the round was ended; else it was only told")
 
 
+@event("straggler", by="the agent of node 0")
+class StragglerFound(LedgerFact):
+    """Ranks are slower than the others, or steps take longer and nobody is."""
+
+    kind_of: str = maybe(check.words, "`rank`, `node`, `data` (they wait for it) or `network`")
+    ranks: tuple[int, ...] = maybe(check.counts, "which; none for nobody")
+    nodes: tuple[str, ...] = maybe(check.texts, "theirs")
+    by: float | None = maybe(check.number, "as a part of a step; for nobody, of what steps took")
+    lost_s: float | None = maybe(check.seconds, "so long the others have waited so far (s)")
+    growing: bool = maybe(check.flag, "it has become more all along the last windows of steps")
+    summary: str = maybe(check.words, "one line")
+
+
+@event("straggler_gone", by="the agent of node 0")
+class StragglerGone(LedgerFact):
+    """Ranks that were slow are as quick as the others again, or steps take what they took."""
+
+    ranks: tuple[int, ...] = maybe(check.counts, "which; none for nobody")
+    lost_s: float | None = maybe(check.seconds, "so long the others have waited (s)")
+
+
 @event("attempt_ended", by="the agent of node 0, the batch side, or the next attempt")
 class AttemptEnded(LedgerFact):
     """An attempt has ended."""

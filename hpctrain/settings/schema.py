@@ -226,6 +226,12 @@ class AliveSettings(Table):
         "step; restart ends the round too; off does neither",
         choices=("restart", "tell", "off"),
     )
+    stragglers: str = setting(
+        "tell",
+        "where a rank, a node or its data keep the others waiting at every step: tell names them; off "
+        "does nothing",
+        choices=("tell", "off"),
+    )
     first_step_s: float = setting(
         1800.0, "so long in all phases before the first step is over", above=0
     )

@@ -79,6 +79,12 @@ def _because(why: str) -> str:
     return f": {why}" if why else ""
 
 
+def _quick_again(fact: kinds.StragglerGone) -> str:
+    lost = f", after {duration(fact.lost_s)} lost" if fact.lost_s else ""
+    who = f"{fold_ranks(fact.ranks)} as quick as the others" if fact.ranks else "steps as before"
+    return f"{who} again{lost}"
+
+
 def _if(value: object, words: str) -> str:
     return words if value else ""
 
@@ -439,6 +445,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "hang_cleared": lambda fact: f"goes on, after {duration(fact.seconds or 0.0)} without a move",
     "hang": lambda fact: f"hangs{'; ended' if fact.ended else ''}{_because(fact.summary)}",
     "desync": lambda fact: f"out of step{'; ended' if fact.ended else ''}{_because(fact.summary)}",
+    "straggler": lambda fact: f"slow{_because(fact.summary)}",
+    "straggler_gone": _quick_again,
     "restart_paused": _paused,
     "node_lost": _lost,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),

@@ -167,7 +167,7 @@ def _running(status: RunStatus, job: str) -> str:
     nodes, info = fold_nodes(nodes_of(status)), status.answer.job
     where = f" on {nodes}" if nodes else ""
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
-    waits = _awaited(status) + _hang(status)
+    waits = _awaited(status) + _hang(status) + _slow(status)
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
@@ -257,6 +257,14 @@ def _hang(status: RunStatus) -> str:
     since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
     where = f"`hpctrain stacks {status.label}{status.flags}` shows where each rank is"
     return f"; it {how}: {fact.summary}{since}; {where}"
+
+
+def _slow(status: RunStatus) -> str:
+    """Who keeps the others waiting at every step."""
+    newest = status.attempts[-1] if status.attempts else None
+    if newest is None or newest.ended is not None or newest.straggler is None:
+        return ""
+    return f"; slow: {newest.straggler.summary}"
 
 
 def _sign_of_life(status: RunStatus) -> str:

@@ -69,6 +69,7 @@ AttemptView.released: float | None
 AttemptView.awaited: RanksAwaited | None
 AttemptView.restart_pause_s: float | None
 AttemptView.hang: HangSuspected | HangFound | None
+AttemptView.straggler: StragglerFound | None
 CancelledJob
 CancelledJob.run: str
 CancelledJob.dir: Path

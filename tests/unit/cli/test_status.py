@@ -922,6 +922,18 @@ def test_ranks_that_stand_still_are_told_of_until_they_go_on(runs):
     assert "hang" not in shown(story, RUNNING, width=200)
 
 
+def test_who_is_slower_than_the_others_is_said_until_that_is_over(runs):
+    story = Story(runs / "plain").submitted("17").started(1)
+    words = "rank 5 on n2 is later than the others by 18% of a step"
+    story.add("straggler", 1, kind_of="rank", ranks=[5], nodes=["n2"], by=0.18, summary=words)
+    assert f"; slow: {words}" in " ".join(shown(story, RUNNING, width=200).split())
+
+    story.add("straggler_gone", 1, ranks=[3], lost_s=7)
+    assert "; slow: " in shown(story, RUNNING, width=200), "another one"
+    story.add("straggler_gone", 1, ranks=[5], lost_s=7)
+    assert "; slow: " not in shown(story, RUNNING, width=200)
+
+
 def test_json_has_no_number_for_what_a_program_does_not_tell(runs):
     story = Story(runs / "plain").submitted("17").started(1).ended(1, "preempted", "requeue")
     value = as_json(status_of(RunHistory.read(story.run), Answer(), name="plain"))

@@ -45,8 +45,9 @@ def said(windows, nodes=ONE_NODE, data_share=None):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_five_thousand_clean_steps_name_nobody(seed):
-    assert said(series(5000, seed=seed)) == []
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, {n: [2 * n, 2 * n + 1] for n in range(4)}])
+def test_five_thousand_clean_steps_name_nobody(seed, nodes):
+    assert said(series(5000, seed=seed), nodes) == []
 
 
 @pytest.mark.parametrize("by", [0.1, 0.2])
@@ -84,6 +85,14 @@ def test_all_ranks_of_a_node_are_the_node():
     windows = series(200, lambda _, rank: 1 + 0.2 * (rank in slow), ranks=12)
     [(_, finding)] = said(windows, nodes)
     assert (finding.kind, finding.ranks, finding.nodes) == ("node", (4, 5, 6, 7), (1,))
+
+
+def test_of_two_nodes_the_slow_one_is_named_though_half_of_all_ranks_are_slow():
+    windows = series(200, lambda _, rank: 1 + 0.25 * (rank >= RANKS // 2))
+    [(_, finding)] = said(windows, TWO_NODES)
+    assert (finding.kind, finding.ranks, finding.nodes) == ("node", (4, 5, 6, 7), (1,))
+    few = series(200, lambda _, rank: 1 + 0.05 * (rank >= RANKS // 2))
+    assert said(few, TWO_NODES) == [], "two nodes have no deviation that tells noise from it"
 
 
 def test_one_rank_of_a_node_is_not_the_node():

@@ -72,6 +72,7 @@ def without_new_keys(text: str) -> str:
         assert attempt.pop("awaited") is None
         assert attempt.pop("restart_pause_s") is None
         assert attempt.pop("hang") is None
+        assert attempt.pop("straggler") is None
     for spent in (state["goodput"], state["last_24h"]):
         assert spent["classes"].pop("no_progress")["seconds"] == 0
     return json.dumps(state, indent=2) + "\n"
