@@ -542,12 +542,8 @@ class TrainingRewound(LedgerFact):
 
     step: int | None = maybe(check.count, "the step at which that was decided")
     to: int | None = maybe(check.count, "no checkpoint with more updates is gone on from")
-    first: int | None = maybe(
-        check.count, "samples consumed before those that are left out, if any"
-    )
-    last: int | None = maybe(
-        check.count, "samples consumed after them; every start leaves them out"
-    )
+    first: int | None = maybe(check.count, "samples consumed before those that are left out")
+    last: int | None = maybe(check.count, "samples consumed after them; none where none are")
     why: str = maybe(check.words, "`nonfinite`, `spike` or `replicas`")
 
 
@@ -561,6 +557,16 @@ class ReplicasDiffer(LedgerFact):
     nodes: tuple[str, ...] = maybe(check.texts, "theirs")
     certain: bool = maybe(check.flag, "most others agree; else nobody knows who of them is wrong")
     compared: int | None = maybe(check.count, "ranks that should hold the same")
+
+
+@event("audit_failed", by="rank 0")
+class AuditFailed(LedgerFact):
+    """Ranks have computed different gradients of the same samples (`guard.audit`)."""
+
+    step: int | None = maybe(check.count, "the step")
+    ranks: tuple[int, ...] = maybe(check.counts, "who is wrong")
+    nodes: tuple[str, ...] = maybe(check.texts, "theirs")
+    certain: bool = maybe(check.flag, "a third rank says so; else nobody knows who of them it is")
 
 
 @event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")

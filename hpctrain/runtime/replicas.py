@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.engines.digests import bytes_of, sum_of
 from hpctrain.engines.norm import local
 from hpctrain.guards import replicas
 from hpctrain.runtime.telemetry import Gathering
@@ -107,9 +108,9 @@ class ReplicaWatch:
         for weight in weights:
             part = local(weight).detach()
             if part.device.type == "cpu":
-                self._digest.update(_bytes_of(part))
+                self._digest.update(bytes_of(part))
             else:  # read at the end of the turn: no step waits for the device
-                self._on_device.append(_sum_of(part))
+                self._on_device.append(sum_of(part))
 
     def _number(self) -> int:
         if self._on_device:
@@ -131,18 +132,6 @@ class ReplicaWatch:
             clean = replicas.clean_step(self._said_at, self._window)
             self._differ(Comparison(self._said_at, clean, wrong, self._were_same))
         self._were_same |= not wrong
-
-
-def _bytes_of(part: torch.Tensor) -> memoryview:
-    flat = part.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _sum_of(part: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as integers, on its device: one flipped bit changes it."""
-    flat = part.contiguous().reshape(-1)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return flat.view(whole).sum(dtype=torch.int64)
 
 
 def groups_of(program: Program, world: World) -> list[list[int]]:

@@ -559,6 +559,16 @@ class GuardSettings(Table):
         "stop ends the run, tell only says so",
         choices=("rewind", "stop", "tell"),
     )
+    audit: int = setting(
+        0,
+        "every so many steps a rank computes its right neighbour's microbatch too, and the gradients "
+        "are compared; needs engine.kind ddp with engine.exact; 0: never",
+    )
+    disputed: str = setting(
+        "stop",
+        "an audit in which gradients differ: stop ends the run, tell only says so",
+        choices=("stop", "tell"),
+    )
 
 
 class TrainSettings(Table):

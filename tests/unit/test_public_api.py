@@ -93,6 +93,7 @@ Engine.begun
 Engine.seed
 Engine.base
 Engine.guard
+Engine.audit
 Engine.left_out
 Engine.decides_alone
 Engine.data_rank
