@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.process import own_program
 from hpctrain.base.records import EndReason, Next
+from hpctrain.base.text import count
 
 if TYPE_CHECKING:
     from hpctrain.history.run_history import RunHistory
@@ -54,6 +55,8 @@ class Notification:
     steps_lost: int | None
     """What a resume from there does again."""
     loss: float | None
+    left_out: int
+    """Batches whose update guards have left out, in the state that is kept."""
     why: str
     next: str
     """A command that helps now."""
@@ -125,9 +128,11 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
         saved_step=saved,
         steps_lost=_lost(step, saved, is_done=what == "done"),
         loss=_loss(attempt),
+        left_out=len(history.holes),
         why=why[:MOST_WHY],
         next=_next(run, what),
-        text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why),
+        text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why)
+        + _guarded(len(history.holes)),
     )
 
 
@@ -162,6 +167,10 @@ def _next(run: RunDir, what: str) -> str:
     if what == "failed":
         return f"hpctrain logs {path} --err"
     return f"hpctrain {'resume' if what == 'stopped' else 'status'} {path}"
+
+
+def _guarded(left_out: int) -> str:
+    return f"; {count(left_out, 'update')} left out by guards" if left_out else ""
 
 
 def _text(name: str, what: str, *, attempt: int, reason: str, step: int | None, why: str) -> str:

@@ -45,6 +45,8 @@ class AttemptView:
         last_step: The last step it is known to have done.
         last_saved_step: The newest checkpoint it committed.
         steps_lost: Steps it did that had to be done again; None while it runs or where unknown.
+        read_from: Where its state came from, "memory", "buddy" (another node's) or
+            "disk"; "" where it restored nothing.
         skipped: Checkpoints it looked at and did not take.
         failure: What made it fail.
         cause: What ended it, as a person would say it; None while it runs.
@@ -75,6 +77,7 @@ class AttemptView:
     detail: str = ""
     stop_cause: str | None = None
     from_checkpoint: str | None = None
+    read_from: str = ""
     first_step: int | None = None
     last_step: int | None = None
     last_saved_step: int | None = None

@@ -54,6 +54,7 @@ class RunHistory:
             guard's wishes waits for a restore.
         not_finite: Steps whose numbers were not finite, of all attempts.
         spikes: How many steps jumped, in all attempts.
+        differing: Whose copies of the weights were last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
         restores: How many times an attempt has restored.
@@ -96,6 +97,7 @@ class RunHistory:
     rewound_to: int | None = None
     not_finite: list[facts.StepNotFinite] = field(default_factory=list)
     spikes: int = 0
+    differing: facts.ReplicasDiffer | None = None
     saves: list[SaveRecord] = field(default_factory=list)
     interval: facts.IntervalSet | None = None
     restores: int = 0
@@ -196,6 +198,7 @@ def _started(attempt: AttemptRecord, t: float, fact: facts.AttemptStarted) -> No
     attempt.nodes = fact.nodes
     attempt.world_size = fact.world_size or 0
     attempt.cpus = fact.cpus
+    attempt.spares = fact.spares
     attempt.by = fact.by
     moments = (fact.job_started, fact.batch_started, fact.agent_started)
     attempt.begun = next((moment for moment in moments if moment is not None), None)
@@ -224,6 +227,7 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
         attempt.from_checkpoint, attempt.skipped = fact.checkpoint, fact.skipped
     elif resumed is None or resumed.step not in {None, fact.step}:
         attempt.from_checkpoint = None  # it has not gone on from what it was given
+    attempt.read_from = fact.read_from or ("disk" if attempt.from_checkpoint else "")
     attempt.marks_before = len(attempt.marks)
 
 
@@ -231,6 +235,7 @@ def _resumed(attempt: AttemptRecord, _: float, fact: facts.ResumeChosen) -> None
     attempt.resumed = fact
     attempt.skipped = fact.skipped
     attempt.from_checkpoint = fact.path or None
+    attempt.read_from = "disk" if fact.path else ""
     if fact.step is not None or not fact.path:
         attempt.restored_step = fact.step or 0
 
@@ -319,6 +324,18 @@ def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:
     attempt.moved(fact.step)
 
 
+def _lost_node(attempt: AttemptRecord, _: float, fact: facts.NodeLost) -> None:
+    attempt.lost_nodes.append(fact)
+
+
+def _out_of_step(attempt: AttemptRecord, _: float, fact: facts.RanksOutOfStep) -> None:
+    attempt.out_of_step = fact
+
+
+def _memory(attempt: AttemptRecord, _: float, fact: facts.MemoryCopiesSet) -> None:
+    attempt.memory = fact
+
+
 def _requeued(attempt: AttemptRecord, *_: object) -> None:
     attempt.stuck = None
 
@@ -350,6 +367,9 @@ _OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], 
     facts.HangCleared: _cleared,
     facts.StragglerFound: _straggles,
     facts.StragglerGone: _keeps_up,
+    facts.NodeLost: _lost_node,
+    facts.RanksOutOfStep: _out_of_step,
+    facts.MemoryCopiesSet: _memory,
     facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
     facts.Requeued: _requeued,
@@ -530,6 +550,10 @@ def _spiked(run: RunHistory, _: _Attempt, __: float, ___: facts.StepSpiked) -> N
     run.spikes += 1
 
 
+def _differ(run: RunHistory, _: _Attempt, __: float, fact: facts.ReplicasDiffer) -> None:
+    run.differing = fact
+
+
 def _imported(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointImported) -> None:
     if fact.step is not None:
         run.newest_saved = max(fact.step, run.newest_saved or 0)
@@ -593,6 +617,7 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.StepNotFinite: _not_finite,
     facts.StepSpiked: _spiked,
     facts.BatchSkipped: _hole,
+    facts.ReplicasDiffer: _differ,
     facts.TrainingRewound: _rewound,
     facts.CheckpointSaved: _saved,
     facts.CheckpointSealed: _sealed,

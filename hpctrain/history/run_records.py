@@ -208,6 +208,12 @@ class AttemptRecord:
         hang: What was said last of ranks that stand still; None where they went on since.
         hang_t: When that was said.
         straggler: Who is slower than the others, as was said last; None where nobody is.
+        spares: Host names of the nodes that waited when it began.
+        lost_nodes: Those that were lost in it, spares too.
+        out_of_step: Which ranks do not call equally many collectives; None for none.
+        memory: How often it copies its state into memory; None where it has not said so.
+        read_from: Where the state came from, "memory", "buddy" (another node's) or "disk";
+            "" where nothing was restored.
         still: Stretches in which nothing moved, in the order in which they were told.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
@@ -267,6 +273,11 @@ class AttemptRecord:
     hang: facts.HangSuspected | facts.HangFound | None = None
     hang_t: float | None = None
     straggler: facts.StragglerFound | None = None
+    spares: tuple[str, ...] = ()
+    lost_nodes: list[facts.NodeLost] = field(default_factory=list)
+    out_of_step: facts.RanksOutOfStep | None = None
+    memory: facts.MemoryCopiesSet | None = None
+    read_from: str = ""
     still: list[StillStretch] = field(default_factory=list)
     restart_pause_s: float | None = None
 

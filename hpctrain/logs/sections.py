@@ -239,7 +239,8 @@ def _restored(attempt: AttemptRecord | None) -> str:
     if not attempt.from_checkpoint:
         return "no checkpoint, begins at step 0"
     before, now = attempt.from_world_size, attempt.world_size
-    facts = [f"{before}{_ARROW}{count(now, 'rank')}"] if before and now else []
+    facts = [f"from {attempt.read_from}"] if attempt.read_from not in {"", "disk"} else []
+    facts += [f"{before}{_ARROW}{count(now, 'rank')}"] if before and now else []
     facts += [] if attempt.restore_s is None else [_took(attempt.restore_s)]
     return f"restored step {step:,}" + (f" ({', '.join(facts)})" if facts else "")
 

@@ -29,6 +29,7 @@ from hpctrain.report.wording import (
     when,
     where,
 )
+from hpctrain.status.mishap_lines import mishap_lines
 
 if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
@@ -76,7 +77,16 @@ def facts(data: ReportData) -> list[Fact]:
         Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
         Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
     ]
-    return [*rows, *_speed(data)]
+    return [*rows, *_mishaps(data), *_speed(data)]
+
+
+def _mishaps(data: ReportData) -> list[Fact]:
+    """What the run has survived, and what guards it; nothing where nothing happened."""
+    rows = []
+    for label, words in mishap_lines(data.status.mishaps):
+        value, _, more = words.partition("; ")
+        rows.append(Fact(label, value, more))
+    return rows
 
 
 def _step(data: ReportData) -> str:

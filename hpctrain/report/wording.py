@@ -106,11 +106,12 @@ def where(attempt: AttemptView) -> str:
 
 
 def steps(attempt: AttemptView) -> str:
-    """From which step to which."""
+    """From which step to which, and where the first one's state came from but for the disk."""
     if attempt.first_step is None and attempt.last_step is None:
         return NOTHING
     last = "?" if attempt.last_step is None else f"{attempt.last_step:,}"
-    return f"{attempt.first_step or 0:,} → {last}"
+    source = f" ({attempt.read_from})" if attempt.read_from not in {"", "disk"} else ""
+    return f"{attempt.first_step or 0:,}{source} → {last}"
 
 
 def recovered(following: AttemptView | None) -> str:

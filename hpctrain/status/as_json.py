@@ -54,6 +54,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "after": list(status.after),
         "chain": [_link(link) for link in status.chain],
         "mesh": _mesh(status),
+        "mishaps": asdict(status.mishaps),
         "attempts": [_attempt(one) for one in status.attempts],
         "steps_lost": status.steps_lost.steps,
         "not_known": status.steps_lost.why or None,
@@ -126,6 +127,7 @@ def _saves(saves: Saving) -> dict[str, Any]:
 def _attempt(attempt: AttemptView) -> dict[str, Any]:
     value = asdict(attempt)
     value["failure"] = attempt.failure.summary if attempt.failure else None
+    value["read_from"] = attempt.read_from or None
     return value
 
 

@@ -31,6 +31,7 @@ from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
 from hpctrain.history.telling import HOW_TO_TELL, NO_STEP
+from hpctrain.status.mishap_lines import mishap_lines
 from hpctrain.status.status import ALIVE
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -211,6 +212,7 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
         *_not_told(status),
         *([("image", status.image)] if status.image else []),
         *_mesh(status, width),
+        *mishap_lines(status.mishaps),
         *speed_lines(status, width),
         *model_lines(status, width),
         *save_lines(status, width),
@@ -541,6 +543,7 @@ def attempts_table(
         Column("ran", [_ran(status, one) for one in shown], right=True),
         Column("ended", [_ended(status, one) for one in shown]),
         Column("steps", steps, short=plain_steps),
+        *_sources(shown),
         Column("lost", [_or_dash(one.steps_lost) for one in shown], right=True),
         Column(
             "recovered in",
@@ -555,6 +558,13 @@ def attempts_table(
     if len(status.attempts) > 1:
         parts.append(Text(f"{len(status.attempts)} attempts, {lost_in_all(status.steps_lost)}"))
     return parts
+
+
+def _sources(shown: Sequence[AttemptView]) -> list[Column]:
+    """Where each attempt's state came from, where not all of it came from disk."""
+    if not {one.read_from for one in shown} - {"", "disk"}:
+        return []
+    return [Column("from", [one.read_from or "-" for one in shown])]
 
 
 def lost_in_all(lost: StepsLost) -> str:

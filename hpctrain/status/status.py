@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.mesh import Mesh
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
+from hpctrain.history.mishaps import Mishaps, mishaps
 from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
 from hpctrain.history.run_state import LedgerState, RunState, run_state
 from hpctrain.history.telling import StepsLost, Telling, listens, steps_lost, telling
@@ -153,6 +154,8 @@ class RunStatus:
     """Itself and all runs before and behind it, in order; empty where there are no others."""
     evaluations: Sequence[EvaluationView] = ()
     """Of its checkpoints, the newest first."""
+    mishaps: Mishaps = field(default_factory=Mishaps)
+    """What it has survived, and what guards it."""
 
     @property
     def awaited(self) -> list[Link]:
@@ -256,6 +259,7 @@ def status_of(
         listens=listens(history),
         after=after,
         has_begun=history.has_begun,
+        mishaps=mishaps(history),
         evaluations=evaluations,
     )
 

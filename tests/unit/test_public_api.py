@@ -54,6 +54,7 @@ AttemptView.next: Next | None
 AttemptView.detail: str
 AttemptView.stop_cause: str | None
 AttemptView.from_checkpoint: str | None
+AttemptView.read_from: str
 AttemptView.first_step: int | None
 AttemptView.last_step: int | None
 AttemptView.last_saved_step: int | None

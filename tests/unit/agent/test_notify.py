@@ -139,6 +139,18 @@ def test_news_say_what_one_needs_to_know(story):
     assert news.why == "5 crashes: the budget"
     assert news.next == f"hpctrain resume {story.run.root}"
     assert news.text == "gpt: stopped at step 42 (crashed): 5 crashes: the budget"
+    assert news.left_out == 0
+
+
+def test_news_say_how_many_updates_guards_have_left_out(story):
+    for step in (3, 9):
+        story.add("batch_skipped", 1, step=step, first=8 * step, last=8 * step + 8, why="spike")
+    story.add("done", 1, step=42).ended(1, "completed", "stop", step=42)
+
+    news = notification_of(story.run, RunHistory.read(story.run), 1)
+
+    assert news.left_out == 2
+    assert news.text == "gpt: done at step 42; 2 updates left out by guards"
 
 
 def test_a_job_that_nobody_could_requeue_has_failed(story):

@@ -183,6 +183,11 @@ def test_markers_tell_the_cause_the_loss_and_what_was_restored(runs, capsys):
     [
         ({"step": 0, "checkpoint": None, "seconds": 0.0}, "no checkpoint, begins at step 0"),
         ({"step": 1200, "by": "program"}, "the program goes on from step 1,200"),
+        (
+            {"step": 30, "checkpoint": "a", "read_from": "memory", "from_world_size": 2},
+            "restored step 30 (from memory, 2\N{RIGHTWARDS ARROW}2 ranks)",
+        ),
+        ({"step": 30, "checkpoint": "a"}, "restored step 30"),
     ],
 )
 def test_what_was_restored_is_told_once_when_it_comes_after_the_title(runs, fields, told):

@@ -75,6 +75,33 @@ def shown(
     return drawn(StatusScreen(status, all_attempts), width)
 
 
+def test_what_a_run_has_survived_has_its_rows_and_where_its_state_came_from(runs):
+    story = Story(runs / "lm-4", t=time.time() - 60).submitted("local-17")
+    story.started(1, "local-17", spares=["n9"]).restored(1).steps(1, 1, 12)
+    story.add("batch_skipped", 1, step=9, first=64, last=72, why="nonfinite")
+    assert " from " not in shown(story)
+
+    story.add("node_lost", 1, node="n2", why="its connection closed", members=["n1", "n9"])
+    story.ended(1, "node_failed", "restart").started(2, "local-17", ("n1", "n9"), by="restart")
+    story.add("restored", 2, step=10, checkpoint="step-0000000010", read_from="memory")
+    story.steps(2, 11, 20)
+
+    text = shown(story, width=120)
+    assert "round       n[1,9] in training; n2 lost (its connection closed); round 2 of" in text
+    assert "guards      1 update left out; left out last: step 9: not finite" in text
+    lines = (line.split() for line in text.splitlines())
+    head, *rows = (line for line in lines if line[:1] in (["#"], ["1"], ["2"]))
+    assert "from" in head
+    assert "memory" in rows[1]
+    assert "memory" not in rows[0]
+
+    value = as_json(status_of(RunHistory.of(read(story.run)), Answer(), name="lm-4"))
+    assert [one["read_from"] for one in value["attempts"]] == [None, "memory"]
+    assert value["mishaps"]["members"]["lost"][0]["node"] == "n2"
+    assert value["mishaps"]["guarded"]["newest_left_out"]["step"] == 9
+    assert value["mishaps"]["memory"] is None
+
+
 def test_the_image_in_which_ranks_run_is_shown(story):
     settings = replaced(Settings(), {"container.image": "/images/torch.sif"})
     spec = Spec("lm-3", "id", 0.0, "slurm", "", Entry("recipe"), settings)

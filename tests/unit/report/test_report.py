@@ -26,7 +26,13 @@ from hpctrain.report.charts_ranks import MOST_LINES, timeline
 from hpctrain.report.compare import comparison_charts
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, in_script, page
-from hpctrain.report.summary import attempt_rows, evaluation_rows, facts, failure_groups
+from hpctrain.report.summary import (
+    ATTEMPT_TITLES,
+    attempt_rows,
+    evaluation_rows,
+    facts,
+    failure_groups,
+)
 from hpctrain.report.text import as_text, comparison
 from hpctrain.run import events as ledger
 from hpctrain.settings.schema import replaced
@@ -312,6 +318,24 @@ def test_page_and_text_show_the_same_numbers(data):
         assert one.value in shown, one
     for row in attempt_rows(data):
         assert all(cell in text and cell in shown for cell in row), row
+
+
+def test_a_report_says_what_a_run_has_survived_and_where_its_state_came_from(tmp_path):
+    tale = Tale(tmp_path / "run").submitted()
+    tale.number = 1
+    tale.add("attempt_started", nodes=["n1", "n2"], world_size=2, job_id="4711")
+    tale.add("restored", step=30, checkpoint="step-30", read_from="memory")
+    tale.add("steps", first=31, last=40)
+    tale.add("node_lost", node="n2", why="it is silent")
+    tale.add("batch_skipped", step=35, first=8, last=16, why="spike")
+    data = data_of(tale.write())
+
+    told = {one.label: (one.value, one.more) for one in facts(data)}
+    assert told["round"] == ("n[1-2] in training", "n2 lost (it is silent)")
+    assert told["guards"] == ("1 update left out", "left out last: step 35: a spike")
+    assert attempt_rows(data)[0][ATTEMPT_TITLES.index("steps")] == "30 (memory) → 40"
+    assert "n2 lost (it is silent)" in as_text(data, width=200)
+    assert "n2 lost (it is silent)" in unescape(page(data))
 
 
 def test_attempts_that_failed_alike_are_told_once(tmp_path):

@@ -73,6 +73,8 @@ def without_new_keys(text: str) -> str:
         assert attempt.pop("restart_pause_s") is None
         assert attempt.pop("hang") is None
         assert attempt.pop("straggler") is None
+        assert attempt.pop("read_from") == ("disk" if attempt["first_step"] else None)
+    assert not state.pop("mishaps")["guarded"]["left_out"]
     for spent in (state["goodput"], state["last_24h"]):
         assert spent["classes"].pop("no_progress")["seconds"] == 0
     return json.dumps(state, indent=2) + "\n"

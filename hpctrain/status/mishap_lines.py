@@ -1,0 +1,111 @@
+"""What a run has survived, and what guards it, as labelled lines: nothing where nothing happened.
+
+tests/unit/status/test_mishap_lines.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
+
+if TYPE_CHECKING:
+    from hpctrain.history.mishaps import Guarded, JobMembers, Mishaps
+    from hpctrain.run import event_types as facts
+
+REASONS = {"nonfinite": "not finite", "spike": "a spike", "replicas": "copies differ"}
+"""Why a guard did something, in words."""
+LOST_SHOWN = 4
+
+
+def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
+    """Labels of at most eleven characters, each with its words."""
+    rows = [
+        ("round", _members(seen.members)),
+        ("out of step", "" if seen.out_of_step is None else _out_of_step(seen.out_of_step)),
+        ("memory", "" if seen.memory is None else _memory(seen.memory)),
+        ("guards", _guards(seen.guarded)),
+        ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
+    ]
+    return [(label, words) for label, words in rows if words]
+
+
+def guards_in_words(seen: Guarded) -> str:
+    """How often guards saw and did something; "" where they did not."""
+    parts = [
+        f"{count(seen.left_out, 'update')} left out" if seen.left_out else "",
+        f"{count(seen.rewinds, 'rewind')}" if seen.rewinds else "",
+        f"{count(seen.not_finite, 'step')} not finite" if seen.not_finite else "",
+        f"{count(seen.spikes, 'spike')}" if seen.spikes else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _guards(seen: Guarded) -> str:
+    words = guards_in_words(seen)
+    skipped, rewound = seen.newest_left_out, seen.newest_rewind
+    if skipped is not None:
+        words += f"; left out last: step {_step(skipped.step)}{_because(skipped.why)}"
+    if rewound is not None:
+        to = "" if rewound.to is None else f" to step {rewound.to:,} or before"
+        words += f"; went back last: at step {_step(rewound.step)}{to}{_because(rewound.why)}"
+    return words
+
+
+def _differing(fact: facts.ReplicasDiffer) -> str:
+    nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
+    who = f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
+    what = "had other weights than the others"
+    if not fact.certain:
+        what = "had different weights, and nobody knows whose were right"
+    right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
+    return f"{who} {what} at step {_step(fact.step)} ({right})"
+
+
+def _members(seen: JobMembers) -> str:
+    """Nothing of a job whose nodes were all there, and had none to wait."""
+    if not seen.waiting and not seen.lost:
+        return ""
+    parts = [f"{fold_nodes(list(seen.training)) or 'nobody'} in training"]
+    if seen.waiting:
+        parts.append(f"{fold_nodes(list(seen.waiting))} waiting as spare")
+    for fact in seen.lost[-LOST_SHOWN:]:
+        kind = "spare " if fact.was_spare else ""
+        parts.append(f"{kind}{fact.node} lost{f' ({fact.why})' if fact.why else ''}")
+    if len(seen.lost) > LOST_SHOWN:
+        parts.append(f"{len(seen.lost) - LOST_SHOWN} more lost before")
+    if seen.rounds > 1:
+        parts.append(f"round {seen.rounds} of this job")
+    return "; ".join(parts)
+
+
+def _out_of_step(fact: facts.RanksOutOfStep) -> str:
+    who = fold_ranks(fact.ranks) if fact.ranks else "some ranks"
+    return f"{fact.summary or f'{who} call other collectives'}{'; ended' if fact.ended else ''}"
+
+
+def _memory(fact: facts.MemoryCopiesSet) -> str:
+    if not fact.steps:
+        return f"no copies are made{f': {fact.why}' if fact.why else ''}"
+    parts = [
+        f"{size(fact.bytes)} on the first node" if fact.bytes else "",
+        _seconds("training waits {}", fact.stall_s),
+        _seconds("whole after {}", fact.covered_s),
+        f"{fact.left_out} left out" if fact.left_out else "",
+        "the newest whole one is known to the nodes alone",
+    ]
+    return f"a copy every {count(fact.steps, 'step')} ({', '.join(filter(None, parts))})"
+
+
+def _seconds(words: str, seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return words.format(step_time(seconds) if seconds < 60 else duration(seconds))  # noqa: PLR2004
+
+
+def _step(step: int | None) -> str:
+    return "?" if step is None else f"{step:,}"
+
+
+def _because(why: str) -> str:
+    return f": {REASONS.get(why, why)}" if why else ""

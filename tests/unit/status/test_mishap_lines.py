@@ -1,0 +1,113 @@
+"""Rows on what a run has survived: none where nothing happened, and not known is said so."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.base.text import LABEL
+from hpctrain.history.mishaps import Guarded, JobMembers, Mishaps
+from hpctrain.run import event_types as facts
+from hpctrain.status.mishap_lines import mishap_lines
+
+HOLE = facts.BatchSkipped(step=1200, first=8, last=16, why="nonfinite")
+BACK = facts.TrainingRewound(step=300, to=250, why="spike")
+GONE = facts.NodeLost(node="n3", why="nothing was heard for 10 s")
+COPIES = facts.MemoryCopiesSet(steps=4, bytes=2**30, stall_s=0.003, covered_s=0.5, left_out=2)
+
+
+def test_nothing_is_shown_where_nothing_happened():
+    assert mishap_lines(Mishaps()) == []
+    assert mishap_lines(Mishaps(members=JobMembers(("n1", "n2"), rounds=3))) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "row"),
+    [
+        (
+            Mishaps(members=JobMembers(("n1", "n2"), ("n5",), (GONE,), 2)),
+            (
+                "round",
+                (
+                    "n[1-2] in training; n5 waiting as spare; n3 lost (nothing was heard "
+                    "for 10 s); round 2 of this job"
+                ),
+            ),
+        ),
+        (
+            Mishaps(members=JobMembers(("n1",), ("n2",), (), 1)),
+            ("round", "n1 in training; n2 waiting as spare"),
+        ),
+        (
+            Mishaps(members=JobMembers((), (), (facts.NodeLost(node="n9", was_spare=True),), 1)),
+            ("round", "nobody in training; spare n9 lost"),
+        ),
+        (
+            Mishaps(members=JobMembers(("n1",), (), (GONE,) * 6, 7)),
+            (
+                "round",
+                (
+                    f"n1 in training; {'n3 lost (nothing was heard for 10 s); ' * 4}2 more lost "
+                    "before; round 7 of this job"
+                ),
+            ),
+        ),
+        (
+            Mishaps(out_of_step=facts.RanksOutOfStep(ranks=(2,), summary="rank 2 is one behind")),
+            ("out of step", "rank 2 is one behind"),
+        ),
+        (
+            Mishaps(out_of_step=facts.RanksOutOfStep(ranks=(2, 3), ended=True)),
+            ("out of step", "ranks 2-3 call other collectives; ended"),
+        ),
+        (
+            Mishaps(memory=COPIES),
+            (
+                "memory",
+                (
+                    "a copy every 4 steps (1.0 GiB on the first node, training waits 3 ms, whole "
+                    "after 500 ms, 2 left out, the newest "
+                    "whole one is known to the nodes alone)"
+                ),
+            ),
+        ),
+        (
+            Mishaps(memory=facts.MemoryCopiesSet(steps=0, why="no room")),
+            ("memory", "no copies are made: no room"),
+        ),
+        (
+            Mishaps(Guarded(3, 1, 2, HOLE, 1, BACK)),
+            (
+                "guards",
+                (
+                    "2 updates left out, 1 rewind, 3 steps not finite, 1 spike; left out last: "
+                    "step 1,200: not finite; went back last: at "
+                    "step 300 to step 250 or before: a spike"
+                ),
+            ),
+        ),
+        (Mishaps(Guarded(spikes=1)), ("guards", "1 spike")),
+        (
+            Mishaps(
+                Guarded(
+                    differing=facts.ReplicasDiffer(
+                        step=80, clean=64, ranks=(3,), nodes=("n2",), certain=True
+                    )
+                )
+            ),
+            ("copies", "rank 3 on n2 had other weights than the others at step 80 (right at 64)"),
+        ),
+        (
+            Mishaps(Guarded(differing=facts.ReplicasDiffer(step=80, ranks=(0, 1)))),
+            (
+                "copies",
+                (
+                    "ranks 0-1 had different weights, and nobody knows whose were right at step 80 "
+                    "(not known when they were right)"
+                ),
+            ),
+        ),
+    ],
+)
+def test_each_has_its_row(seen, row):
+    assert mishap_lines(seen) == [row]
+    assert len(row[0]) < LABEL
