@@ -154,12 +154,12 @@ class InPlaceRendezvous(Rendezvous):
         """Node 0: the nodes of the next round; None where there can be none."""
         return choose_members(self.members, self._living, self._size, self._fits)
 
-    def why_gone(self) -> str:
-        """Why the store does not answer, where that is known within a lease."""
+    def left_out(self) -> LeftOut | None:
+        """How this node came to take no part, as far as that is known within a lease."""
         deadline = time.monotonic() + 1.5 * self._lifeline.place.lease_s
         while self._out is None and time.monotonic() < deadline:
             self._hear(LOOK_S)
-        return "" if self._out is None else str(self._out)
+        return self._out
 
     # ---- node 0
 
@@ -226,10 +226,9 @@ class InPlaceRendezvous(Rendezvous):
                 PrefixStore(f"{self.run_id}/here", store).set(str(self.rank), "")
             except RuntimeError:  # torch's: node 0 is gone, or at a round further on
                 self._hear(LOOK_S)
-                if self._out is None and self._announced["round"] <= self.round:
-                    why = self.why_gone()
-                    if not why:
-                        raise
+                is_at_it = self._out is None and self._announced["round"] <= self.round
+                if is_at_it and self.left_out() is None:
+                    raise
                 continue
             return store
 

@@ -54,10 +54,10 @@ class InPlaceAgent(NodeAgent):
             return RoundEnd("failed", why=str(left_out), left_out=str(left_out))
         except RuntimeError:  # torch's store does not answer
             self._stop_workers(group)
-            if not (why := self._meeting_place.why_gone()):
+            if (out := self._meeting_place.left_out()) is None:
                 raise
-            self.left_out = LeftOut(why, first_is_gone=True)
-            return RoundEnd("failed", why=why, left_out=why)
+            self.left_out = out
+            return RoundEnd("failed", why=str(out), left_out=str(out))
 
     def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:
         """The node above is gone: say so, and hear how the round ends."""

@@ -29,6 +29,8 @@ log = logging.getLogger("hpctrain.agent")
 
 TURN_S = 5.0
 """Between two agents that would requeue the job: the first one's requeue ends the others."""
+PROOF_S = 5.0
+"""So long has a first node that lives to show it: by a new round, or by a word that we are lost."""
 
 
 class LossEnding(AttemptEnding):
@@ -61,18 +63,31 @@ class LossEnding(AttemptEnding):
         ledger.record(self._run, fact, attempt=attempt)
 
     def after_first_node(
-        self, why: str, turn: int, sleep: Callable[[float], None] = time.sleep
+        self,
+        why: str,
+        node: str,
+        attempt: int,
+        turn: int,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> int:
         """See to the job after node 0 was lost; returns the exit code of the task.
 
+        It is this node that was lost, and not the first one, where others go on without it: a node
+        that thaws, or whose network was cut, hears of the first one as little as after its death.
+
         Args:
             why: What was heard of it.
+            node: This node.
+            attempt: The last one that this node has taken part in; 0 for none.
             turn: How many of the agents that are left come before this one.
             sleep: Lets seconds go by.
         """
-        sleep(turn * TURN_S)
+        sleep(PROOF_S + turn * TURN_S)
         fence, own = read_fence(self._run), (self._context.job_id, self._context.restarts)
         if fence is None or (fence.job_id, fence.restarts) != own:
+            return 0
+        if (attempt and fence.number > attempt) or node in self._lost_nodes():
+            log.warning("the job goes on without %s", node)
             return 0
         end = self._look(fence.number).last(kinds.AttemptEnded, fence.number)
         if end is not None and end.next not in {Next.RESTART, Next.ASK_BATCH}:
@@ -90,3 +105,16 @@ class LossEnding(AttemptEnding):
         facts = self._facts(fence.number, "crashed", why=lost, nodes_failed=True)
         self._decide(facts)
         return 0
+
+    def _lost_nodes(self) -> set[str]:
+        """Nodes that this start of the job has lost, as its first node has written them down."""
+        start: tuple[str, int | None] = ("", None)
+        lost: set[str] = set()
+        for event in ledger.read(self._run):
+            if isinstance(event.fact, kinds.AttemptStarted):
+                before, start = start, (event.fact.job_id, event.fact.restarts)
+                if start != before:
+                    lost.clear()
+            elif isinstance(event.fact, kinds.NodeLost) and not event.fact.was_first:
+                lost.add(event.fact.node)
+        return lost

@@ -304,7 +304,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
-            return _leave(agent.left_out, rendezvous, ending)
+            return _leave(agent.left_out, agent.attempt_number, rendezvous, ending)
         if hooks is None or agent.end is None:
             return 0
         return ending.conclude(agent.attempt_number, agent.end, deadline)
@@ -316,14 +316,15 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         rendezvous.close()
 
 
-def _leave(left_out: LeftOut, rendezvous: Rendezvous, ending: LossEnding) -> int:
+def _leave(left_out: LeftOut, attempt: int, rendezvous: Rendezvous, ending: LossEnding) -> int:
     """A node that takes part no more; where node 0 died one of them sees to the job."""
     log.warning("leaves the job: %s", left_out)
     if not left_out.first_is_gone:
         return 0
     line = [node for node in rendezvous.members if node]
     line += [node for node in range(1, len(rendezvous.nodes)) if node not in line]
-    return ending.after_first_node(str(left_out), line.index(rendezvous.node))
+    own = rendezvous.nodes[rendezvous.node]
+    return ending.after_first_node(str(left_out), own, attempt, line.index(rendezvous.node))
 
 
 def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:

@@ -169,9 +169,9 @@ class Rendezvous(StaticTCPRendezvous):
         """The nodes of the next round; None where there can be none."""
         return self.members
 
-    def why_gone(self) -> str:
-        """Why the store does not answer, where that is known after a moment."""
-        return ""
+    def left_out(self) -> LeftOut | None:
+        """How this node came to take no part, where its store does not answer; None for unknown."""
+        return None
 
     def close(self) -> None:
         """Serve no more. Harmless when repeated."""

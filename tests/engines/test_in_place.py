@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +19,9 @@ from hpctrain.agent.in_place import InPlaceRendezvous
 from hpctrain.agent.in_place_node import InPlaceAgent
 from hpctrain.agent.lifeline import Lifeline, LifelinePlace
 from hpctrain.agent.members import RoundSize
-from hpctrain.agent.node import RoundHooks
+from hpctrain.agent.node import NodeAgent, RoundHooks
 from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.rendezvous import LeftOut
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
@@ -304,3 +306,23 @@ def test_no_round_follows_where_the_run_may_not_go_on(job):
     job.signal(1, signal.SIGKILL, ranks=ranks[1:])
 
     assert json.loads(job.wait("end-0"))[:2] == ["failed", [1]]
+
+
+@pytest.mark.parametrize("first_is_gone", [False, True])
+def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
+    monkeypatch, first_is_gone
+):
+    """Else it would requeue a job that goes on without it."""
+
+    def no_store(_agent, _group):
+        raise RuntimeError("Broken pipe")
+
+    out = LeftOut("this node stood still for 9 s", first_is_gone=first_is_gone)
+    monkeypatch.setattr(NodeAgent, "_start_and_run", no_store)
+    agent = object.__new__(InPlaceAgent)
+    agent._stop_workers = lambda _group: None
+    agent._meeting_place = SimpleNamespace(left_out=lambda: out)
+
+    end = agent._start_and_run(None)
+
+    assert (agent.left_out, end.left_out) == (out, str(out))

@@ -38,6 +38,11 @@ def _parents() -> dict[int, int]:
     return found
 
 
+def parent(pid: int) -> int:
+    """Which process has started it, or has taken it over."""
+    return _parents()[pid]
+
+
 def all_pids() -> list[int]:
     """Every live process of the machine."""
     return list(_parents())
@@ -104,11 +109,11 @@ def open_files(pid: int) -> set[str]:
     return found
 
 
-def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL each of them; those that have ended already are fine."""
+def kill_all(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
+    """Send a signal to each of them; those that have ended already are fine."""
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signum)
         except ProcessLookupError:
             continue
 

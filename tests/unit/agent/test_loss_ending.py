@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent.loss_ending import TURN_S, LossEnding
+from hpctrain.agent.loss_ending import PROOF_S, TURN_S, LossEnding
 from hpctrain.agent.rendezvous import Loss
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
@@ -45,6 +45,10 @@ def ending(story, scheduler, *, job_id="7", restarts=0):
 def ends(story):
     ended = [e for e in ledger.read(story.run) if e.kind == "attempt_ended"]
     return [(e.fact.reason, e.fact.next, e.fact.detail) for e in ended]
+
+
+def no_time(_seconds):
+    """Nobody waits."""
 
 
 def test_a_round_that_a_loss_has_ended_is_followed_by_another_without_a_pause(story):
@@ -90,11 +94,11 @@ def test_the_job_of_a_lost_first_node_is_requeued_once(story):
     waits = []
     own = ending(story, first := Scheduler())
 
-    own.after_first_node("silent", 0, waits.append)
-    ending(story, second := Scheduler()).after_first_node("silent", 2, waits.append)
+    own.after_first_node("silent", "n2", 1, 0, waits.append)
+    ending(story, second := Scheduler()).after_first_node("silent", "n3", 1, 2, waits.append)
 
     assert (first.requeued, second.requeued) == (1, 0)
-    assert waits == [0, 2 * TURN_S]
+    assert waits == [PROOF_S, PROOF_S + 2 * TURN_S]
     assert ends(story) == [("node_failed", "requeue", "n1 was lost: silent")]
     (lost,) = [e for e in ledger.read(story.run) if e.kind == "node_lost"]
     assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
@@ -102,7 +106,7 @@ def test_the_job_of_a_lost_first_node_is_requeued_once(story):
 
 @pytest.mark.parametrize("facts", [{"restarts": 1}, {"state": "CANCELLED"}])
 def test_nothing_is_done_where_slurm_has_ended_the_job(story, facts):
-    ending(story, scheduler := Scheduler(**facts)).after_first_node("silent", 0)
+    ending(story, scheduler := Scheduler(**facts)).after_first_node("silent", "n2", 1, 0, no_time)
 
     assert scheduler.requeued == 0
     assert ends(story) == []
@@ -113,6 +117,37 @@ def test_an_agent_that_a_dead_job_left_behind_does_nothing(story, other):
     job_id, restarts = other
     take_attempt(story.run, job_id=job_id, restarts=restarts)
 
-    ending(story, scheduler := Scheduler()).after_first_node("silent", 0)
+    ending(story, scheduler := Scheduler()).after_first_node("silent", "n2", 1, 0, no_time)
 
     assert scheduler.requeued == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["another round", "lost"])
+@pytest.mark.parametrize("attempt", [1, 0], ids=["member", "spare"])
+def test_a_node_that_was_away_itself_leaves_the_others_their_job(story, meanwhile, attempt):
+    """It thaws, or its network comes back: of the first node it has heard nothing, either."""
+
+    def time_goes_by(_seconds):
+        if meanwhile == "another round" and attempt:
+            take_attempt(story.run, job_id="7", restarts=0)
+        else:
+            lost = Loss(1, "n2", "silent", was_member=bool(attempt))
+            ending(story, Scheduler()).record_loss(1, lost, ["n1", "n3"])
+
+    own = ending(story, scheduler := Scheduler())
+    own.after_first_node("nothing was heard", "n2", attempt, 0, time_goes_by)
+
+    assert scheduler.requeued == 0
+    assert ends(story) == []
+
+
+def test_losses_of_another_start_of_the_job_are_no_sign_that_the_first_node_lives(story):
+    ending(story, Scheduler()).record_loss(1, Loss(1, "n2", "silent", was_member=True), ["n1"])
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.run.attempt(number).mkdir(parents=True)
+    story.started(number, "7", restarts=1)
+
+    own = ending(story, scheduler := Scheduler(restarts=1), restarts=1)
+    own.after_first_node("silent", "n2", number, 0, no_time)
+
+    assert scheduler.requeued == 1
