@@ -223,8 +223,10 @@ class KeeperRound:
             await asyncio.sleep(KNOCK_AGAIN_S)
 
     def close(self) -> None:
-        """Serve no more; what ranks have not finished is none."""
+        """Serve no more; what ranks have not finished is none. Harmless when repeated."""
         with self._lock:
+            if self._is_over:
+                return
             self._is_over = True
             ranks = [*self._ranks, *([self._knocks] if self._knocks else [])]
         for peer in ranks:

@@ -15,6 +15,7 @@ from hpctrain.control.node_server import TreePlace
 from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import part_facts
 from hpctrain.memory.keeper import Keeper
+from hpctrain.memory.keeper_process import KeeperProcess
 from hpctrain.memory.rank_line import KeeperLine
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class Keepers:
         self.round = 0
         self.lines: list[KeeperLine] = []
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._on_loop(_made()) for _ in range(nodes)]
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.keepers = [self._make() for _ in range(nodes)]
 
     def begin(self, secrets: list[str] | None = None) -> list[KeeperLine]:
         """Start a round; the lines of all its ranks."""
@@ -54,9 +56,9 @@ class Keepers:
             secret = secrets[node] if secrets else "secret"
             order |= {"secret": secret, "about": f"round {self.round}"}
             order |= {"shown": "127.0.0.1" if self.to_buddy else ""}
-            port = self._on_loop(keeper.do({"begin": order})) or port
+            port = self._do(keeper, {"begin": order}) or port
         for keeper in self.keepers[1:]:
-            self._on_loop(keeper.do({"join": ["127.0.0.1", port]}))
+            self._do(keeper, {"join": ["127.0.0.1", port]})
         self.lines = [
             KeeperLine(self.folder(rank // self.ranks), rank, self.round)
             for rank in range(self.nodes * self.ranks)
@@ -65,9 +67,8 @@ class Keepers:
 
     def lose(self, node: int) -> None:
         """A node is gone with its keeper; those behind it move up, and a spare comes last."""
-        gone = self.keepers.pop(node)
-        self._on_loop(_closed(gone))
-        self.keepers.append(self._on_loop(_made()))
+        self._end(self.keepers.pop(node))
+        self.keepers.append(self._make())
 
     def folder(self, node: int) -> Path:
         return self.root / f"{self.round}-{node}"
@@ -79,16 +80,43 @@ class Keepers:
 
     def close(self) -> None:
         self.close_lines()
+        for keeper in self.keepers:
+            self._end(keeper)
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
+
+    def _make(self) -> Any:
+        return self._on_loop(_made())
+
+    def _do(self, keeper: Any, order: dict[str, Any]) -> int:
+        return int(self._on_loop(keeper.do(order)))
+
+    def _end(self, keeper: Any) -> None:
+        self._on_loop(_closed(keeper))
 
     def _on_loop(self, work: Any) -> Any:
         done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return done.result(PATIENCE_S)
 
 
+class KeeperProcesses(Keepers):
+    """The same, each in a process of its own, which can be killed."""
+
+    def _make(self) -> KeeperProcess:
+        return KeeperProcess()
+
+    def _do(self, keeper: KeeperProcess, order: dict[str, Any]) -> int:
+        return keeper.ask(order)
+
+    def _end(self, keeper: KeeperProcess) -> None:
+        keeper.stop()
+
+
 async def _closed(keeper: Keeper) -> None:
     if keeper._round is not None:
         keeper._round.close()
+    await asyncio.sleep(0.01)  # its connections end in the loop's next turns
 
 
 async def _made() -> Keeper:

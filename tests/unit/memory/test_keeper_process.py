@@ -1,0 +1,123 @@
+"""Keepers in processes that are killed at every point of a copy's way to another node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+
+from hpctrain.memory.choice import Inventory, choose
+from hpctrain.memory.protocol import KeeperLost
+from hpctrain.testing.faults import armed
+from tests.support.keepers import KeeperProcesses, plan_of, until, values_of, write_copy
+
+ROOM = 8000
+NODES = 3
+POINTS = [
+    "memory.digest",
+    "memory.proved",
+    "memory.send",
+    "memory.received",
+    "memory.acknowledge",
+]
+
+
+def job_with(tmp_path, faults):
+    """Keepers of three nodes with a rank each, in which these faults happen."""
+    with armed(faults):
+        return KeeperProcesses(tmp_path, NODES, 1, to_buddy=True)
+
+
+def ready(lines):
+    for line in lines:
+        line.chosen(None)
+    for line in lines:
+        assert line.take_room(ROOM) == ""
+
+
+def copy_until_off(lines, steps):
+    """Steps that ranks copy one by one, until a keeper is lost; the newest that was covered."""
+
+    def is_off():
+        return sum(line.is_off for line in lines) >= NODES - 1
+
+    for step in steps:
+        for rank, line in enumerate(lines):
+            until(lambda line=line: line._words[line._at] or is_off(), f"no slot for {rank}")
+            with contextlib.suppress(KeeperLost):  # its rank would be killed with the node
+                write_copy(line, step, rank, NODES)
+        until(
+            lambda step=step: is_off() or all(line.settled == step for line in lines),
+            f"step {step} does not end",
+        )
+        if is_off():
+            break
+    return max(line.covered for line in lines)
+
+
+def lost_of(job):
+    """The node whose keeper was killed."""
+    until(lambda: any(keeper.end() for keeper in job.keepers), "no keeper was killed")
+    return next(node for node, keeper in enumerate(job.keepers) if keeper.end())
+
+
+def choices(lines):
+    held = [line.held() for line in lines]
+    return choose([Inventory(node.own, node.guests, node.door) for node in held], 0)
+
+
+def assert_whole(lines, choice):
+    """Every node reads every rank's part of the one step."""
+    for rank in range(NODES):
+        plan, _ = plan_of(rank, NODES)
+        for line in lines:
+            handle = line.open(choice.mark, rank, choice.doors[rank])
+            assert handle is not None
+            try:
+                content = os.pread(handle, sum(plan.sizes), plan.head)
+            finally:
+                os.close(handle)
+            assert content == values_of(choice.mark.step, rank, sum(plan.sizes))
+
+
+@pytest.mark.parametrize("hit", [1, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_node_killed_on_a_copys_way_leaves_the_newest_covered_step_whole(tmp_path, point, hit):
+    rank = 0 if point in {"memory.received", "memory.acknowledge"} else 1  # both on node 1
+    job = job_with(tmp_path, f"kill:{point},rank={rank},hit={hit}")
+    try:
+        ready(job.begin())
+        covered = copy_until_off(job.lines, range(10, 60, 10))
+        assert lost_of(job) == 1
+
+        job.lose(1)
+        there = choices(job.begin())
+
+        assert covered == (-1 if hit == 1 else 20)
+        assert [choice.mark.step for choice in there][:1] in (
+            [[], [10]] if hit == 1 else [[20], [30]]
+        )
+        for choice in there[:1]:
+            assert_whole(job.lines, choice)
+    finally:
+        job.close()
+
+
+def test_a_keeper_killed_while_it_fetches_costs_its_node_alone(tmp_path):
+    job = job_with(tmp_path, "")
+    try:
+        ready(job.begin())
+        assert copy_until_off(job.lines, [10]) == 10
+        with armed("kill:memory.fetch"):
+            job.lose(1)
+        lines = job.begin()
+        choice = choices(lines)[0]
+        with pytest.raises(KeeperLost):
+            lines[2].open(choice.mark, 2, choice.doors[2])
+
+        job.lose(lost_of(job))
+
+        assert_whole(job.begin(), choices(job.lines)[0])
+    finally:
+        job.close()
