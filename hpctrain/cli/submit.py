@@ -257,8 +257,19 @@ def _job_text(prepared: Prepared, job_id: str | None) -> str:
     slurm = spec.settings.slurm
     ranks = slurm.ranks()
     site = f", site {spec.site}" if spec.site else ""
-    shape = f"nodes {slurm.nodes}, ranks per node {ranks}{site}"
+    shape = f"nodes {slurm.nodes}{_spares_text(spec)}, ranks per node {ranks}{site}"
     return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"
+
+
+def _spares_text(spec: Spec) -> str:
+    """The nodes that are asked for besides, where the scheduler gives any."""
+    from hpctrain.base.text import count
+    from hpctrain.scheduler.base import get_cluster
+
+    spares = spec.settings.alive.spares
+    if not spares or get_cluster(spec.cluster).on_this_machine:
+        return ""
+    return f" and {count(spares, 'spare')}"
 
 
 def _awaited_text(prepared: Prepared) -> str:
@@ -288,6 +299,7 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "cluster": spec.cluster,
         "site": spec.site,
         "nodes": spec.settings.slurm.nodes,
+        "spares": spec.settings.alive.spares,
         "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,

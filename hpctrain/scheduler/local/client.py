@@ -202,11 +202,17 @@ class LocalCluster(Cluster):
     def notes(
         self, settings: Settings, site: Site | None, accounting: Accounting | None
     ) -> list[str]:
-        """Nothing starts in a container, or from a copy: it is a rehearsal, with this python."""
+        """Nothing starts in a container, or from a copy: it is a rehearsal, with this python.
+
+        A job ends with its first lost node, so no spare takes a place, and nothing shrinks.
+        """
         del site, accounting
         image, stage = settings.container.image, settings.environment.stage
         idle = [f"container.image {image}"] if image else []
         idle += [f"environment.stage {stage}"] if stage != "no" else []
+        alive = settings.alive
+        idle += [f"alive.spares {alive.spares}"] if alive.spares else []
+        idle += [f"alive.shrink {alive.shrink}"] if alive.shrink != "no" else []
         return [f"{setting} has no effect with --cluster local" for setting in idle]
 
     def submit(self, request: JobRequest) -> str:

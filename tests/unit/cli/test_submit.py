@@ -182,6 +182,16 @@ def test_a_submission_tells_its_run_its_job_and_three_commands(work, sbatch, cap
     assert load_spec(work / "runs" / "train-1" / "spec.json").name == "train-1"
 
 
+def test_a_submission_tells_of_the_nodes_that_wait(work, sbatch, capsys):
+    sbatch("echo 'Submitted batch job 4711'")
+
+    assert main(["submit", "--nodes", "3+2", "--", "train.py"]) == 0
+    assert "(nodes 3 and 2 spares, ranks per node 1)\n" in capsys.readouterr().out
+    argv = ["submit", "--cluster", "local", "--no-submit", "--nodes", "3+2", "--", "train.py"]
+    assert main(argv) == 0
+    assert "(nodes 3, ranks per node 1" in capsys.readouterr().out
+
+
 def test_a_submission_as_json_is_one_object(work, sbatch, capsys):
     sbatch("echo 'Submitted batch job 4711'")
 

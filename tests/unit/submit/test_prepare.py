@@ -233,6 +233,14 @@ def test_an_image_is_a_flag_and_a_local_run_is_a_rehearsal_without_it(
         ask(work, sets=sets)
 
 
+def test_spares_and_shrinking_have_no_effect_on_this_machine_and_that_is_said(work):
+    notes = ask(work, nodes="2-3+1", sets=["alive.shrink=auto"]).notes
+
+    assert "alive.spares 1 has no effect with --cluster local" in notes
+    assert "alive.shrink auto has no effect with --cluster local" in notes
+    assert not [note for note in ask(work, nodes="2").notes if "alive." in note]
+
+
 def test_flags_without_effect_are_said(work):
     sets = ("slurm.constraint=x", "train.steps=3")
 
