@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpctrain.agent.convictions import keep_out
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
@@ -326,6 +327,8 @@ class AttemptEnding:
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
+        if keep_out(self._run, self._end.history, self._settings, self._context):
+            return False  # in this allocation its ranks would be there again
         self._record_failure(attempt, failure)
         self._end.carry_out(facts, decision)
         self.pause_s = self._pause_s(attempt)
@@ -403,11 +406,7 @@ class AttemptEnding:
         return self._decide(self._facts(attempt, outcome, why=str(error)))
 
     def _decide(
-        self,
-        facts: EndFacts,
-        failure: FailureReport | None = None,
-        *,
-        exclude: Sequence[str] = (),
+        self, facts: EndFacts, failure: FailureReport | None = None, *, exclude: Sequence[str] = ()
     ) -> int:
         if facts.outcome != "done":
             facts = replace(facts, scheduler=self._ask())
@@ -415,7 +414,8 @@ class AttemptEnding:
         history = self._look(facts.attempt).history
         decision = decide_end(facts, history, self._settings.budget)
         self._record_failure(facts.attempt, failure)
-        recorded, _ = self._end.carry_out(facts, decision, exclude=exclude)
+        named = keep_out(self._run, history, self._settings, self._context)
+        recorded, _ = self._end.carry_out(facts, decision, exclude=[*exclude, *named])
         if decision.next is Next.STOP and not recorded:
             return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
         return decision.exit_code

@@ -53,6 +53,8 @@ class RunHistory:
         rewound_to: No checkpoint with more updates is to be gone on from; None where none of a
             guard's wishes waits for a restore.
         not_finite: Steps whose numbers were not finite, of all attempts.
+        suspicions: Nodes that a guard named as the one that was wrong, each with what it did, since
+            the run was last told to do without it.
         spikes: How many steps jumped, in all attempts.
         differing: Whose copies of the weights were last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
@@ -96,6 +98,7 @@ class RunHistory:
     rewinds: list[Rewind] = field(default_factory=list)
     rewound_to: int | None = None
     not_finite: list[facts.StepNotFinite] = field(default_factory=list)
+    suspicions: list[tuple[str, str]] = field(default_factory=list)
     spikes: int = 0
     differing: facts.ReplicasDiffer | None = None
     saves: list[SaveRecord] = field(default_factory=list)
@@ -544,14 +547,23 @@ def _rewound(run: RunHistory, attempt: _Attempt, _: float, fact: facts.TrainingR
 
 def _not_finite(run: RunHistory, _: _Attempt, __: float, fact: facts.StepNotFinite) -> None:
     run.not_finite.append(fact)
-
-
-def _spiked(run: RunHistory, _: _Attempt, __: float, ___: facts.StepSpiked) -> None:
-    run.spikes += 1
+    if fact.transient and fact.node:
+        run.suspicions.append((fact.node, "numbers that were finite when computed again"))
 
 
 def _differ(run: RunHistory, _: _Attempt, __: float, fact: facts.ReplicasDiffer) -> None:
     run.differing = fact
+    if fact.certain:
+        run.suspicions += [(node, "weights unlike those of the others") for node in fact.nodes]
+
+
+def _audited(run: RunHistory, _: _Attempt, __: float, fact: facts.AuditFailed) -> None:
+    if fact.certain:
+        run.suspicions += [(node, "a wrong gradient") for node in fact.nodes]
+
+
+def _spiked(run: RunHistory, _: _Attempt, __: float, ___: facts.StepSpiked) -> None:
+    run.spikes += 1
 
 
 def _imported(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointImported) -> None:
@@ -582,6 +594,7 @@ def _set_aside(run: RunHistory, _: _Attempt, __: float, fact: facts.CheckpointSe
 def _excluded(run: RunHistory, attempt: _Attempt, _: float, fact: facts.NodesExcluded) -> None:
     number = None if attempt is None else attempt.number
     run.excluded += [(number, node) for node in fact.nodes]
+    run.suspicions = [each for each in run.suspicions if each[0] not in fact.nodes]
 
 
 def _asked(run: RunHistory, _: _Attempt, __: float, fact: facts.EvaluationAsked) -> None:
@@ -616,6 +629,7 @@ _OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any
     facts.StepsDone: _run_steps,
     facts.StepNotFinite: _not_finite,
     facts.StepSpiked: _spiked,
+    facts.AuditFailed: _audited,
     facts.BatchSkipped: _hole,
     facts.ReplicasDiffer: _differ,
     facts.TrainingRewound: _rewound,

@@ -569,6 +569,11 @@ class GuardSettings(Table):
         "an audit in which gradients differ: stop ends the run, tell only says so",
         choices=("stop", "tell"),
     )
+    convict: int = setting(
+        2,
+        "a node whose ranks these guards named so often is left out of the next start of the job, "
+        "for preflight.bad_node_hours; 0: never",
+    )
 
 
 class TrainSettings(Table):
