@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
+    from hpctrain.agent.swaps import SlowNode
     from hpctrain.hangs.standing import HangLimits
     from hpctrain.run.event_types import LedgerFact
 
@@ -71,7 +72,11 @@ class NodeRank:
 
 
 class NodeHangs:
-    """One node's side of a round: its pulses and looks."""
+    """One node's side of a round: its pulses and looks.
+
+    Attributes:
+        moments: What is read for slow ranks; None where nobody minds.
+    """
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class NodeHangs:
         self._looked_s = 0.0
         self._stands_over = False
         tells_slow = limits is not None and limits.stragglers != "off"
-        self._moments = NodeMoments(folder, node, nodes, store, key) if tells_slow else None
+        self.moments = NodeMoments(folder, node, nodes, store, key) if tells_slow else None
         try:
             self._board: Board | None = Board.open(folder / BOARD)
         except (OSError, HpctrainError) as error:
@@ -123,8 +128,8 @@ class NodeHangs:
         self._looked_s = now_s
         if self._counts is not None:
             self._look_at_counts(self._counts, self._board, now_s)
-        if self._moments is not None:
-            self._moments.look(self._board)
+        if self.moments is not None:
+            self.moments.look(self._board)
         if self._standing is None:
             return
         stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
@@ -210,6 +215,12 @@ class RoundHangs:
         """See `JobHangs.watch`."""
         return None if self._job is None else self._job.watch(done)
 
+    def slow_node(self) -> SlowNode | None:
+        """Node 0: the node for which the others have waited longest; None for none."""
+        if self._job is None or self._job.slow is None or self._node.moments is None:
+            return None
+        return self._job.slow.slow_node(self._node.moments.ready_s)
+
     def close(self) -> None:
         """Watch no more."""
         self._node.close()
@@ -238,7 +249,11 @@ class JobHangHooks:
 
 
 class JobHangs:
-    """Node 0's side of a round: what all nodes' looks come to."""
+    """Node 0's side of a round: what all nodes' looks come to.
+
+    Attributes:
+        slow: Who is slow; None where nobody minds.
+    """
 
     def __init__(
         self,
@@ -262,7 +277,7 @@ class JobHangs:
         self._suspicion = Suspicion()
         self._counts, self._compared_s = JobCounts(), 0.0
         tells_slow = limits is not None and limits.stragglers != "off"
-        self._slow = JobStragglers(store, key, nodes, hooks.record) if tells_slow else None
+        self.slow = JobStragglers(store, key, nodes, hooks.record) if tells_slow else None
         self._said = 0
         self._looked_s = self._asked_s = 0.0
         self._number, self._asked_at_s = 0, 0.0
@@ -287,8 +302,8 @@ class JobHangs:
             return failure
         if self._limits is not None and now_s >= self._looked_s + LOOK_S:
             self._looked_s = now_s
-            if self._slow is not None:
-                self._slow.watch()
+            if self.slow is not None:
+                self.slow.watch()
             said = self._store.count(self._key("hangs"))
             self._is_due |= said != self._said
             self._said = said

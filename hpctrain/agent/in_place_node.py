@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.hang_watch import RoundHangs
     from hpctrain.agent.node import RoundHooks, _Reports
     from hpctrain.agent.rendezvous import Loss
+    from hpctrain.agent.swaps import Swaps
 
 NO_SIGN = "its agent gave no sign of life after a rank had failed"
 AGAIN = "its ranks died twice within an hour"
@@ -32,9 +33,11 @@ class InPlaceAgent(NodeAgent):
 
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
+        swaps: Node 0: when a slow node gives its place to a spare; None for never.
     """
 
     left_out: LeftOut | None = None
+    swaps: Swaps | None = None
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
@@ -90,7 +93,19 @@ class InPlaceAgent(NodeAgent):
             end = self._after_losses(hooks, losses)
             if end is not None:
                 return end
+        if self.swaps is not None and self._hangs is not None and not reports.failures:
+            end = self._after_swap(hooks, self.swaps, self._hangs)
+            if end is not None:
+                return end
         return super()._coordinate(hooks, reports)
+
+    def _after_swap(self, hooks: RoundHooks, swaps: Swaps, hangs: RoundHangs) -> RoundEnd | None:
+        """A slow node gives its place to a spare, where that is due."""
+        slow = hangs.slow_node() if hooks.deadline.cause is None else None
+        why = swaps.due(slow, self._meeting_place.spares)
+        if slow is None or not why:
+            return None
+        return self._after_losses(hooks, self._meeting_place.drop([slow.place], why))
 
     def _after_failure(
         self, hooks: RoundHooks, reports: _Reports, first_failure_at: float

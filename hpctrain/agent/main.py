@@ -20,6 +20,7 @@ from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.agent.stay_alive import EARLY_END_S, lifeline_of, rendezvous_of
+from hpctrain.agent.swaps import Swaps, newest_save
 from hpctrain.base import process
 from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_NODE
 from hpctrain.base.files import follow_folder
@@ -301,6 +302,8 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         control=node_control,
         hang_limits=_hang_limits(spec),
     )
+    if isinstance(agent, InPlaceAgent) and spec.settings.alive.stragglers == "swap":
+        agent.swaps = Swaps(partial(newest_save, run))
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:

@@ -14,6 +14,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.swaps import SlowNode
 from hpctrain.base.text import duration
 from hpctrain.control import pulse
 from hpctrain.control.root_clock import shown
@@ -50,6 +51,9 @@ EVERY_S, EACH_S = 10.0, 0.1
 MOST_MOMENTS, MOST_IN_ALL, FEWEST_MOMENTS = 2000, 200_000, 200
 """Of a rank, as torch keeps them; of all ranks together; and of a rank where there are many."""
 
+MOST_SAMPLES = 240
+"""Of the phases that ranks are in; then half of them are forgotten."""
+
 
 def every_s(nodes: int) -> float:
     """So often the recorders are read."""
@@ -57,7 +61,11 @@ def every_s(nodes: int) -> float:
 
 
 class NodeMoments:
-    """One node's side of a round."""
+    """One node's side of a round.
+
+    Attributes:
+        ready_s: From its start to the end of its ranks' first step; None before.
+    """
 
     def __init__(
         self,
@@ -80,7 +88,10 @@ class NodeMoments:
         self._number, self._name = node
         self._every_s = every_s(nodes)
         self._look = 0
-        self._samples, self._in_data = 0, [0]
+        self._samples = 0
+        self._in_data: list[int] = []
+        self._begun_s = time.monotonic()
+        self.ready_s: float | None = None
 
     def look(self, board: Board) -> None:
         """Read the recorders, where it is time to. To be called some times a second.
@@ -110,9 +121,14 @@ class NodeMoments:
 
     def _sample(self, board: Board) -> None:
         """Which ranks wait for their data just now."""
-        phases = [seen.phase for seen in pulse.read(board)]
+        pulses = pulse.read(board)
+        if self.ready_s is None and all(seen.phase and not seen.is_first for seen in pulses):
+            self.ready_s = time.monotonic() - self._begun_s
+        phases = [seen.phase for seen in pulses]
         if len(self._in_data) != len(phases):
             self._in_data = [0] * len(phases)
+        if self.ready_s is None:
+            return
         self._samples += 1
         for place, phase in enumerate(phases):
             self._in_data[place] += phase == pulse.DATA
@@ -121,8 +137,10 @@ class NodeMoments:
         self, calls: Sequence[Sequence[Collective]], most: int, ahead_ns: int
     ) -> dict[str, Any]:
         moments = [[(call.started_ns - ahead_ns) // 1000 for call in one[-most:]] for one in calls]
-        data = [count / self._samples for count in self._in_data]
-        self._samples, self._in_data = 0, [0] * len(self._in_data)
+        data = [count / max(1, self._samples) for count in self._in_data]
+        if self._samples > MOST_SAMPLES:
+            self._samples //= 2
+            self._in_data = [count // 2 for count in self._in_data]
         said: dict[str, Any] = {
             "look": self._look,
             "name": self._name,
@@ -180,6 +198,22 @@ class JobStragglers:
         self._said: dict[int, dict[str, Any]] = {}
         self._group, self._last = "", 0
         self._steps: list[OwnWork] = []
+        self._heard_s = time.monotonic()
+        self._slow: dict[int, str] = {}
+
+    def slow_node(self, restart_s: float | None) -> SlowNode | None:
+        """The node for whose ranks the others have waited longest; None for none.
+
+        Args:
+            restart_s: What a new start costs; None for not known, and so for no node.
+        """
+        named = self.judge.named & set(self._slow)
+        if restart_s is None or not named:
+            return None
+        worst = max(named, key=lambda rank: self.judge.lost_s.get(rank, 0.0))
+        lost_s = self.judge.lost_s.get(worst, 0.0)
+        place = next(node for node, ranks in self._nodes.items() if worst in ranks)
+        return SlowNode(place, self.names[place], lost_s, restart_s, self._slow[worst])
 
     def watch(self) -> None:
         """Hear what nodes have read, and judge it. To be called all the time."""
@@ -217,7 +251,13 @@ class JobStragglers:
         if not period:
             return
         arrivals = [[row[number] for number in range(first, last + 1)] for row in rows]
-        self._steps += own_work(arrivals, period)
+        steps = own_work(arrivals, period)
+        now_s = time.monotonic()
+        seen_s, passed_s = sum(step.step_s for step in steps), now_s - self._heard_s
+        self._heard_s = now_s
+        # Of short steps a recorder keeps the last ones; those before were as slow.
+        seen_of_all = min(1.0, seen_s / passed_s) if steps else 1.0
+        self._steps += steps
         data = {
             rank: share
             for (node, ranks), one in zip(self._nodes.items(), said, strict=True)
@@ -225,8 +265,9 @@ class JobStragglers:
         }
         while len(self._steps) >= WINDOW:
             window, self._steps = window_of(self._steps[:WINDOW]), self._steps[WINDOW:]
+            all_lost_s = tuple(seconds / seen_of_all for seconds in window.lost_s)
             lost_s = dict(self.judge.lost_s)
-            for finding in self.judge.hear(window, data):
+            for finding in self.judge.hear(window._replace(lost_s=all_lost_s), data):
                 self._tell(finding, lost_s)
 
     def _tell(self, finding: Straggling | Cleared, lost_before_s: Mapping[int, float]) -> None:
@@ -239,6 +280,8 @@ class JobStragglers:
         lost_s = max((self.judge.lost_s.get(rank, 0.0) for rank in finding.ranks), default=0.0)
         nodes = tuple(self.names[node] for node in finding.nodes)
         words = straggling_in_words(finding, nodes)
+        if finding.kind in {"rank", "node"}:  # on another node data would be as slow
+            self._slow |= dict.fromkeys(finding.ranks, words)
         log.warning("%s", words)
         self._record(
             StragglerFound(
