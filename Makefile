@@ -82,14 +82,20 @@ test: slurm browser fuse container strace ## all tests, on a real SLURM that the
 SLURM_VERSIONS := 24.11 26.05
 SYSTEM := tests/support/slurm_system.sh
 
-# $(1): what pytest is told
+# $(1): what pytest is told. The versions run beside each other, since tests wait for SLURM mostly; what
+# each has printed comes in their order at the end.
 define on_the_other_versions
+said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
 for version in $(SLURM_VERSIONS); do \
   PYTHON=python $(SYSTEM) prepare $$version || \
     { [[ "$(HPCTRAIN_REQUIRE)" != *slurm* ]] || exit 3; echo "its tests are left out" >&2; continue; }; \
-  echo "# SLURM $$version"; \
-  PYTHON=python HPCTRAIN_REQUIRE=slurm $(SYSTEM) run $$version $(PYTEST) $(BESIDE) $(1) || failed=1; \
-done; exit $${failed:-0}
+  echo "SLURM $$version: follow it in $$said/$$version" >&2; \
+  { PYTHON=python HPCTRAIN_REQUIRE=slurm $(SYSTEM) run $$version $(PYTEST) $(BESIDE) $(1) \
+      >"$$said/$$version" 2>&1 || touch "$$said/failed"; } & \
+done; wait; \
+for version in $(SLURM_VERSIONS); do \
+  [[ ! -e "$$said/$$version" ]] || { echo "# SLURM $$version"; cat "$$said/$$version"; }; \
+done; [[ ! -e "$$said/failed" ]]
 endef
 
 .PHONY: slurm-versions

@@ -66,6 +66,7 @@ def _assert_every_sample_was_used_once(run):
     assert lineage(RunHistory.of(run.events())).problems == []
 
 
+@pytest.mark.every_slurm
 def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tmp_path, capsys):
     run = submit(
         slurm,
@@ -98,6 +99,7 @@ def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tm
     _assert_every_sample_was_used_once(run)
 
 
+@pytest.mark.soak  # tests/engines/test_in_place.py has it in short
 def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_path, capsys):
     run = submit(
         slurm,
