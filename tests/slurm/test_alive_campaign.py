@@ -69,7 +69,9 @@ class Faults:
     def choose(self):
         """A fault that this round can survive."""
         kinds = [self.kill_a_rank, self.stop_a_rank, self.kill_all_ranks_of_a_node]
-        kinds += [self.stop_a_node_for_a_moment, self.tear_the_newest_checkpoint]
+        kinds.append(self.stop_a_node_for_a_moment)
+        if len(self._checkpoints()) > 1:  # with none left the run stops, and says why
+            kinds.append(self.tear_the_newest_checkpoint)
         if self.round["spares"]:
             kinds += [self.kill_a_node, self.freeze_a_node, self.kill_an_agent]
         return random.choice(kinds)
@@ -117,6 +119,9 @@ class Faults:
         """What was frozen goes on, and is to leave."""
         processes.kill_all(self.frozen, signal.SIGCONT)
         self.frozen = []
+
+    def _checkpoints(self):
+        return sorted(self.run.dir.checkpoints.glob("step-??????????"))
 
     def _other_than_first(self):
         """The first node's death ends the job."""
