@@ -66,7 +66,12 @@ def spoil(monkeypatch):
 
 
 def run_with(root, **more):
-    changes = {"guard__spike": "rewind", "checkpoint__interval_steps": 3, "train__steps": STEPS}
+    changes = {
+        "guard__spike": "rewind",
+        "checkpoint__interval_steps": 3,
+        "checkpoint__mode": "sync",  # each is there before the next step
+        "train__steps": STEPS,
+    }
     return make_run(root, **{**changes, **more})
 
 
