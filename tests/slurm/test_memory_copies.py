@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from hpctrain.history.attempts import attempts
+from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
@@ -68,3 +69,24 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
     train(peace, 4)
     assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
     assert slurm.job(run.job_id)["Restarts"] == "0"
+
+
+@pytest.mark.soak  # tests/unit/memory/test_buddy.py has what is brought from where in short
+def test_fewer_nodes_bring_each_other_what_they_lack(slurm, tmp_path):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2-3",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"alive.shrink": "auto"},
+    )
+    run.wait("copies", lambda: run.events("memory_copies"))
+    slurm.kill_node("n2")
+    run.wait_done()
+
+    (_, again) = [all_fields(event) for event in run.events("restored")]
+    assert (again["read_from"], again["skipped"]) == ("buddy", []), run.story()
+    assert (again["from_world_size"], again["world_size"]) == (6, 4)
+    (done, _) = [all_fields(event)["step"] for event in run.events("attempt_ended")]
+    assert 0 < again["step"] >= done - EVERY - 2
+    assert lineage(RunHistory.of(run.events())).problems == []

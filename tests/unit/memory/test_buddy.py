@@ -274,6 +274,51 @@ def test_a_stranger_at_the_door_is_refused_and_noted(job, caplog):
     covered_by_all(lines, 10)
 
 
+def test_nothing_is_taken_in_before_it_is_known_what_training_goes_on_from(job):
+    lines = job.begin()
+    for line in lines[:2]:
+        line.chosen(None)
+    for line in lines:
+        assert line.take_room(ROOM) == ""
+    for rank in (0, 1):
+        until(lambda rank=rank: lines[rank]._words[lines[rank]._at], "no slot")
+        write_copy(lines[rank], 10, rank, 6)
+    for line in lines[2:]:
+        line.left_out(10)
+    settled_by_all(lines, 10)
+
+    assert lines[0].covered == -1
+    assert lines[2].held().guests == []
+
+
+def test_a_round_that_is_over_takes_nothing_in(job):
+    ready(job)
+    over = job.keepers[1]._round
+    assert over.needed() == (None, Mark(1, -1))
+
+    job.begin()
+
+    with pytest.raises(ControlLost, match="over"):
+        over.needed()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-1, 8), (8, 8), (0, 1 << 40), (0, copy_line.PIECE_BYTES + 1)]
+)
+def test_bytes_that_are_not_there_are_given_to_nobody(job, low, high):
+    covered_by_all(ready(job), 10)
+    address, port = job.lines[0].held().door
+    line = meet((address, port), greeted("secret", "round 1/copies"), 1)
+    asked = {"is": "read", "mark": [1, 10], "rank": 0}
+    assert len(line.ask(asked | {"low": 0, "high": 100})[1]) == 100
+
+    line.say(asked | {"low": low, "high": high})
+
+    with pytest.raises(OSError, match=r"closed|reset"):
+        line.hear(wait_s=20)
+    line.close()
+
+
 def greeted(secret, about="copies"):
     return lambda: Greeting(secret, about)
 
