@@ -17,10 +17,17 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
+from hpctrain.memory.need import memory_notes
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import refuse_planted
 from hpctrain.scheduler.base import SCHEDULERS, default_cluster, get_cluster
-from hpctrain.settings.check import check, engine_flags, profile_flags, split_spares
+from hpctrain.settings.check import (
+    check,
+    engine_flags,
+    node_range,
+    profile_flags,
+    split_spares,
+)
 from hpctrain.settings.layers import (
     ENV_SECTION,
     SettingsFile,
@@ -212,6 +219,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         *cluster.notes(settings, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
+        *_memory_notes(settings, cluster),
     ]
     settings, more = cluster.check_container(
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
@@ -471,6 +479,11 @@ def _without_effect(
             script = Path(entry.path).name
             notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")
     return notes
+
+
+def _memory_notes(settings: Settings, cluster: Cluster) -> list[str]:
+    fewest, outlives = node_range(settings.slurm.nodes)[0], not cluster.on_this_machine
+    return memory_notes(settings.alive, None, fewest_nodes=fewest, outlives=outlives)
 
 
 def _resume_note(run: RunSettings, entry: Entry) -> list[str]:

@@ -14,10 +14,13 @@ from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.telling import NO_STEP, telling
+from hpctrain.memory.need import memory_notes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.fence import look_anew
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.settings.check import node_range
 from hpctrain.submit.after import check_after, redirect_followers
 from hpctrain.submit.change import ResumeRequest, change_spec
 from hpctrain.submit.checks import check_sealed, plan_meshes
@@ -152,8 +155,22 @@ def prepare_resume(
     check_sealed(own.settings, own.entry.cwd, run.root)
     plan = plan_resume(run, own, request.from_step)
     bad = kept_out(run, own, environ)
-    notes += [*more, *kept_out_notes(bad)]
+    notes += [*more, *kept_out_notes(bad), *_memory_notes(run, own)]
     return PreparedResume(own, plan, notes, list(bad), check_after(run.root, own))
+
+
+def _memory_notes(run: RunDir, spec: Spec) -> list[str]:
+    """What copies in memory will take: a run's checkpoints are as large as its state."""
+    if spec.settings.alive.memory == "no":
+        return []
+    saves = RunHistory.read(run, marks="few").saves
+    sizes = (save.size_bytes for save in reversed(saves) if save.kind == "saved")
+    return memory_notes(
+        spec.settings.alive,
+        next((nbytes for nbytes in sizes if nbytes), None),
+        fewest_nodes=node_range(spec.settings.slurm.nodes)[0],
+        outlives=not get_cluster(spec.cluster).on_this_machine,
+    )
 
 
 class ResumedJob(NamedTuple):

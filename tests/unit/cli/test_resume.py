@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.layout import RunDir
+from tests.support.checkpoints import next_attempt, save
 from tests.support.ledger_runs import write_event
 
 
@@ -62,3 +63,18 @@ def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginn
 
 def test_a_run_that_never_began_is_as_it_was(plain, capsys):
     assert "none yet: starts from the beginning" in dry_run(capsys)
+
+
+def test_what_copies_in_memory_take_is_told_from_the_newest_checkpoint(plain, capsys):
+    copies = ["--set", "alive.memory=auto"]
+    ended(plain, ("restored", {"step": 0}))
+    assert "not known before the first checkpoint: 2 times" in dry_run(capsys, *copies)
+
+    save(plain, next_attempt(plain), 4)
+    write_event(plain, "saved", attempt=1, step=4, bytes=2**30)
+
+    line = next(line for line in dry_run(capsys, *copies).splitlines() if "alive.memory" in line)
+    assert "copies take about 1.0 GiB of each node's memory, 2 times its part" in line
+    assert "alive.memory" not in dry_run(capsys)
+    notes = json.loads(dry_run(capsys, *copies, "--json"))["notes"]
+    assert [note for note in notes if note.startswith("alive.memory: copies take about 1.0 GiB")]

@@ -241,6 +241,13 @@ def test_spares_and_shrinking_have_no_effect_on_this_machine_and_that_is_said(wo
     assert not [note for note in ask(work, nodes="2").notes if "alive." in note]
 
 
+def test_what_copies_in_memory_take_is_said_not_to_be_known_before_a_checkpoint(work):
+    notes = ask(work, nodes="2", sets=["alive.memory=auto"]).notes
+
+    (said,) = [note for note in notes if note.startswith("alive.memory:")]
+    assert "not known before the first checkpoint: 2 times its part" in said
+
+
 def test_flags_without_effect_are_said(work):
     sets = ("slurm.constraint=x", "train.steps=3")
 
