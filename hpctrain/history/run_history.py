@@ -57,6 +57,7 @@ class RunHistory:
             the run was last told to do without it.
         spikes: How many steps jumped, in all attempts.
         differing: Whose copies of the weights were last found to differ; None for nobody's.
+        disputed: Whose gradients an audit last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
         restores: How many times an attempt has restored.
@@ -101,6 +102,7 @@ class RunHistory:
     suspicions: list[tuple[str, str]] = field(default_factory=list)
     spikes: int = 0
     differing: facts.ReplicasDiffer | None = None
+    disputed: facts.AuditFailed | None = None
     saves: list[SaveRecord] = field(default_factory=list)
     interval: facts.IntervalSet | None = None
     restores: int = 0
@@ -558,6 +560,7 @@ def _differ(run: RunHistory, _: _Attempt, __: float, fact: facts.ReplicasDiffer)
 
 
 def _audited(run: RunHistory, _: _Attempt, __: float, fact: facts.AuditFailed) -> None:
+    run.disputed = fact
     if fact.certain:
         run.suspicions += [(node, "a wrong gradient") for node in fact.nodes]
 

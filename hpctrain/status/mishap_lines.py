@@ -26,6 +26,7 @@ def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
         ("memory", "" if seen.memory is None else _memory(seen.memory)),
         ("guards", _guards(seen.guarded)),
         ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
+        ("gradients", "" if seen.guarded.disputed is None else _disputed(seen.guarded.disputed)),
     ]
     return [(label, words) for label, words in rows if words]
 
@@ -60,6 +61,15 @@ def _differing(fact: facts.ReplicasDiffer) -> str:
         what = "had different weights, and nobody knows whose were right"
     right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
     return f"{who} {what} at step {_step(fact.step)} ({right})"
+
+
+def _disputed(fact: facts.AuditFailed) -> str:
+    nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
+    who = f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
+    what = "computed a wrong gradient, a third rank says so,"
+    if not fact.certain:
+        what = "computed different gradients, and nobody knows who is wrong,"
+    return f"{who} {what} at step {_step(fact.step)}"
 
 
 def _members(seen: JobMembers) -> str:
