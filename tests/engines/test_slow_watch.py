@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 RANKS = 4
 LIMITS = HangLimits(60.0, stragglers="tell")
-PATIENCE_S = 60
+PATIENCE_S = 120
 BEGIN = """
 import pathlib, random, time
 import torch, torch.distributed as dist
@@ -90,10 +90,10 @@ def told_of(folder, rank, kinds=("rank",)):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_works_longer_is_named_under_every_engine(agents, tmp_path, engine):
-    agents.start(program(tmp_path, engine, 0.6), hangs=LIMITS, end_wait_s=30)
+    agents.start(program(tmp_path, engine, 1.0), hangs=LIMITS, end_wait_s=30)
     fact = told_of(tmp_path, 2)
     assert (fact["kind"], fact["nodes"]) == ("straggler", ["n0"])
-    assert 0.05 < fact["by"] < 0.8
+    assert 0.05 < fact["by"] < 1
     assert fact["lost_s"] > 0
     assert "on n0" in fact["summary"]
     assert "later than the others by" in fact["summary"]
@@ -101,7 +101,7 @@ def test_a_rank_that_works_longer_is_named_under_every_engine(agents, tmp_path, 
 
 
 def test_ranks_of_another_node_are_compared_by_one_clock(agents, tmp_path):
-    agents.start(program(tmp_path, "ddp", 0.6, slow=(4, 5, 6, 7)), nodes=2, hangs=LIMITS)
+    agents.start(program(tmp_path, "ddp", 1.0, slow=(4, 5, 6, 7)), nodes=2, hangs=LIMITS)
     fact = told_of(tmp_path, 5, kinds=("node", "rank"))  # all of its ranks, or first the slowest
     assert fact["nodes"] == ["n1"]
     assert set(fact["ranks"]) <= {4, 5, 6, 7}

@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from hpctrain.hangs.arrivals import own_work, period_of
+from hpctrain.hangs.arrivals import calls_of, own_work, period_of
+from hpctrain.hangs.evidence import Collective
 
 TRIP_S = 0.001
 
@@ -45,6 +46,7 @@ def test_the_slow_rank_s_work_is_longer_by_what_it_is_slower(each, runs_ahead, b
     steps = own_work(job(200, work, each=each, runs_ahead=runs_ahead), each)
 
     assert len(steps) >= 150
+    assert all(step.step_s > 0.08 for step in steps), "a part of a step is none"
     usual, slow = (statistics.fmean(step.seconds[rank] for step in steps) for rank in (0, 2))
     assert slow - usual == pytest.approx(0.1 * by, abs=0.003)
     assert statistics.fmean(step.step_s for step in steps) == pytest.approx(slow, abs=0.01)
@@ -76,3 +78,12 @@ def test_what_one_rank_has_not_come_to_counts_for_none():
 )
 def test_a_step_is_what_comes_again_and_again(signatures, period):
     assert period_of(signatures) == period
+
+
+def test_what_was_called_last_in_the_busiest_group_of_all_is_taken_without_a_gap():
+    def calls(group, *numbers):
+        return [Collective(group, number, "all_reduce", (), ()) for number in numbers]
+
+    heard = calls("part", *range(50)) + calls("0", 1, 2, 5, 6, 7) + calls("1", 1, 2)
+    assert [call.number for call in calls_of(heard, {"0", "1"})] == [5, 6, 7]
+    assert calls_of(heard, {"none"}) == calls_of([], {"0"}) == []

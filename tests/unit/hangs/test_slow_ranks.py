@@ -66,6 +66,12 @@ def test_one_that_is_slow_at_every_tenth_step_is_seen_by_its_mean():
     assert (step <= 100, finding.ranks, finding.is_steady) == (True, (5,), False)
 
 
+def test_one_that_is_slow_at_most_steps_is_seen_by_its_median():
+    windows = series(400, lambda step, rank: 1 + (0.1 if step % 5 else -0.4) * (rank == 5))
+    [(_, finding)] = said(windows)
+    assert (finding.ranks, finding.is_steady) == ((5,), True)
+
+
 def test_one_slow_window_and_two_are_a_hiccup():
     last = (RUNNING - 1) * WINDOW
     assert said(series(400, lambda step, rank: 1 + (rank == 5 and step < last))) == []
@@ -104,6 +110,8 @@ def test_one_that_waits_for_its_data_is_no_slow_machine():
     waits = dict.fromkeys(range(RANKS), 0.02) | {5: 0.2}
     windows = series(200, lambda _, rank: 1 + 0.25 * (rank == 5))
     assert [finding.kind for _, finding in said(windows, data_share=waits)] == ["data"]
+    little = waits | {5: 0.05}
+    assert [finding.kind for _, finding in said(windows, data_share=little)] == ["rank"]
     same = dict.fromkeys(range(RANKS), 0.2)
     assert [finding.kind for _, finding in said(windows, data_share=same)] == ["rank"]
 
