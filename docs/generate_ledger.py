@@ -12,7 +12,8 @@ from typing import Any
 
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.run import event_fields as check
-from hpctrain.run.event_types import KINDS, NEEDED, LedgerFact
+from hpctrain.run import event_types  # noqa: F401 - they enter KINDS
+from hpctrain.run.event_kind import KINDS, NEEDED, LedgerFact
 
 PAGE = Path(__file__).with_name("ledger.md")
 PART = re.compile(r"(<!-- events: [^\n]*\n).*?(<!-- end of events -->)", re.DOTALL)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.errors import CheckpointError
     from hpctrain.history.run_records import AttemptRecord
+    from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec
@@ -65,8 +66,7 @@ log = logging.getLogger("hpctrain.agent")
 
 EXIT_TRY_LATER = 75
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 900.0
-"""Before a requeue that no budget counts, since it could not be written down; twice as long after
-each restart of the job, so that a full disk makes no crash loop."""
+"""Before a requeue that could not be written down; twice as long each time: no crash loop."""
 ASSERTED = "device-side assert"
 """A CUDA error that a program makes by itself, as by an index out of range."""
 SPARE_END_S = 60.0
@@ -77,7 +77,7 @@ NO_PACKAGE = "No module named 'hpctrain'"
 """Python's words in an image without us."""
 _FROM_OUTSIDE = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 """Ends that come at the scheduler's pace."""
-T = TypeVar("T", bound=kinds.LedgerFact)
+T = TypeVar("T", bound="LedgerFact")
 
 
 def read_outcome(run: RunDir, attempt: int) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class EndWriter:
         """Read what has come since the last look. What was added meanwhile comes once more."""
         self._take_in(self._tail.new())
 
-    def add(self, fact: kinds.LedgerFact, attempt: int | None) -> bool:
+    def add(self, fact: LedgerFact, attempt: int | None) -> bool:
         """Write a fact down; returns whether there was room for it."""
         self._take_in([ledger.Event(round(time.time(), 3), attempt, fact)])
         return ledger.record(self._run, fact, attempt=attempt)
@@ -492,7 +492,7 @@ class AttemptEnding:
         again = bool(earlier) and earlier[-1].awaited is not None and earlier[-1].awaited.ended
         return again and 2 * len(left) <= own.world_size
 
-    def record(self, attempt: int, fact: kinds.LedgerFact) -> None:
+    def record(self, attempt: int, fact: LedgerFact) -> None:
         """Write down what was seen of an attempt's ranks."""
         ledger.record(self._run, fact, attempt=attempt)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.rendezvous import SignedStore
     from hpctrain.agent.swaps import SlowNode
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.event_kind import LedgerFact
 
 log = logging.getLogger("hpctrain.agent")
 

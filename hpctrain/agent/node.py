@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.agent.stragglers import Life
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.fence import Attempt
 
 log = logging.getLogger("hpctrain.agent")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.hangs.arrivals import OwnWork
     from hpctrain.hangs.evidence import Collective
     from hpctrain.hangs.slow_ranks import Cleared
-    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.event_kind import LedgerFact
 
 log = logging.getLogger("hpctrain.agent")
 

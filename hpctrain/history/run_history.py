@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hpctrain.base.records import EndReason
+    from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
@@ -353,7 +354,7 @@ def _stopped_for_good(attempt: AttemptRecord, _: float, fact: facts.RunStopped) 
     attempt.stopped_for_good = fact.detail
 
 
-_OF_ATTEMPT: dict[type[facts.LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
+_OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
     facts.AttemptStarted: _started,
     facts.PhaseReached: _phase,
     facts.MeshBuilt: _mesh,
@@ -619,7 +620,7 @@ def _followed(run: RunHistory, _: _Attempt, __: float, fact: facts.Followed) -> 
         run.followers.append(fact.run)
 
 
-_OF_RUN: dict[type[facts.LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
+_OF_RUN: dict[type[LedgerFact], Callable[[RunHistory, _Attempt, float, Any], None]] = {
     facts.SubmitIntent: _intent,
     facts.Submitted: _submitted,
     facts.SubmitAdopted: _accepted,

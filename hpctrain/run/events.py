@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpctrain.base import locks
 from hpctrain.base.files import open_plain, plain_descriptor, skip_hole
 from hpctrain.run.event_fields import attempt_number, moment, whole_text
-from hpctrain.run.event_types import KINDS, LedgerFact, typed
+from hpctrain.run.event_kind import KINDS, LedgerFact
+from hpctrain.run.event_types import typed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.guards.audits import AuditVerdict
     from hpctrain.guards.replicas import Divergence
     from hpctrain.guards.spikes import Spike
-    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.event_kind import LedgerFact
     from hpctrain.runtime.program import Program
     from hpctrain.runtime.replicas import Comparison, ReplicaWatch
     from hpctrain.settings.schema import GuardSettings

@@ -7,7 +7,8 @@ import json
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.run.event_types import KINDS, UnknownFact, typed
+from hpctrain.run.event_kind import KINDS, UnknownFact
+from hpctrain.run.event_types import typed
 from hpctrain.run.events import Event, append
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings, TrainSettings

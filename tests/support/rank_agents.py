@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import FailureReport
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_types import LedgerFact
+    from hpctrain.run.event_kind import LedgerFact
 
 
 class Agents:
