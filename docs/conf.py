@@ -41,11 +41,11 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|nn|os|pathlib|torch)\..*|AbstractContextManager|Optimizer|Path"),
     (
         r"py:.*",
-        r"Loss|LossScale|State|UpdateGuard|program_state\.Stateful|hpctrain\.world\.Exchange",
+        r"Loss|LossScale|State|Auditing|UpdateGuard|program_state\.Stateful|hpctrain\.world\.Exchange",
     ),
     (
         r"py:.*",
-        r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited|HangSuspected|HangFound",
+        r"EndReason|Next|Skipped|Failure|EndCause|RanksAwaited|HangSuspected|HangFound|StragglerFound",
     ),  # of an AttemptView
     (r"py:class", r"Mapping\[str"),  # Sphinx splits a signature at commas where a default is made
 ]
