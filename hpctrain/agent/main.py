@@ -307,6 +307,8 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
+            if lifeline is not None:
+                lifeline.stop()  # the ranks have ended: it would kill who sees to the job below
             return _leave(agent.left_out, agent.attempt_number, rendezvous, ending)
         if hooks is None or agent.end is None:
             return 0
