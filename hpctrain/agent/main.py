@@ -37,6 +37,7 @@ from hpctrain.run.ownership import job_spec, start_secret
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpctrain.agent.in_place_node import InPlaceAgent
     from hpctrain.agent.lifeline import Lifeline
     from hpctrain.agent.rendezvous import LeftOut, Loss, Rendezvous
     from hpctrain.agent.resume_args import ResumeArgs
@@ -307,9 +308,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
-            if lifeline is not None:
-                lifeline.stop()  # the ranks have ended: it would kill who sees to the job below
-            return _leave(agent.left_out, agent.attempt_number, rendezvous, ending)
+            return _leave(agent, agent.left_out, rendezvous, ending, lifeline)
         if hooks is None or agent.end is None:
             return 0
         return ending.conclude(agent.attempt_number, agent.end, deadline)
@@ -321,14 +320,23 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         rendezvous.close()
 
 
-def _leave(left_out: LeftOut, attempt: int, rendezvous: Rendezvous, ending: LossEnding) -> int:
+def _leave(
+    agent: InPlaceAgent,
+    left_out: LeftOut,
+    rendezvous: Rendezvous,
+    ending: LossEnding,
+    lifeline: Lifeline | None,
+) -> int:
     """A node that takes part no more; where node 0 died one of them sees to the job."""
+    if lifeline is not None:
+        lifeline.stop()  # its ranks have ended; it would kill who takes seconds for the job
     log.warning("leaves the job: %s", left_out)
     if not left_out.first_is_gone:
         return 0
     line = [node for node in rendezvous.members if node]
     line += [node for node in range(1, len(rendezvous.nodes)) if node not in line]
     own = rendezvous.nodes[rendezvous.node]
+    attempt = agent.attempt_number
     return ending.after_first_node(str(left_out), own, attempt, line.index(rendezvous.node))
 
 

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
+from tests.support.slurm_config import free_range
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -129,9 +129,7 @@ class Job:
     def __init__(self, folder, nodes, size):
         (folder / "script.py").write_text(SCRIPT)
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_range(PORTS)  # an outgoing connection may take one of the kernel's own
         fork = multiprocessing.get_context("fork")
         self.agents = [
             fork.Process(target=_agent, args=(node, nodes, size, port, folder))

@@ -78,7 +78,8 @@ def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, und
         tmp_path,
         monkeypatch,
         f"{kill};{flips}",
-        checkpoint__interval_steps=9,
+        checkpoint__interval_steps=5,
+        train__step_delay_s=0.15,
     )
 
     assert second["read_from"] == ""

@@ -90,6 +90,19 @@ def free_ports(count: int) -> list[int]:
     raise RuntimeError(f"only {len(found)} of {count} ports are free in {_PORTS}")
 
 
+def free_range(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    while True:
+        first = free_ports(1)[0]
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where everything of one cluster lies, all of it under one folder."""
