@@ -93,7 +93,7 @@ def test_work_that_takes_several_limits_is_looked_at_and_left_alone(agents, tmp_
 
 def test_where_it_is_only_to_be_told_nothing_is_ended(agents, tmp_path):
     limits = HangLimits(0.5, ends_round=False)
-    [[ending, *_]] = agents.run(program("time.sleep(6)", steps=100), hangs=limits, end_wait_s=30)
+    [[ending, *_]] = agents.run(program("time.sleep(10)", steps=100), hangs=limits, end_wait_s=30)
 
     assert ending == "left"
     told = [(event["kind"], event.get("ended")) for event in events(tmp_path)]

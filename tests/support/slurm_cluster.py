@@ -236,7 +236,10 @@ class SlurmCluster:
         def gone() -> bool:
             steps = self._stepds(name)
             ranks = [] if leave_ranks else [*processes.descendants(*steps), *self._ranks(name)]
-            processes.kill_all([*steps, *ranks])  # slurmstepd first: it must not tell of the rest
+            # slurmstepd first: it must not tell of the rest. And srun, which a node without power
+            # takes along, must not see its death: it would end the step's tasks on other nodes.
+            for signum in (signal.SIGSTOP, signal.SIGKILL):
+                processes.kill_all([*steps, *ranks], signum)
             return not steps and not ranks
 
         wait_for(gone, 10, f"the end of the processes of {name}")
