@@ -53,23 +53,24 @@ def _guards(seen: Guarded) -> str:
     return words
 
 
-def _differing(fact: facts.ReplicasDiffer) -> str:
+def _who(fact: facts.ReplicasDiffer | facts.AuditFailed) -> str:
     nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
-    who = f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
+    return f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
+
+
+def _differing(fact: facts.ReplicasDiffer) -> str:
     what = "had other weights than the others"
     if not fact.certain:
         what = "had different weights, and nobody knows whose were right"
     right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
-    return f"{who} {what} at step {_step(fact.step)} ({right})"
+    return f"{_who(fact)} {what} at step {_step(fact.step)} ({right})"
 
 
 def _disputed(fact: facts.AuditFailed) -> str:
-    nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
-    who = f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
     what = "computed a wrong gradient, a third rank says so,"
     if not fact.certain:
         what = "computed different gradients, and nobody knows who is wrong,"
-    return f"{who} {what} at step {_step(fact.step)}"
+    return f"{_who(fact)} {what} at step {_step(fact.step)}"
 
 
 def _members(seen: JobMembers) -> str:

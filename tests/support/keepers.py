@@ -19,12 +19,16 @@ from hpctrain.memory.keeper_process import KeeperProcess
 from hpctrain.memory.rank_line import KeeperLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
+    from hpctrain.memory.slots import Mark
+
 BLOCK_BYTES = 1024
 PATIENCE_S = 20.0
+ROOM = 8000
+"""Bytes that each rank asks for a copy."""
 
 
 class Keepers:
@@ -168,3 +172,27 @@ def until(holds: Callable[[], Any], why: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, why
         time.sleep(0.002)
+
+
+def ready(keepers: Keepers, mark: Mark | None = None) -> list[KeeperLine]:
+    """The ranks' lines of a new round: all have chosen, and have room."""
+    lines = keepers.begin()
+    for line in lines:
+        line.chosen(mark)
+    for line in lines:
+        assert line.take_room(ROOM) == ""
+    return lines
+
+
+def copy_by_all(lines: Sequence[KeeperLine], step: int) -> None:
+    """Every rank copies a step, once it has a slot free."""
+    for rank, line in enumerate(lines):
+        until(lambda line=line: line._words[line._at], f"rank {rank} has no slot free")
+        write_copy(line, step, rank, len(lines))
+
+
+def covered_by_all(lines: Sequence[KeeperLine], step: int) -> None:
+    """Every rank copies a step, and hears that all nodes have it whole."""
+    copy_by_all(lines, step)
+    for line in lines:
+        until(lambda line=line: line.covered == step, f"step {step} is not covered")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from hpctrain.agent import main
 from hpctrain.agent.loss_ending import PROOF_S, TURN_S, LossEnding
-from hpctrain.agent.rendezvous import Loss
+from hpctrain.agent.rendezvous import LeftOut, Loss
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
@@ -151,3 +154,17 @@ def test_losses_of_another_start_of_the_job_are_no_sign_that_the_first_node_live
     own.after_first_node("silent", "n2", number, 0, no_time)
 
     assert scheduler.requeued == 1
+
+
+def test_who_sees_to_the_job_is_not_ended_by_its_own_lifeline():
+    """It kills an agent that has not left after some seconds; here it proves and waits for more."""
+    done = []
+    agent = SimpleNamespace(attempt_number=4)
+    place = SimpleNamespace(members=(0, 2), nodes=["n1", "n2", "n3"], node=1)
+    line = SimpleNamespace(stop=lambda: done.append("lifeline stopped"))
+    own = SimpleNamespace(after_first_node=lambda *told: done.append(told))
+
+    main._leave(agent, LeftOut("silent", first_is_gone=True), place, own, line)
+    main._leave(agent, LeftOut("this node stood still"), place, own, line)
+
+    assert done == ["lifeline stopped", ("silent", "n2", 4, 1), "lifeline stopped"]

@@ -16,9 +16,18 @@ from hpctrain.memory.choice import Inventory, choose
 from hpctrain.memory.copy_line import CopyDoor, CopyLine, meet
 from hpctrain.memory.slots import HeldCopy, Mark
 from hpctrain.testing.faults import armed
-from tests.support.keepers import Keepers, plan_of, until, values_of, write_copy
+from tests.support.keepers import (
+    ROOM,
+    Keepers,
+    copy_by_all,
+    covered_by_all,
+    plan_of,
+    ready,
+    until,
+    values_of,
+    write_copy,
+)
 
-ROOM = 8000
 NODES = 3
 
 
@@ -28,27 +37,6 @@ def job(tmp_path):
     keepers = Keepers(tmp_path, nodes=NODES, ranks=2, to_buddy=True)
     yield keepers
     keepers.close()
-
-
-def ready(keepers, mark=None):
-    lines = keepers.begin()
-    for line in lines:
-        line.chosen(mark)
-    for line in lines:
-        assert line.take_room(ROOM) == ""
-    return lines
-
-
-def copy_by_all(lines, step):
-    for rank, line in enumerate(lines):
-        until(lambda line=line: line._words[line._at], f"rank {rank} has no slot free")
-        write_copy(line, step, rank, len(lines))
-
-
-def covered_by_all(lines, step):
-    copy_by_all(lines, step)
-    for line in lines:
-        until(lambda line=line: line.covered == step, f"step {step} is not covered")
 
 
 def settled_by_all(lines, step):

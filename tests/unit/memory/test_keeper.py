@@ -12,9 +12,16 @@ from hpctrain.memory import keeper as keepers_module
 from hpctrain.memory.protocol import SOCKET, KeeperLost
 from hpctrain.memory.rank_line import KeeperLine
 from hpctrain.memory.slots import HeldCopy, Mark
-from tests.support.keepers import Keepers, plan_of, until, values_of, write_copy
-
-ROOM = 8000
+from tests.support.keepers import (
+    ROOM,
+    Keepers,
+    covered_by_all,
+    plan_of,
+    ready,
+    until,
+    values_of,
+    write_copy,
+)
 
 
 @pytest.fixture
@@ -33,23 +40,6 @@ def three(tmp_path):
     keepers.close()
 
 
-def ready(keepers, mark=None):
-    lines = keepers.begin()
-    for line in lines:
-        line.chosen(mark)
-    for line in lines:
-        assert line.take_room(ROOM) == ""
-    return lines
-
-
-def copied_by_all(lines, step):
-    for rank, line in enumerate(lines):
-        until(lambda line=line: line._words[line._at], f"rank {rank} has no slot free")
-        write_copy(line, step, rank, len(lines))
-    for line in lines:
-        until(lambda line=line: line.covered == step, f"step {step} is not covered")
-
-
 def content(line, mark, rank):
     handle = line.open(mark, rank)
     assert handle is not None
@@ -65,7 +55,7 @@ def test_copies_of_all_ranks_make_a_step_covered_again_and_again(one):
     lines = ready(one)
 
     for step in range(10, 110, 10):
-        copied_by_all(lines, step)
+        covered_by_all(lines, step)
 
     held, nbytes, _, _ = lines[0].held()
     assert {copy.step for copy in held} <= {90, 100}
@@ -78,7 +68,7 @@ def test_copies_of_all_ranks_make_a_step_covered_again_and_again(one):
 
 def test_all_nodes_must_have_a_step(three):
     lines = ready(three)
-    copied_by_all(lines, 10)
+    covered_by_all(lines, 10)
 
     write_copy(lines[0], 20, 0, 3)
     write_copy(lines[1], 20, 1, 3)
@@ -87,13 +77,13 @@ def test_all_nodes_must_have_a_step(three):
         until(lambda line=line: line.settled == 20, "step 20 is not settled")
         assert line.covered == 10
 
-    copied_by_all(lines, 30)
+    covered_by_all(lines, 30)
 
 
 def test_copies_outlive_the_round_and_what_is_not_gone_on_from_goes(one):
     lines = ready(one)
-    copied_by_all(lines, 10)
-    copied_by_all(lines, 20)
+    covered_by_all(lines, 10)
+    covered_by_all(lines, 20)
     slot = lines[0].take_slot()  # it dies in the middle of a copy
 
     again = one.begin()
@@ -105,7 +95,7 @@ def test_copies_outlive_the_round_and_what_is_not_gone_on_from_goes(one):
         line.chosen(Mark(1, 20))
         assert line.take_room(ROOM) == ""
     until(lambda: {c.mark for c in again[1].held()[0]} == {Mark(1, 20)}, "the others are there")
-    copied_by_all(again, 25)
+    covered_by_all(again, 25)
     assert again[0].held()[0].count(HeldCopy(2, 25, 2, 0)) == 1
 
 
@@ -132,7 +122,7 @@ def test_too_little_memory_on_one_node_ends_copies_on_all(three, monkeypatch):
 
 def test_a_keeper_that_is_lost_ends_copies_on_the_others(three):
     lines = ready(three)
-    copied_by_all(lines, 10)
+    covered_by_all(lines, 10)
 
     three.loop.call_soon_threadsafe(three.keepers[1]._round.close)
 
@@ -174,7 +164,7 @@ def test_what_makes_no_sense_ends_that_line_alone(one, packet):
         assert stranger.recv(1 << 16) == b""
     stranger.close()
 
-    copied_by_all(lines, 10)
+    covered_by_all(lines, 10)
 
 
 def test_a_copy_into_a_slot_that_was_not_given_is_none(one):
